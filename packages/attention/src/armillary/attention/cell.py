@@ -1,0 +1,54 @@
+"""One cell of the grid that every method walks: the queries of one shard against the keys of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from armillary.attention.call import Call, Saved, head_runs
+from armillary.attention.mask import Window
+from armillary.attention.merge import Merge, Part, Sum
+from armillary.attention.tiles import tiles
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Queries of shard `query` against keys of shard `key`, both of `call.layout`."""
+
+    call: Call
+    query: int
+    key: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
+        """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
+        call = self.call
+        for rows, columns, band in self._kernel_calls(q.shape[0]):
+            into.add(rows, *call.kernel.forward(q[rows], k[columns], v[columns], band, call.scale))
+
+    def backward(self, dout: Tensor, saved: Saved, k: Tensor, v: Tensor, dq: Sum) -> tuple[Tensor, Tensor]:
+        """Adds the cell's share to `dq`; returns its (dk, dv) in the accumulation dtype."""
+        call, dk, dv = self.call, Sum.like(k), Sum.like(v)
+        for rows, columns, band in self._kernel_calls(dout.shape[0]):
+            q, out, lse = saved.q[rows], saved.out[rows], saved.lse[rows]
+            parts = call.kernel.backward(dout[rows], q, k[columns], v[columns], out, lse, band, call.scale)
+            dq.add(rows, parts[0])
+            dk.add(columns, parts[1])
+            dv.add(columns, parts[2])
+        return dk.value(), dv.value()
+
+    def _kernel_calls(self, batch: int) -> Iterator[tuple[Part, Part, Window]]:
+        """(part of the queries, part of the keys, band) of each kernel call."""
+        call = self.call
+        queries, keys = call.layout.spans(self.query), call.layout.spans(self.key)
+        for row in range(batch) if call.mask.per_row else (0,):
+            rows = slice(row, row + 1) if call.mask.per_row else slice(None)
+            for whole in tiles(queries, keys, call.mask, row):
+                for tile in call.kernel.cut(whole):
+                    for run in head_runs(call.key_heads):
+                        yield (
+                            (rows, slice(tile.q0, tile.q1), slice(run.q0, run.q1)),
+                            (rows, slice(tile.k0, tile.k1), slice(run.k0, run.k1)),
+                            tile.offsets,
+                        )

@@ -1,0 +1,28 @@
+"""Local attention kernels: one small protocol, one file per kernel, and the choice between them."""
+
+from __future__ import annotations
+
+from armillary.attention.kernels.cpu_flash import CpuFlash
+from armillary.attention.kernels.cuda_flash import CudaFlash
+from armillary.attention.kernels.dense import Dense
+from armillary.attention.kernels.kernel import Inputs, Kernel
+
+__all__ = ["CpuFlash", "CudaFlash", "Dense", "Inputs", "Kernel", "choose_kernel"]
+
+KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), Dense())
+"""In order of preference."""
+
+
+def choose_kernel(inputs: Inputs) -> Kernel:
+    """The first kernel that accepts these inputs.
+
+    Raises:
+        ValueError: none does; gives each one's reason.
+    """
+    reasons: list[str] = []
+    for kernel in KERNELS:
+        reason = kernel.refuses(inputs)
+        if reason is None:
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
+    raise ValueError(f"no kernel for {inputs}: {'; '.join(reasons)}")

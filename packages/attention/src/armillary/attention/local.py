@@ -1,0 +1,33 @@
+"""Attention on one rank: what every method reduces to where nothing is sharded."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from armillary.attention.call import Call, Saved
+from armillary.attention.cell import Cell
+from armillary.attention.merge import Merge, Sum
+from armillary.attention.method import Method, layout_of
+from armillary.core import SequenceLayout
+
+
+class Local(Method):
+    """All keys are here: one cell, no communication."""
+
+    shards = 1
+    shard = 0
+    sequence_shards = 1
+
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        return layout_of(kind, length, 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        merged = Merge((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+        Cell(call, 0, 0).forward(q, k, v, merged)
+        out, lse = merged.result()
+        return out, Saved(q, k, v, out, lse)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        dq = Sum.like(saved.q)
+        dk, dv = Cell(call, 0, 0).backward(dout, saved, saved.k, saved.v, dq)
+        return dq.value().to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype)

@@ -1,0 +1,120 @@
+"""Which keys a query sees, in global positions: a value, not a tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """A key at position j is visible to a query at position i if all that is asked for here holds.
+
+    Args:
+        causal: `j <= i`.
+        window: (left, right): `i - left <= j <= i + right`; None on a side is unbounded.
+        documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the documents that the sequence is packed
+            from; i and j must lie in one document. One list for all rows of a batch, or a list of lists, one for each
+            row. Integer tensors are accepted; kept as tuples.
+
+    Hashable; cheap to compare; knows nothing of shards.
+
+    Raises:
+        ValueError: a negative window, boundaries that do not start at 0 or do not rise.
+    """
+
+    causal: bool = True
+    window: Window | None = None
+    documents: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+
+    def __init__(
+        self,
+        causal: bool = True,
+        window: Sequence[int | None] | None = None,
+        documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        object.__setattr__(self, "causal", bool(causal))
+        object.__setattr__(self, "window", _window(window))
+        object.__setattr__(self, "documents", _documents(documents))
+
+    @property
+    def per_row(self) -> bool:
+        """Whether the rows of a batch have documents of their own."""
+        return bool(self.documents) and isinstance(self.documents[0], tuple)
+
+    def boundaries(self, row: int = 0) -> tuple[int, ...] | None:
+        """The document boundaries of one row of the batch, or None where there are no documents."""
+        documents = self.documents
+        return documents[row] if self.per_row else documents  # pyright: ignore[reportOptionalSubscript, reportReturnType]
+
+    def bounds(self) -> Window:
+        """The smallest and the largest `j - i` that may be visible; None: unbounded."""
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        return None if left is None else -left, right
+
+    def check(self, length: int, batch: int) -> None:
+        """Refuses documents that do not fit a batch of `batch` rows of `length` tokens."""
+        if self.per_row and len(self.documents or ()) != batch:
+            raise ValueError(f"the mask has documents for {len(self.documents or ())} rows; the batch has {batch}")
+        for row in range(batch if self.per_row else 1):
+            ends = self.boundaries(row)
+            if ends is not None and ends[-1] != length:
+                raise ValueError(f"the documents of row {row} end at {ends[-1]}; the sequence has {length} tokens")
+
+    def visible(self, queries: Tensor, keys: Tensor, row: int = 0) -> Tensor:
+        """Dense visibility [T, S] of key positions [S] to query positions [T], for oracles and pictures."""
+        offset = keys[None, :] - queries[:, None]
+        low, high = self.bounds()
+        seen = torch.ones_like(offset, dtype=torch.bool)
+        seen = seen if low is None else seen & (offset >= low)
+        seen = seen if high is None else seen & (offset <= high)
+        ends = self.boundaries(row)
+        if ends is not None:
+            inner = torch.tensor(ends[1:-1], device=queries.device)
+            seen = seen & (torch.bucketize(queries, inner, right=True)[:, None] == torch.bucketize(keys, inner, right=True))
+        return seen
+
+
+def cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
+    """`span` cut at document boundaries: (document, the part of the span in it) for each document that it meets."""
+    pieces: list[tuple[int, range]] = []
+    while span:
+        document = bisect_right(ends, span[0]) - 1
+        inside = -(-(ends[document + 1] - span[0]) // span.step)
+        pieces.append((document, span[:inside]))
+        span = span[inside:]
+    return pieces
+
+
+def _window(window: Sequence[int | None] | None) -> Window | None:
+    if window is None:
+        return None
+    if len(window) != 2 or any(side is not None and side < 0 for side in window):
+        raise ValueError(f"window {tuple(window)}: give (left, right), each None or at least 0")
+    return None if window[0] is None and window[1] is None else (window[0], window[1])
+
+
+def _documents(
+    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None,
+) -> tuple[int, ...] | tuple[tuple[int, ...], ...] | None:
+    if documents is None:
+        return None
+    values: Iterable[int | Iterable[int]] = documents.tolist() if isinstance(documents, Tensor) else documents
+    rows = [list(v.tolist()) if isinstance(v, Tensor) else v if isinstance(v, int) else [int(x) for x in v] for v in values]
+    if rows and isinstance(rows[0], list):
+        return tuple(_boundaries(row) for row in rows if isinstance(row, list))
+    return _boundaries([int(row) for row in rows if not isinstance(row, list)])
+
+
+def _boundaries(ends: Sequence[int]) -> tuple[int, ...]:
+    if len(ends) < 2 or ends[0] != 0 or any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+        raise ValueError(f"document boundaries {list(ends)[:8]} must start at 0 and rise: 0, end of the first, ..., N")
+    return tuple(ends)

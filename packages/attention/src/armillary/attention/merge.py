@@ -1,0 +1,87 @@
+"""Adding up partial results, in float32 at least: exactly, in place, and without touching what nobody contributed to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Part = tuple[slice, slice, slice]
+"""Rows of the batch, tokens and heads that a partial result is about."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What results of `dtype` are accumulated in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass
+class Merge:
+    """Attention over disjoint sets of keys, merged by their log-sum-exp.
+
+    A row that has seen no key has lse = -inf and out = 0.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+    def add(self, part: Part, out: Tensor, lse: Tensor) -> None:
+        """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`."""
+        if self.out is None and out.shape == self.shape:
+            self.out, self.lse = out, lse
+            return
+        whole_out, whole_lse = self.start()
+        merge_(whole_out[part], whole_lse[part], out, lse)
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """The accumulators, in the accumulation dtype, made when they are first needed."""
+        dtype = wide(self.dtype)
+        if self.out is None or self.lse is None:
+            self.out = torch.zeros(self.shape, dtype=dtype, device=self.device)
+            self.lse = torch.full(self.shape[:3], -torch.inf, dtype=dtype, device=self.device)
+        self.out = self.out.to(dtype)
+        return self.out, self.lse
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out in the inputs' dtype, lse in the accumulation dtype)."""
+        if self.out is None or self.lse is None:
+            self.start()
+        assert self.out is not None and self.lse is not None
+        return self.out.to(self.dtype), self.lse
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merges (part_out, part_lse) into (out, lse) in place; they must be over disjoint keys."""
+    total = torch.logaddexp(lse, part_lse)
+    pivot = total.masked_fill(total == -torch.inf, 0)  # a row that has seen nothing: weights 0, not NaN
+    out.mul_((lse - pivot).exp_().unsqueeze(-1)).add_(part_out * (part_lse - pivot).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+@dataclass
+class Sum:
+    """A gradient summed over tiles, in the accumulation dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    total: Tensor | None = None
+
+    @classmethod
+    def like(cls, x: Tensor) -> Sum:
+        return cls(tuple(x.shape), wide(x.dtype), x.device)
+
+    def add(self, part: Part, gradient: Tensor) -> None:
+        if self.total is None and gradient.shape == self.shape:
+            self.total = gradient.to(self.dtype)
+            return
+        self.value()[part] += gradient
+
+    def value(self) -> Tensor:
+        if self.total is None:
+            self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.total

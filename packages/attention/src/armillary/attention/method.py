@@ -1,0 +1,152 @@
+"""What an attention method is, and the checks that all share.
+
+A method is a pair of plain functions, forward and backward, over local tensors. Calling it goes through the one
+autograd bridge. To add a method, write one file with a subclass; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from armillary.attention.bridge import attend
+from armillary.attention.call import Call, Saved
+from armillary.attention.kernels import Inputs, choose_kernel
+from armillary.attention.mask import AttentionMask
+from armillary.core import SequenceLayout
+
+
+class Method(ABC):
+    """Exact attention over a sequence that is sharded over the ranks of one or two mesh axes."""
+
+    @property
+    @abstractmethod
+    def shards(self) -> int:
+        """Ranks that hold a part of the sequence each."""
+
+    @property
+    @abstractmethod
+    def shard(self) -> int:
+        """Which of those parts this rank holds."""
+
+    @property
+    @abstractmethod
+    def sequence_shards(self) -> int:
+        """Ranks on the sequence axis (P): as many as shards, but where a head axis divides the shards further."""
+
+    @abstractmethod
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        """The layout over all ranks of the method, for the loader: "zigzag", "contiguous" or "striped"."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        """out [B, T, H, Dv] of this rank's queries, and what `backward` needs."""
+
+    @abstractmethod
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this rank's tokens, from dout [B, T, H, Dv]."""
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuses shapes that this method cannot do, with a `ValueError`; called before any communication."""
+
+    def local_lse(self, saved: Saved, call: Call) -> Tensor:
+        """lse [B, T, H] of this rank's queries."""
+        return saved.lse
+
+    @property
+    def moves(self) -> bool:
+        """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
+        return False
+
+    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
+        """Empty tensors shaped as `forward` will save them, found without communication. Where `moves`, override it."""
+        raise TypeError(f"{type(self).__name__} moves tensors and must say what it saves")
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of this rank's queries over all keys of the sequence that the mask lets them see.
+
+        Args:
+            q: [B, T, H, D], this rank's tokens.
+            k, v: [B, T, K, D] and [B, T, K, Dv]; K divides H; query head h uses key/value head h // (H / K).
+            mask: in global positions.
+            layout: how the sequence is sharded: over all ranks of the method, or over its sequence axis alone. May be
+                left out where there is one shard.
+            scale: of the scores; 1 / sqrt(D) unless given.
+            return_lse: also return the log-sum-exp of the scores; it has no gradient, and backward refuses one.
+
+        Returns:
+            out [B, T, H, Dv] in the inputs' dtype; with `return_lse`, also lse [B, T, H] in the accumulation dtype. A
+            query that sees no key gives 0 and lse = -inf.
+
+        Raises:
+            ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them. Raised before any
+                communication.
+        """
+        self._check_tensors(q, k, v)
+        self.check(q, k, v)
+        layout = self._sequence_layout(layout, q.shape[1])
+        mask.check(layout.length, q.shape[0])
+        call = Call(
+            mask,
+            layout,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            key_heads=tuple(h * k.shape[2] // q.shape[2] for h in range(q.shape[2])),
+            kernel=choose_kernel(Inputs.of(q, v)),
+        )
+        out, lse = attend(self, q, k, v, call, return_lse)
+        return (out, lse) if return_lse else out
+
+    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not q.ndim == k.ndim == v.ndim == 4:
+            raise ValueError(f"{shapes}: each needs 4 dims, [batch, tokens, heads, head dim]")
+        if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+            raise ValueError(f"{shapes}: q, k, v must agree in batch and tokens, k and v in heads, q and k in head dim")
+        if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+            raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: K must divide H")
+        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+            kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+            raise ValueError(f"q, k, v must have one dtype and device; they are {kinds}")
+
+    def _sequence_layout(self, layout: SequenceLayout | None, tokens: int) -> SequenceLayout:
+        """The layout over the sequence axis, checked against what this rank holds."""
+        if layout is None:
+            if self.shards > 1:
+                raise ValueError(f"{self.shards} ranks hold the sequence; pass layout=, such as attend.layout(length)")
+            layout = SequenceLayout.contiguous(tokens, 1)
+        if layout.shards not in (self.shards, self.sequence_shards):
+            wanted = " or ".join(str(n) for n in sorted({self.shards, self.sequence_shards}))
+            raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {wanted}")
+        within = self.shards // self.sequence_shards
+        coarse = layout.coarsen(within) if layout.shards == self.shards else layout
+        fine = coarse.refine(within)
+        if layout.shards == self.shards and fine.sizes != layout.sizes:
+            raise ValueError(f"{layout} is not what attend.layout gives: refine a layout over {self.sequence_shards}")
+        expected = fine.sizes[self.shard]
+        if tokens != expected:
+            raise ValueError(f"shard {self.shard} of {coarse} has {expected} tokens; this rank passed {tokens}")
+        return coarse
+
+
+def layout_of(kind: str, length: int, shards: int) -> SequenceLayout:
+    """The layout of a name that people type."""
+    match kind:
+        case "zigzag":
+            return SequenceLayout.zigzag(length, shards)
+        case "contiguous":
+            return SequenceLayout.contiguous(length, shards)
+        case "striped":
+            return SequenceLayout.striped(length, shards)
+        case _:
+            raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped")

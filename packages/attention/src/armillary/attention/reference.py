@@ -1,0 +1,151 @@
+"""Attention as the formula says it, on one device, in float64: the oracle that everything else is held to.
+
+Nothing here is shared with the methods and kernels, not even the rule of who sees whom.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from armillary.attention.mask import AttentionMask
+
+
+@overload
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the keys that each query sees. Dense, slow, differentiable by plain autograd.
+
+    Query head h uses key/value head h // (H // K). A query that sees nothing gives 0, with zero gradients.
+
+    Args:
+        q: [B, T, H, D].
+        k: [B, S, K, D]; K divides H.
+        v: [B, S, K, Dv].
+        mask: who sees whom, in global positions.
+        scale: what the logits are multiplied by; 1 / sqrt(D) if not given.
+        query_positions: [T], global positions of the queries; 0..T-1 if not given.
+        key_positions: [S], likewise.
+        return_lse: also return the log-sum-exp of the logits.
+
+    Returns:
+        out [B, T, H, Dv] in q's dtype; with `return_lse` also lse [B, T, H], -inf where a query sees nothing: float32,
+        or float64 for float64 inputs.
+
+    Raises:
+        ValueError: shapes or positions that do not fit together.
+    """
+    _check_shapes(q, k, v)
+    i = _positions(query_positions, q, "query")
+    j = _positions(key_positions, k, "key")
+    visible = visible_pairs(mask, i, j, q.shape[0])[:, None]
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.double().repeat_interleave(group, dim=2) for x in (k, v))
+    logits = torch.einsum("bthd,bshd->bhts", q.double(), keys) * (q.shape[3] ** -0.5 if scale is None else scale)
+
+    # Invisible logits become 0 *before* exp and their weights 0 after it: no infinity meets a gradient, so no NaN.
+    top = logits.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = (logits - top).masked_fill(~visible, 0).exp() * visible
+    total = weights.sum(-1, keepdim=True)
+    some = total > 0
+    total = torch.where(some, total, 1)
+    out = torch.einsum("bhts,bshd->bthd", weights / total, values).to(q.dtype)
+    if not return_lse:
+        return out
+    lse = torch.where(some, top + total.log(), -torch.inf).squeeze(-1).transpose(1, 2)
+    return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: Tensor, batch: int = 1) -> Tensor:
+    """Who sees whom: bool [1, T, S], or [B, T, S] where the mask has documents of its own for each row of the batch."""
+    i, j = query_positions[:, None], key_positions[None, :]
+    visible = torch.ones(len(query_positions), len(key_positions), dtype=torch.bool, device=i.device)
+    if mask.causal:
+        visible = visible & (j <= i)
+    left, right = mask.window or (None, None)
+    if left is not None:
+        visible = visible & (i - left <= j)
+    if right is not None:
+        visible = visible & (j <= i + right)
+    if mask.documents is None:
+        return visible[None]
+    same = [_document(i, ends) == _document(j, ends) for ends in _document_rows(mask.documents, batch)]
+    return visible & torch.stack(same)
+
+
+def _document_rows(documents: tuple[int, ...] | tuple[tuple[int, ...], ...], batch: int) -> list[tuple[int, ...]]:
+    """The document boundaries of each row that has its own, or the one tuple that all rows share."""
+    rows = [row for row in documents if isinstance(row, tuple)]
+    if not rows:
+        return [tuple(end for end in documents if isinstance(end, int))]
+    if len(rows) != batch:
+        raise ValueError(f"the mask has documents for {len(rows)} rows; the batch has {batch}")
+    return rows
+
+
+def _document(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
+    """The number of the document that each position lies in."""
+    if positions.numel() and int(positions.max()) >= boundaries[-1]:
+        raise ValueError(f"position {int(positions.max())} lies in no document: the last one ends at {boundaries[-1]}")
+    return sum((positions >= start).long() for start in boundaries[1:-1]) + torch.zeros_like(positions)
+
+
+def _positions(given: Tensor | None, x: Tensor, name: str) -> Tensor:
+    if given is None:
+        return torch.arange(x.shape[1], device=x.device)
+    if given.shape != x.shape[1:2]:
+        raise ValueError(f"{name}_positions has shape {tuple(given.shape)}; it must be ({x.shape[1]},), one a token")
+    return given.to(x.device)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv] are needed; got {shapes}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have one batch size; got {shapes}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"k and v must have the same tokens and heads; got {shapes}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have one head dim; got {q.shape[3]} and {k.shape[3]} in {shapes}")
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} key/value heads do not divide {q.shape[2]} query heads; got {shapes}")

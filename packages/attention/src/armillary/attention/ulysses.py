@@ -1,0 +1,129 @@
+"""DeepSpeed-Ulysses (arXiv 2309.14509), and USP (arXiv 2405.07719) as Ulysses around a sequence-axis method.
+
+Sequence shards become head shards by an all-to-all, any method attends, and a second all-to-all brings the result back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention.call import Call, Saved
+from armillary.attention.local import Local
+from armillary.attention.merge import wide
+from armillary.attention.method import Method
+from armillary.core import AllToAll, Axis, SequenceLayout, start_head_to_seq, start_seq_to_head
+
+
+class HeadShards(NamedTuple):
+    """Which query and key/value heads each rank of the head axis works on. Key ranges overlap where K < U."""
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+
+
+def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
+    """Consecutive query heads for each rank, counts differing by one at most, with the key/value heads that they use.
+
+    Args:
+        key_heads: for each query head, its key/value head.
+    """
+    heads = SequenceLayout.contiguous(len(key_heads), ranks)
+    queries = tuple(heads.spans(rank)[0] for rank in range(ranks))
+    return HeadShards(queries, tuple(range(key_heads[q[0]], key_heads[q[-1]] + 1) for q in queries))
+
+
+class Ulysses(Method):
+    """All-to-all over one mesh axis of U ranks, around `inner` (Local unless given). `Ulysses(u, inner=Ring(r))` is USP.
+
+    Rank u of the axis attends with its share of the heads, over all tokens of its sequence shard. Neither U nor K need
+    divide H: ranks may have unequal numbers of heads, and a key/value head goes to every rank whose query heads use it.
+
+    Args:
+        axis: a 1-D mesh, such as `mesh["ulysses"]`.
+        inner: any method over other axes.
+
+    Bytes sent, where U divides H and T tokens: (U - 1) / U * (2 H + 2 max(K, U)) B T D e forward and as much backward,
+    besides what `inner` sends for its T U tokens and H / U heads.
+    """
+
+    def __init__(self, axis: DeviceMesh, inner: Method | None = None) -> None:
+        self.axis = Axis.of(axis)
+        self.inner = Local() if inner is None else inner
+
+    @property
+    def shards(self) -> int:
+        return self.inner.shards * self.axis.size
+
+    @property
+    def shard(self) -> int:
+        return self.inner.shard * self.axis.size + self.axis.rank
+
+    @property
+    def sequence_shards(self) -> int:
+        return self.inner.sequence_shards
+
+    @property
+    def moves(self) -> bool:
+        return self.axis.size > 1 or self.inner.moves
+
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        return self.inner.layout(length, kind).refine(self.axis.size)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if q.shape[2] < self.axis.size:
+            raise ValueError(
+                f"{q.shape[2]} query heads cannot be split over {self.axis.size} ranks of axis {self.axis.name!r}; "
+                f"give it at most {q.shape[2]} ranks and the rest to the sequence axis"
+            )
+        self.inner.check(q, k, v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        heads = split_heads(call.key_heads, self.axis.size)
+        moving = [self._gather(x, h, call) for x, h in ((q, heads.queries), (k, heads.keys), (v, heads.keys))]
+        q, k, v = (move.wait() for move in moving)
+        out, saved = self.inner.forward(q, k, v, self._inside(call))
+        return self._scatter(out, heads.queries, call).wait(), saved
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        heads = split_heads(call.key_heads, self.axis.size)
+        dout = self._gather(dout, heads.queries, call).wait()
+        dq, dk, dv = self.inner.backward(dout, saved, self._inside(call))
+        moving = [self._scatter(x, h, call) for x, h in ((dq, heads.queries), (dk, heads.keys), (dv, heads.keys))]
+        dq, dk, dv = (move.wait() for move in moving)
+        return dq, dk, dv
+
+    def local_lse(self, saved: Saved, call: Call) -> Tensor:
+        lse = self.inner.local_lse(saved, self._inside(call)).unsqueeze(-1)
+        return self._scatter(lse, split_heads(call.key_heads, self.axis.size).queries, call).wait().squeeze(-1)
+
+    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
+        heads = split_heads(call.key_heads, self.axis.size)
+        batch, tokens, mine = q.shape[0], sum(self._sizes(call)), len(heads.queries[self.axis.rank])
+        keys = len(heads.keys[self.axis.rank])
+        q = q.new_empty((batch, tokens, mine, q.shape[3]))
+        k, v = (x.new_empty((batch, tokens, keys, x.shape[3])) for x in (k, v))
+        if self.inner.moves:
+            return self.inner.saved_like(q, k, v, self._inside(call))
+        return Saved(q, k, v, q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide(q.dtype)))
+
+    def _gather(self, x: Tensor, heads: tuple[range, ...], call: Call) -> AllToAll:
+        return start_seq_to_head(x, self.axis, self._sizes(call), heads)
+
+    def _scatter(self, x: Tensor, heads: tuple[range, ...], call: Call) -> AllToAll:
+        return start_head_to_seq(x, self.axis, self._sizes(call), heads)
+
+    def _sizes(self, call: Call) -> tuple[int, ...]:
+        """Tokens that each rank of the axis holds of the sequence shard that they share."""
+        refined = call.layout.refine(self.shards // self.sequence_shards)
+        first = self.inner.shard * self.axis.size
+        return refined.sizes[first : first + self.axis.size]
+
+    def _inside(self, call: Call) -> Call:
+        """The call as `inner` sees it: this rank's heads only."""
+        heads = split_heads(call.key_heads, self.axis.size)
+        queries, keys = heads.queries[self.axis.rank], heads.keys[self.axis.rank]
+        return replace(call, key_heads=tuple(call.key_heads[q] - keys.start for q in queries))

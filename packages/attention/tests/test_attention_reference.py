@@ -1,0 +1,208 @@
+"""The oracle itself: against torch's attention, against loops, against finite differences, and by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.attention.mask import AttentionMask
+from armillary.attention.reference import reference_attention, visible_pairs
+
+FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
+MASKS = {
+    "full": FULL,
+    "causal": CAUSAL,
+    "window": AttentionMask(causal=False, window=(3, 1)),
+    "left": AttentionMask(causal=True, window=(2, None)),
+    "documents": AttentionMask(documents=(0, 3, 4, 11)),
+    "rows": AttentionMask(causal=False, documents=((0, 3, 11), (0, 8, 11))),
+}
+
+
+def tensors(
+    heads: int = 4, kv_heads: int = 2, length: int = 11, value_dim: int = 5, batch: int = 2
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(heads * 100 + kv_heads)
+    shapes = [(length, heads, 8), (length, kv_heads, 8), (length, kv_heads, value_dim), (length, heads, value_dim)]
+    return [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def with_gradients(attention, q, k, v, dout):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_out_and_gradients_are_those_of_torch(name, scale):
+    q, k, v, dout = tensors()
+    i = torch.arange(11)
+    visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
+
+    def with_torch(q, k, v):
+        moved = [x.transpose(1, 2) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*moved, attn_mask=visible, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    ours = with_gradients(lambda q, k, v: reference_attention(q, k, v, mask=MASKS[name], scale=scale), q, k, v, dout)
+    for got, expected in zip(ours, with_gradients(with_torch, q, k, v, dout), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 2), (6, 3), (6, 6)])
+def test_query_head_h_meets_kv_head_h_over_the_group_size(heads, kv_heads):
+    q, k, v, _ = tensors(heads, kv_heads)
+    out = reference_attention(q, k, v, mask=CAUSAL)
+    for b in range(2):
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            for t in range(11):
+                weights = (k[b, : t + 1, g] @ q[b, t, h] / 8**0.5).softmax(0)
+                torch.testing.assert_close(out[b, t, h], weights @ v[b, : t + 1, g], rtol=1e-12, atol=1e-12)
+
+
+def test_lse_is_the_log_sum_of_what_was_seen():
+    q, k, v, _ = tensors()
+    _, lse = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
+    logits = torch.einsum("thd,shd->hts", q[1], k[1].repeat_interleave(2, 1)) * 8**-0.5
+    expected = torch.stack([logits[:, t, : t + 1].logsumexp(-1) for t in range(11)])
+    torch.testing.assert_close(lse[1], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["causal", "rows"])
+def test_gradients_of_out_and_lse_pass_gradcheck(name):
+    leaves = [x.requires_grad_() for x in tensors(2, 1, value_dim=3)[:3]]
+    assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, mask=MASKS[name], return_lse=True), leaves)
+
+
+def test_a_query_that_sees_nothing_gives_zero_and_takes_no_part_in_gradients():
+    q, k, v, dout = tensors()
+    positions = {"query_positions": torch.arange(11), "key_positions": torch.arange(4, 15)}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = reference_attention(*leaves, mask=CAUSAL, return_lse=True, **positions)
+    assert (out[:, :4] == 0).all() and (lse[:, :4] == -torch.inf).all() and lse[:, 4:].isfinite().all()
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert (dq[:, :4] == 0).all() and (dk[:, 7:] == 0).all() and (dv[:, 7:] == 0).all()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+    _, dk_rest, dv_rest = torch.autograd.grad(
+        reference_attention(*leaves, mask=CAUSAL, **positions)[:, 4:], leaves, dout[:, 4:]
+    )
+    assert torch.equal(dk, dk_rest) and torch.equal(dv, dv_rest)
+
+
+def test_nothing_visible_at_all():
+    q, k, v, dout = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = reference_attention(*leaves, mask=CAUSAL, key_positions=torch.arange(20, 31), return_lse=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    assert all((x == 0).all() for x in (out, *gradients)) and (lse == -torch.inf).all()
+
+
+def test_huge_logits_neither_overflow_nor_vanish():
+    q, k, v, _ = tensors(2, 2)
+    q[..., 0], k[..., 0] = 60, -60
+    shifted, lse = reference_attention(q, k, v, mask=CAUSAL, scale=1.0, return_lse=True)
+    q[..., 0] = 0
+    plain, lower = reference_attention(q, k, v, mask=CAUSAL, scale=1.0, return_lse=True)
+    torch.testing.assert_close(shifted, plain, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, lower - 3600, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_results_have_the_dtype_of_the_inputs_and_are_rounded_once(dtype):
+    q, k, v, _ = (x.to(dtype) for x in tensors())
+    out, lse = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
+    exact, exact_lse = reference_attention(*(x.double() for x in (q, k, v)), mask=CAUSAL, return_lse=True)
+    assert out.dtype == dtype and torch.equal(out, exact.to(dtype))
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(lse, exact_lse.to(lse.dtype))
+
+
+# -- who sees whom, by hand -----------------------------------------------------------------------------------------
+
+
+def shown(mask: AttentionMask, length: int = 5, row: int = 0) -> list[str]:
+    """One string per query, an x where it sees the key."""
+    i = torch.arange(length)
+    pairs = visible_pairs(mask, i, i, batch=2)
+    return ["".join(".x"[int(seen)] for seen in line) for line in pairs[min(row, len(pairs) - 1)]]
+
+
+def test_causal_and_full():
+    assert shown(CAUSAL) == ["x....", "xx...", "xxx..", "xxxx.", "xxxxx"]
+    assert shown(FULL) == ["xxxxx"] * 5
+
+
+def test_a_window_counts_what_lies_before_and_after_the_query_itself():
+    assert shown(AttentionMask(causal=False, window=(1, 2))) == ["xxx..", "xxxx.", ".xxxx", "..xxx", "...xx"]
+    assert shown(AttentionMask(causal=False, window=(None, 0))) == shown(CAUSAL)
+    assert shown(AttentionMask(causal=False, window=(0, None))) == ["xxxxx", ".xxxx", "..xxx", "...xx", "....x"]
+    assert shown(AttentionMask(causal=True, window=(1, 2))) == ["x....", "xx...", ".xx..", "..xx.", "...xx"]
+
+
+def test_documents_see_only_themselves():
+    assert shown(AttentionMask(causal=False, documents=(0, 2, 5))) == ["xx...", "xx...", "..xxx", "..xxx", "..xxx"]
+    assert shown(AttentionMask(documents=(0, 2, 3, 5))) == ["x....", "xx...", "..x..", "...x.", "...xx"]
+
+
+def test_each_row_may_have_its_own_documents():
+    mask = AttentionMask(causal=False, documents=((0, 1, 5), (0, 4, 5)))
+    assert shown(mask, row=0) == ["x....", ".xxxx", ".xxxx", ".xxxx", ".xxxx"]
+    assert shown(mask, row=1) == ["xxxx.", "xxxx.", "xxxx.", "xxxx.", "....x"]
+
+
+def test_positions_are_global_whatever_the_local_order():
+    pairs = visible_pairs(AttentionMask(window=(2, None)), torch.tensor([7, 2]), torch.tensor([5, 0, 8, 2, 7]))
+    assert pairs.tolist() == [[[True, False, False, False, True], [False, True, False, True, False]]]
+
+
+edges = st.none() | st.integers(0, 12)
+
+
+@st.composite
+def masks(draw, length: int) -> AttentionMask:
+    cuts = st.sets(st.integers(1, length - 1)).map(lambda inner: (0, *sorted(inner), length))
+    return AttentionMask(
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(edges, edges)),
+        documents=draw(st.none() | cuts | st.tuples(cuts, cuts)),
+    )
+
+
+@settings(deadline=None, derandomize=True)
+@given(masks(30), *[st.lists(st.integers(0, 29), min_size=1, max_size=12)] * 2, st.integers(0, 1))
+def test_the_mask_and_the_oracle_agree_on_who_sees_whom(mask, queries, keys, row):
+    i, j = torch.tensor(queries), torch.tensor(keys)
+    pairs = visible_pairs(mask, i, j, batch=2)
+    assert torch.equal(mask.visible(i, j, row), pairs[min(row, len(pairs) - 1)])
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((11, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8)), r"\(11, 4, 8\)"),
+        (((2, 11, 4, 8), (3, 11, 2, 8), (2, 11, 2, 8)), r"one batch size.*\(3, 11, 2, 8\)"),
+        (((2, 11, 4, 8), (2, 11, 2, 8), (2, 12, 2, 8)), r"same tokens and heads.*\(2, 12, 2, 8\)"),
+        (((2, 11, 4, 8), (2, 11, 2, 8), (2, 11, 4, 8)), r"same tokens and heads.*\(2, 11, 4, 8\)"),
+        (((2, 11, 4, 8), (2, 11, 2, 6), (2, 11, 2, 8)), r"one head dim; got 8 and 6"),
+        (((2, 11, 4, 8), (2, 11, 3, 8), (2, 11, 3, 8)), r"3 key/value heads do not divide 4 query heads"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_with_the_numbers(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        reference_attention(*(torch.zeros(shape) for shape in shapes), mask=CAUSAL)
+
+
+def test_positions_and_documents_that_do_not_fit_are_refused_with_the_numbers():
+    q, k, v, _ = tensors()
+    with pytest.raises(ValueError, match=r"query_positions has shape \(10,\); it must be \(11,\)"):
+        reference_attention(q, k, v, mask=CAUSAL, query_positions=torch.arange(10))
+    with pytest.raises(ValueError, match=r"position 10 lies in no document: the last one ends at 9"):
+        reference_attention(q, k, v, mask=AttentionMask(documents=(0, 9)))
+    with pytest.raises(ValueError, match=r"documents for 3 rows; the batch has 2"):
+        reference_attention(q, k, v, mask=AttentionMask(documents=((0, 11),) * 3))

@@ -1,0 +1,22 @@
+"""What differs between the torch releases that are supported (>= 2.11), or is still private there. Nothing else may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """How long an operation on `group` may wait. Public from torch 2.15 on."""
+    public: Any = getattr(dist, "set_timeout", None)
+    private: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    (public or private)(timeout, group)
+
+
+def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
+    """The 1-D mesh over neighbouring `axes` of `mesh`."""
+    return cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))

@@ -1,0 +1,199 @@
+"""Which global positions of a sequence each shard holds.
+
+A `SequenceLayout` is one immutable value that the loader, RoPE, the labels and attention all read, so that they cannot
+disagree. Contiguous, zigzag and striped are three constructors of it; any other partition works the same way.
+
+Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped Attention (arXiv 2311.09431).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+Spans = tuple[range, ...]
+"""Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """A partition of positions 0..length-1 over shards, as the spans of each shard in local order.
+
+    Args:
+        spans: for each shard, its runs of positions (step >= 1) in the order in which it holds them. Together they must
+            cover every position once, and no shard may be empty. Neighbouring runs are joined.
+
+    Raises:
+        ValueError: positions missing or held twice, an empty shard, a step below 1.
+    """
+
+    shard_spans: tuple[Spans, ...]
+
+    def __init__(self, spans: Iterable[Iterable[range]]) -> None:
+        object.__setattr__(self, "shard_spans", tuple(join_spans(shard) for shard in spans))
+        self._check()
+
+    def _check(self) -> None:
+        if not self.shard_spans:
+            raise ValueError("a layout needs at least one shard; got none")
+        for shard, spans in enumerate(self.shard_spans):
+            if not spans:
+                raise ValueError(f"shard {shard} of {self.shards} holds no position; every shard needs at least one")
+        runs = [span for spans in self.shard_spans for span in spans]
+        first = min(span[0] for span in runs)
+        if first != 0:
+            raise ValueError(f"positions must start at 0; the smallest one here is {first}")
+        held = torch.zeros(max(span[-1] for span in runs) + 1, dtype=torch.bool)
+        for span in runs:
+            part = held[span.start : span[-1] + 1 : span.step]
+            if part.any():
+                raise ValueError(f"{span} holds a position that another span of the layout holds too")
+            part.fill_(True)
+        if not held.all():
+            raise ValueError(f"no shard holds position {int(held.logical_not().nonzero()[0])} of {len(held)}")
+
+    def __repr__(self) -> str:
+        shown = "; ".join(", ".join(map(_short, spans)) for spans in self.shard_spans[:8])
+        return f"SequenceLayout(length={self.length}, shards={self.shards}: {shown}{'; ...' * (self.shards > 8)})"
+
+    # -- constructors ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def contiguous(cls, length: int, shards: int) -> SequenceLayout:
+        """Shard r holds chunk r. Sizes differ by one at most, larger ones first."""
+        _check_length(length, shards)
+        return cls([[chunk] for chunk in _cut(range(length), shards)])
+
+    @classmethod
+    def zigzag(cls, length: int, shards: int) -> SequenceLayout:
+        """Of 2 * shards chunks, shard r holds chunks r and 2 * shards - 1 - r: equal work under a causal mask.
+
+        Sizes differ by one at most."""
+        _check_length(length, shards)
+        chunks = _cut(range(length), 2 * shards)
+        return cls([[chunks[r], chunks[-1 - r]] for r in range(shards)])
+
+    @classmethod
+    def striped(cls, length: int, shards: int, stripe: int = 1) -> SequenceLayout:
+        """Position p lives on shard (p // stripe) % shards. Sizes differ by `stripe` at most."""
+        if stripe < 1:
+            raise ValueError(f"stripe must be at least 1; got {stripe}")
+        _check_length(length, shards)
+        if stripe == 1:
+            return cls([[range(r, length, shards)] for r in range(shards)])
+        starts = [range(r * stripe, length, shards * stripe) for r in range(shards)]
+        return cls([[range(s, min(s + stripe, length)) for s in shard] for shard in starts])
+
+    # -- what a shard holds ---------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> int:
+        return len(self.shard_spans)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each shard."""
+        return tuple(sum(map(len, spans)) for spans in self.shard_spans)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, N."""
+        return sum(self.sizes)
+
+    def spans(self, shard: int) -> Spans:
+        """The runs of positions that `shard` holds, in local order."""
+        if not 0 <= shard < self.shards:
+            raise ValueError(f"shard {shard} is not one of the {self.shards} shards 0..{self.shards - 1}")
+        return self.shard_spans[shard]
+
+    def positions(self, shard: int) -> Tensor:
+        """Global positions of the tokens of `shard`: a LongTensor [T] on the CPU."""
+        return torch.cat([torch.arange(s.start, s.stop, s.step) for s in self.spans(shard)])
+
+    # -- moving between the whole sequence and its shards -----------------------------------------------------------
+
+    def take(self, x: Tensor, shard: int, dim: int = 1) -> Tensor:
+        """The part of `x` that `shard` holds: N on `dim` becomes T. Differentiable; always a copy."""
+        if x.shape[dim] != self.length:
+            raise ValueError(f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} positions; the layout has {self.length}")
+        return x.index_select(dim, self.positions(shard).to(x.device))
+
+    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor from the shards' parts, in shard order: the inverse of `take`. Differentiable."""
+        sizes = tuple(part.shape[dim] for part in parts)
+        if sizes != self.sizes:
+            raise ValueError(f"parts have {sizes} positions on dim {dim}; the shards have {self.sizes}")
+        order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
+        return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
+
+    # -- layouts from layouts ---------------------------------------------------------------------------------------
+
+    def refine(self, n: int) -> SequenceLayout:
+        """Cuts each shard in `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
+        short = min(self.sizes)
+        if n < 1 or short < n:
+            raise ValueError(f"cannot cut shards of {short} tokens in {n}; give at least {self.shards * n} tokens in all")
+        return SequenceLayout([piece for spans in self.shard_spans for piece in _cut_spans(spans, n)])
+
+    def coarsen(self, n: int) -> SequenceLayout:
+        """Joins each `n` neighbouring shards into one: the inverse of `refine`."""
+        if n < 1 or self.shards % n:
+            raise ValueError(f"cannot join {self.shards} shards in groups of {n}; {n} must divide {self.shards}")
+        groups = (self.shard_spans[i : i + n] for i in range(0, self.shards, n))
+        return SequenceLayout([[span for spans in group for span in spans] for group in groups])
+
+
+def join_spans(spans: Iterable[range]) -> Spans:
+    """The same positions in the same order, in fewer runs: empty ones dropped, neighbours joined.
+
+    A run that ends where the next begins, one step on, becomes one with it."""
+    joined: list[range] = []
+    for span in spans:
+        if span.step < 1:
+            raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
+        if not span:
+            continue
+        span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
+        if joined and (both := _continued(joined[-1], span)) is not None:
+            joined[-1] = both
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+def _continued(a: range, b: range) -> range | None:
+    """`a` and `b` as one run, or None where they are not."""
+    step = a.step if len(a) > 1 else b.step
+    same_step = len(b) == 1 or b.step == step
+    return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
+
+
+def _short(span: range) -> str:
+    return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
+
+
+def _cut(span: range, n: int) -> list[range]:
+    """`span` in `n` consecutive pieces whose sizes differ by one at most, larger ones first."""
+    base, more = divmod(len(span), n)
+    ends = list(accumulate((base + (i < more) for i in range(n)), initial=0))
+    return [span[ends[i] : ends[i + 1]] for i in range(n)]
+
+
+def _cut_spans(spans: Spans, n: int) -> list[list[range]]:
+    """`spans`, taken as one run of tokens, in `n` consecutive pieces."""
+    starts = list(accumulate(map(len, spans), initial=0))
+    return [
+        [s[max(0, piece.start - at) : max(0, piece.stop - at)] for s, at in zip(spans, starts, strict=False)]
+        for piece in _cut(range(starts[-1]), n)
+    ]
+
+
+def _check_length(length: int, shards: int) -> None:
+    if shards < 1:
+        raise ValueError(f"a layout needs at least 1 shard; got {shards}")
+    if length < shards:
+        raise ValueError(f"a sequence of {length} tokens is shorter than its {shards} shards; give at least {shards} tokens")

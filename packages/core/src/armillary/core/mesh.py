@@ -1,0 +1,106 @@
+"""The named axes that every other part hangs off."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from armillary.core import compat
+
+AXES = ("replicate", "shard", "ring", "ulysses", "tp")
+"""Mesh axes, outermost to innermost: the axis that talks most sits on the fastest links (USP, arXiv 2405.07719, tip 7)."""
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+TIMEOUT = timedelta(minutes=10)
+
+
+def build_mesh(
+    device_type: str,
+    *,
+    replicate: int = 1,
+    shard: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tp: int = 1,
+    timeout: timedelta = TIMEOUT,
+) -> DeviceMesh:
+    """A `DeviceMesh` with all five axes, in the order of `AXES`.
+
+    Starts the default process group if nobody has: from torchrun's environment, or alone where there is none. Creates
+    the axes' groups, so every rank of the world must call it.
+
+    Args:
+        device_type: "cpu" (gloo) or "cuda" (nccl).
+        timeout: how long a collective or exchange on any axis may wait before it raises.
+
+    Raises:
+        ValueError: an axis below 1, or axes whose product is not the number of ranks. Raised before any communication.
+    """
+    sizes = dict(zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True))
+    check_axes(sizes, world_size())
+    if not dist.is_initialized():
+        start_process_group(device_type, timeout)
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    for name in AXES:
+        compat.set_timeout(timeout, mesh[name].get_group())
+    return mesh
+
+
+def check_axes(sizes: dict[str, int], world: int) -> None:
+    """Refuses axes that do not multiply out to `world` ranks, with the numbers."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"axis {name}={size}: every axis needs at least 1 rank")
+    if prod(sizes.values()) != world:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"{product} = {prod(sizes.values())} ranks, but {world} are running; "
+            f"make the axes multiply to {world} or start {prod(sizes.values())} ranks"
+        )
+
+
+def world_size() -> int:
+    """Ranks of the default process group; before it starts, those that torchrun announced; else 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_process_group(device_type: str, timeout: timedelta = TIMEOUT) -> None:
+    """Starts the default process group: from torchrun's environment, or one rank alone where there is none."""
+    if device_type not in BACKENDS:
+        raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(BACKENDS[device_type], timeout=timeout)
+    else:
+        dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh as this rank sees it: the unit that every primitive communicates on."""
+
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Axis:
+        """The axis of a 1-D mesh, such as `mesh["ring"]`.
+
+        Raises:
+            ValueError: the mesh has several axes.
+        """
+        if mesh.ndim != 1:
+            axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
+            raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
+        name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
+        return cls(name, mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+    def ranks(self) -> list[int]:
+        """Global ranks along this axis, in axis order."""
+        return dist.get_process_group_ranks(self.group)

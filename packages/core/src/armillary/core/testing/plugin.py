@@ -1,0 +1,19 @@
+"""The pytest side of the test worlds: import `worlds` in a conftest.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from armillary.core.testing.world import Worlds
+
+__all__ = ["worlds"]
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Persistent worlds, closed when the tests end."""
+    opened = Worlds()
+    yield opened
+    opened.close()

@@ -1,0 +1,59 @@
+"""What one rank of a test world runs: a loop that receives functions, calls them and sends back what came of it."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import signal
+import traceback
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core.mesh import build_mesh
+
+STACKS = signal.SIGUSR1
+"""The signal that makes a rank write where it stands."""
+
+
+def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float) -> None:
+    """Joins the world, then answers each pickled (function, args, kwargs) with ("ok", result) or ("error", text)."""
+    stacks = stack_file(folder, rank).open("w")
+    faulthandler.register(STACKS, file=stacks, all_threads=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    while (request := _receive(connection)) is not None:
+        connection.send_bytes(_answer(request))
+    dist.destroy_process_group()
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.stack"
+
+
+@cache
+def mesh(**axes: int) -> DeviceMesh:
+    """The rank's mesh with these axes (`mesh(ring=2, ulysses=2)`), built once in each process of a world."""
+    return build_mesh("cpu", **axes)
+
+
+def _receive(connection: Connection) -> bytes | None:
+    try:
+        return connection.recv_bytes() or None
+    except EOFError:
+        return None
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(request)
+        return pickle.dumps(("ok", function(*args, **kwargs)))
+    except BaseException:
+        return pickle.dumps(("error", traceback.format_exc()))

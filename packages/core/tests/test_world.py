@@ -1,0 +1,58 @@
+"""The test worlds themselves: results by rank, and failures that name the rank."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.core.testing import RankFailed, World
+
+
+def add_ranks(offset: int) -> int:
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def rank_two_sleeps() -> None:
+    if dist.get_rank() == 2:
+        time.sleep(60)
+    dist.barrier()
+
+
+def rank_one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("seven is not a head count")
+    dist.barrier()
+
+
+def rank_zero_dies() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_results_come_in_rank_order_and_worlds_are_reused(worlds):
+    assert worlds(4).run(add_ranks, 1) == [10] * 4
+    assert worlds(4).run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_a_hung_rank_is_named_with_the_place_where_it_stands():
+    with World(3) as world, pytest.raises(RankFailed) as failure:
+        world.run(rank_two_sleeps, timeout=2)
+    assert re.search(r"rank 2 did not answer within 2 s; it stands in rank_two_sleeps \(test_world.py:\d+\)", str(failure.value))
+
+
+def test_a_rank_that_raises_is_shown_with_its_traceback_and_the_world_recovers():
+    with World(2) as world:
+        with pytest.raises(RankFailed, match=r"(?s)rank 1 raised:.*rank_one_raises.*seven is not a head count"):
+            world.run(rank_one_raises)
+        assert world.run(add_ranks, 0) == [1, 1]
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code():
+    with World(2) as world, pytest.raises(RankFailed, match=r"rank 0 died \(exit code 3\)"):
+        world.run(rank_zero_dies)

@@ -1,0 +1,132 @@
+"""Documents: the user's own text, or the text that every Python installation carries."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NoReturn
+
+from armillary.data.order import stable_hash
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document, as bytes: nothing is decoded before a tokenizer asks for it, so text need not be UTF-8.
+
+    Args:
+        name: tells this document from others; `split_documents` goes by it.
+        text: may be empty.
+    """
+
+    name: str
+    text: bytes = field(repr=False)
+
+
+def python_corpus() -> list[Document]:
+    """About 10 MB of text for a first run, with nothing to download: Python's own library and manual, sorted by name.
+
+    The library is its .py sources without the tests; the manual is the topics of `help()`, prose of up to 60 kB each.
+    Each Python release carries its own text, so every rank must run the same one.
+
+    Raises:
+        FileNotFoundError: this Python has no library on disk, as in frozen applications.
+    """
+    library = _read_folder(Path(sysconfig.get_path("stdlib")), _is_module)
+    sources = [document for document in library if document.name.endswith(".py")]
+    manual = [Document(f"pydoc_data/topics/{name}", text.encode()) for name, text in topics.items()]
+    return sorted(sources + manual, key=lambda document: document.name)
+
+
+def read_documents(path: str | os.PathLike[str]) -> list[Document]:
+    """The user's own text: a file is one document; of a folder, every text file at any depth, sorted by name.
+
+    Names are relative to the folder, with forward slashes. Bytes are taken as they are. What is left out of a folder:
+    hidden files and folders, folders behind links, empty files, and files with a zero byte, which are taken as binary.
+
+    Raises:
+        ValueError: the path does not exist, it or something under it cannot be read, or it holds no text.
+    """
+    root, accepted = Path(path), "give a text file, or a folder with text files in it"
+    try:
+        if root.is_dir():
+            documents = _read_folder(root, _is_visible)
+        else:
+            documents = [Document(root.name, text)] if (text := root.read_bytes()) else []
+    except OSError as error:
+        raise ValueError(f"{error.filename or path} cannot be read ({error.strerror}); {accepted}") from error
+    if not documents:
+        raise ValueError(f"{path} holds no text; {accepted}")
+    return documents
+
+
+def split_documents(
+    documents: Sequence[Document], validation_fraction: float = 0.05
+) -> tuple[list[Document], list[Document]]:
+    """Training and validation documents, neither side empty; each document is whole, on the same side every time.
+
+    A hash of its name alone decides a document's side: other documents and their order don't matter, save where one
+    side would be left empty, which then gets the document that is nearest to it. The fraction counts documents, not
+    bytes. A single document is cut instead: its last `validation_fraction` bytes are the validation document.
+
+    Raises:
+        ValueError: nothing to split, or a fraction that is not between 0 and 1.
+    """
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
+    if len(documents) == 1:
+        return _split_text(documents[0], validation_fraction)
+    if not documents:
+        raise ValueError("there are no documents to split; give at least one")
+    ranked = sorted(documents, key=lambda document: stable_hash(document.name))
+    below = sum(stable_hash(document.name) < validation_fraction * 2**64 for document in documents)
+    count = _leave_both(below, len(documents))
+    return ranked[count:], ranked[:count]
+
+
+def _split_text(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
+    size = len(document.text)
+    if size < 2:
+        raise ValueError(f"document {document.name!r} has {size} bytes to split; give at least 2, or more documents")
+    cut = size - _leave_both(round(size * fraction), size)
+    return [Document(document.name, document.text[:cut])], [Document(document.name, document.text[cut:])]
+
+
+def _leave_both(part: int, whole: int) -> int:
+    """`part`, moved so that neither it nor the rest of `whole` is 0."""
+    return min(max(part, 1), whole - 1)
+
+
+def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:
+    """All text under `root`, sorted by name. `keep` is asked about each file name, and each folder name on the way."""
+    read = (Document(file.relative_to(root).as_posix(), file.read_bytes()) for file in _walk(root, keep))
+    return sorted((d for d in read if d.text and b"\0" not in d.text), key=lambda document: document.name)
+
+
+def _walk(root: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = filter(keep, folders)
+        files = (Path(folder, name) for name in names if keep(name))
+        yield from (file for file in files if file.is_file())
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """Without it `os.walk` passes over folders that it may not read."""
+    raise error
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
+
+
+def _is_module(name: str) -> bool:
+    """Whether a file or folder of this name is part of the library as it was written.
+
+    What can't be imported by its name, such as site-packages, is not. Nor are the build settings of this machine, nor
+    pydoc_data, whose topics are documents of their own."""
+    stem = name.removesuffix(".py")
+    words = {"test", "tests", "pycache", "sysconfigdata"} & set(stem.split("_"))
+    return stem.isidentifier() and not words and stem != "pydoc_data"

@@ -1,0 +1,38 @@
+"""Byte-level tokens: exact both ways, whatever the bytes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.data import ByteTokenizer
+
+tokenizer = ByteTokenizer()
+
+
+@given(st.binary())
+def test_each_byte_is_its_own_token(data):
+    tokens = tokenizer.encode(data)
+    assert tokens.tolist() == list(data)
+    assert tokens.dtype == torch.int16
+
+
+@given(st.text())
+def test_text_comes_back_as_it_went_in(text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_an_end_of_document_is_a_token_of_the_vocabulary_and_is_shown_as_a_line_break():
+    tokens = torch.tensor([104, 105, tokenizer.end_of_document, 33])
+    assert tokenizer.vocab_size == tokenizer.end_of_document + 1 == 257
+    assert tokenizer.decode(tokens) == "hi\n!"
+
+
+def test_broken_utf8_is_shown_with_the_replacement_character():
+    assert tokenizer.decode(tokenizer.encode(b"caf\xe9!")) == "caf\ufffd!"
+
+
+@pytest.mark.parametrize("token", [-1, 257])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(ValueError, match=f"token {token} is not one of the 257 tokens 0..256"):
+        tokenizer.decode(torch.tensor([65, token]))

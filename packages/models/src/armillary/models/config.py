@@ -1,0 +1,85 @@
+"""The sizes of a LLaMA, and what follows from them: parameters and floating-point operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The sizes of a LLaMA.
+
+    Args:
+        vocab_size: V, rows of the embedding table.
+        dim: E, the width of the residual stream.
+        layers: how many blocks.
+        heads: H, query heads.
+        kv_heads: K, key/value heads; query head h reads key/value head h // (H / K).
+        hidden_dim: the width inside the MLP.
+        head_dim: D, even; 0 stands for dim // heads.
+        norm_eps: what RMSNorm adds to the mean square.
+        rope_theta: the base of the RoPE frequencies.
+        max_positions: the length that the weights were trained for. It is kept with the weights and limits nothing.
+        tied_embeddings: the head is the embedding table.
+
+    Raises:
+        ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0 or a
+            theta not above 0.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden_dim: int
+    head_dim: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    max_positions: int = 8192
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim == 0 and self.heads > 0:
+            object.__setattr__(self, "head_dim", self.dim // self.heads)
+        for name in SIZES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each needs equally many")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs, so it must be even")
+        if self.norm_eps < 0 or self.rope_theta <= 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be at least 0 and rope_theta={self.rope_theta} above 0")
+
+    @classmethod
+    def llama3_8b(cls) -> LlamaConfig:
+        """LLaMA-3-8B: 8,030,261,248 parameters."""
+        return cls(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336)
+
+    @classmethod
+    def debug(cls) -> LlamaConfig:
+        """804,224 parameters over bytes and one separator, for tests and laptops."""
+        return cls(vocab_size=257, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352, rope_theta=10_000.0)
+
+    def parameters(self) -> int:
+        """How many numbers are trained: blocks, final norm, embedding table and, unless tied, head."""
+        attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
+        block = attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        tables = 1 if self.tied_embeddings else 2
+        return self.layers * block + self.dim + tables * self.vocab_size * self.dim
+
+    def flops_per_token(self, length: int, causal: bool = True) -> int:
+        """Floating-point operations, forward and backward, for one token of a sequence of `length` tokens.
+
+        6 for each parameter that multiplies the token (2 forward, 4 backward): all but the embedding table, which is
+        looked up; a tied table counts, as the head. Attention adds 12 * layers * H * D * length for scores and values,
+        half of it under a causal mask. Softmax, norms and RoPE, and anything recomputed, count nothing: the usual model
+        FLOPs behind an MFU.
+        """
+        looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        attention = 12 * self.layers * self.heads * self.head_dim * length
+        return 6 * (self.parameters() - looked_up) + (attention // 2 if causal else attention)

@@ -1,0 +1,68 @@
+"""Initial weights that do not depend on how the model is sharded."""
+
+from __future__ import annotations
+
+import hashlib
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from armillary.models.llama import Llama
+
+STD = 0.02
+RESIDUAL = ("o_proj.weight", "down_proj.weight")
+"""The projections that add to the residual stream, twice a layer."""
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and torch.compile put into the names of a module's parameters."""
+
+
+def initialize(model: Llama, seed: int) -> None:
+    """Fills the model's parameters, each from its name, its whole shape and the seed alone.
+
+    So every mesh starts from the same weights, and nothing is communicated. Linear and embedding weights are normal with
+    standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2's rule); norms are 1.
+    Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA draw different ones.
+
+    Args:
+        model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One whole
+            parameter at a time is held next to the shards.
+
+    Raises:
+        ValueError: a parameter on "meta".
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} has no data; call model.to_empty(device=...) before initialize")
+        whole = draw(plain_name(name), parameter, model.config.layers, seed)
+        with torch.no_grad():
+            write(whole, parameter)
+
+
+def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
+    """The whole initial value of a parameter, in float32."""
+    if name.endswith("norm.weight"):
+        return torch.ones(parameter.shape, device=parameter.device)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]))
+    std = STD / sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
+    return torch.empty(parameter.shape, device=parameter.device).normal_(0, std, generator=generator)
+
+
+def write(whole: Tensor, parameter: Tensor) -> None:
+    """Copies the part of `whole` that this rank holds of `parameter`. Communicates nothing."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        parameter.to_local().copy_(part.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def plain_name(name: str) -> str:
+    """The name that the parameter has in the unwrapped model."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

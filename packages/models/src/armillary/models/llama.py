@@ -1,0 +1,216 @@
+"""LLaMA (arXiv 2302.13971, 2407.21783) as a plain module on one device.
+
+It knows nothing of parallelism. Attention is handed in, positions are explicit, and every token is otherwise treated on
+its own: so the same module runs on a whole sequence or on one shard of it. Attributes are named as in Hugging Face's
+`LlamaForCausalLM`, so that `state_dict` has its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.attention.mask import AttentionMask
+from armillary.core import SequenceLayout
+from armillary.models import hub
+from armillary.models.config import LlamaConfig
+from armillary.models.rope import Rotation
+
+
+class AttentionFunction(Protocol):
+    """What a layer calls: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. `layout` says where the T tokens lie."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor: ...
+
+
+class Context:
+    """What the blocks are told about their tokens: the rotation of each, who sees whom, and where they lie.
+
+    Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses to
+    reach those inside. Cosines in bfloat16 would blur positions.
+    """
+
+    def __init__(self, rotation: Rotation, mask: AttentionMask, layout: SequenceLayout | None) -> None:
+        self.rotation, self.mask, self.layout = rotation, mask, layout
+
+
+class Llama(nn.Module):
+    """A decoder and its head. Weights are torch's defaults until `initialize` or `from_pretrained`.
+
+    Args:
+        attention: called by every layer; `armillary.attention.Local()` unless given. Each layer keeps its own
+            reference, `model.model.layers[i].self_attn.attention`.
+    """
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, local_attention() if attention is None else attention)
+        # A tied head is no second name for one parameter: `to_empty` would untie the two.
+        self.lm_head = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        layout: SequenceLayout | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Token ids [B, T] -> logits [B, T, V].
+
+        Args:
+            ids: all tokens of the sequence, or those that one shard holds.
+            positions: their global positions, integers [T]; 0..T-1 unless given.
+            mask: handed to attention; causal unless given.
+            layout: handed to attention.
+            head: what to do instead of computing logits. It is called with the hidden states [B, T, E] and the head's
+                weight [V, E], and its result is returned. A loss in chunks belongs here: within `forward`, the weight
+                is whole under FSDP too.
+
+        Raises:
+            ValueError: `ids` without two dims, or positions that do not match them.
+        """
+        hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
+        if head is not None:
+            return head(hidden, self.head_weight)
+        return F.linear(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight [V, E] of the head: of `lm_head`, or the embedding table if tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str], attention: AttentionFunction | None = None) -> Llama:
+        """The model in a Hugging Face folder: `config.json` and `model.safetensors`, in one file or with an index.
+
+        Weights keep the dtype that they have there, on the CPU.
+
+        Raises:
+            ValueError: a missing or broken file, a missing, extra or misshapen tensor, or a config that asks for
+                something else than this model computes; names it.
+        """
+        config = hub.read_config(folder)
+        with torch.device("meta"):
+            model = cls(config, attention)
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        model.load_state_dict(hub.read_tensors(folder, shapes), assign=True)
+        return model
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Writes `config.json` and `model.safetensors`, as `transformers` reads them; makes the folder if need be.
+
+        Other files there are left alone, and an interrupted write leaves each old file whole.
+
+        Raises:
+            ValueError: a parameter that is sharded or has no data; names it.
+        """
+        hub.write(folder, self.config, self.state_dict())
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm: token ids [B, T] -> hidden states [B, T, E]. Arguments as in `Llama.forward`."""
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        positions = checked_positions(ids, positions)
+        x = self.embed_tokens(ids)
+        rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        context = Context(rotation, mask or AttentionMask(causal=True), layout)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = Attention(config, attention)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RoPE: [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.attention = attention
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q = context.rotation(self.heads(self.q_proj(x)))
+        k = context.rotation(self.heads(self.k_proj(x)))
+        v = self.heads(self.v_proj(x))
+        out = self.attention(q, k, v, mask=context.mask, layout=context.layout)
+        return self.o_proj(out.flatten(-2))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, T, H D] -> [B, T, H, D], for as many heads as there are."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def checked_positions(ids: Tensor, positions: Tensor | None) -> Tensor:
+    """The positions [T] on the device of `ids`, counted from 0 unless given; refuses shapes that do not match."""
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
+    if positions is None:
+        return torch.arange(ids.shape[1], device=ids.device)
+    if positions.shape != ids.shape[1:] or positions.is_floating_point():
+        raise ValueError(
+            f"positions must be {ids.shape[1]} integers for ids {tuple(ids.shape)}; "
+            f"got {tuple(positions.shape)} of {positions.dtype}"
+        )
+    return positions.to(ids.device)
+
+
+def local_attention() -> AttentionFunction:
+    from armillary.attention import Local
+
+    return Local()

@@ -1,0 +1,22 @@
+"""Attention that a reader can check: dense, with every pair's visibility taken from the tokens' global positions."""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+
+class DenseAttention:
+    """q [B, T, H, D] and k, v [B, T, K, D] of the tokens at `positions` [T] -> [B, T, H, D]."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def __call__(self, q, k, v, *, mask, layout):
+        seen = mask.visible(self.positions, self.positions)
+        return torch.stack([self.head(q, k, v, h, seen) for h in range(q.shape[2])], dim=2)
+
+    def head(self, q, k, v, h, seen):
+        group = h // (q.shape[2] // k.shape[2])
+        scores = q[:, :, h] @ k[:, :, group].mT / sqrt(q.shape[3])
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, :, group]

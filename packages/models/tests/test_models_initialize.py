@@ -1,0 +1,136 @@
+"""Initial weights: the same on every mesh, and what they should be. Forward under FSDP2."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from armillary.core.testing import mesh, relative_error
+from armillary.models import Llama, LlamaConfig, initialize
+
+# 3 key/value heads of 2 and an MLP of 10 leave uneven shards, and empty ones, on 4 ranks.
+SMALL = LlamaConfig(vocab_size=11, dim=6, layers=3, heads=3, kv_heads=3, hidden_dim=10)
+TIED = replace(SMALL, tied_embeddings=True)
+
+
+def attend(q, k, v, *, mask, layout):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def plain(config: LlamaConfig, seed: int = 0) -> Llama:
+    model = Llama(config, attend)
+    initialize(model, seed)
+    return model
+
+
+def sharded(config: LlamaConfig, policy: MixedPrecisionPolicy | None = None, **axes: int) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config, attend)
+    over = mesh(**axes)[tuple(axes)]
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=over, mp_policy=policy or MixedPrecisionPolicy())
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    return model
+
+
+def whole_weights(config: LlamaConfig, axes: dict[str, int]) -> dict[str, torch.Tensor]:
+    parameters = dict(sharded(config, **axes).named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+    return {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}])
+@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
+def test_weights_are_bit_identical_on_every_mesh(worlds, axes, config):
+    expected = dict(plain(config).named_parameters())
+    ranks = 4 if axes != {"shard": 2} else 2
+    for weights in worlds(ranks).run(whole_weights, config, axes):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def loss_and_gradients(config: LlamaConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model = sharded(config, shard=2)
+    # Both ranks hold the same rows, so FSDP's average is the gradient of one.
+    loss = model(ids, head=lambda hidden, weight: F.linear(hidden, weight).logsumexp(-1).sum())
+    loss.backward()
+    return loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
+def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds, config):
+    ids = torch.arange(10)[None] % config.vocab_size
+    model = plain(config)
+    expected = model(ids).logsumexp(-1).sum()
+    expected.backward()
+    for loss, gradients in worlds(2).run(loss_and_gradients, config, ids):
+        assert relative_error(loss, expected) < 1e-6
+        for name, parameter in model.named_parameters():
+            assert relative_error(gradients[name], parameter.grad) < 1e-5, name
+
+
+def dtypes_in_a_block() -> tuple[torch.dtype, torch.dtype, object]:
+    model = sharded(SMALL, MixedPrecisionPolicy(param_dtype=torch.bfloat16), shard=2)
+    seen = []
+    block = model.model.layers[0]
+    block.register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1].rotation.cos.dtype)))
+    logits = model(torch.arange(6)[None], positions=torch.arange(6) + 100_000)
+    return *seen[0], logits.dtype
+
+
+def test_fsdp_mixed_precision_leaves_the_rotation_in_float32(worlds):
+    assert worlds(2).run(dtypes_in_a_block) == [(torch.bfloat16, torch.float32, torch.bfloat16)] * 2
+
+
+def test_a_seed_gives_the_same_weights_and_another_seed_others():
+    first, again, other = (dict(plain(SMALL, seed).named_parameters()) for seed in (5, 5, 6))
+    matrices = [name for name in first if first[name].ndim == 2]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in matrices)
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_a_parameter_depends_on_its_own_name_alone():
+    few, many = plain(replace(SMALL, layers=1)), plain(SMALL)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(few.get_parameter(name), many.get_parameter(name))
+
+
+def test_deviations_and_ones():
+    model = plain(replace(LlamaConfig.debug(), layers=8))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert parameter.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.05), name
+            assert abs(parameter.mean().item()) < 1e-3, name
+
+
+def test_other_dtypes_get_the_same_numbers_rounded():
+    expected = dict(plain(SMALL).named_parameters())
+    for dtype in (torch.bfloat16, torch.float64):
+        model = Llama(SMALL, attend).to(dtype)
+        initialize(model, seed=0)
+        assert all(torch.equal(p, expected[name].to(dtype)) for name, p in model.named_parameters())
+
+
+def test_wrapping_blocks_changes_no_weight():
+    model = Llama(SMALL, attend)
+    for i, block in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(block)
+    initialize(model, seed=0)
+    assert all(torch.equal(model.state_dict()[name], p) for name, p in plain(SMALL).named_parameters())
+
+
+def test_meta_parameters_are_refused_by_name():
+    with torch.device("meta"):
+        model = Llama(SMALL, attend)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has no data; call model.to_empty"):
+        initialize(model, seed=0)

@@ -1,0 +1,182 @@
+"""LLaMA on one device: positions, heads, gradients, the head."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_attention import DenseAttention
+
+from armillary.core import SequenceLayout
+from armillary.core.testing import relative_error
+from armillary.models import Llama, LlamaConfig, initialize, token_loss
+
+N = 24
+SMALL = LlamaConfig(vocab_size=50, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=10_000.0)
+
+
+def build(config=SMALL, positions=None, attention=None) -> Llama:
+    """A float64 model with weights large enough that positions and heads matter."""
+    dense = DenseAttention(torch.arange(N) if positions is None else positions)
+    model = Llama(config, attention or dense).double()
+    initialize(model, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model
+
+
+def ids(rows: int = 2) -> torch.Tensor:
+    return torch.randint(SMALL.vocab_size, (rows, N), generator=torch.Generator().manual_seed(0))
+
+
+def textbook(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
+    """The same model in other words: complex RoPE, heads by a loop, norms and gates written out."""
+    weights, config = dict(model.named_parameters()), model.config
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[name]
+
+    def turn(x):
+        half = config.head_dim // 2
+        angles = torch.arange(N)[:, None] * config.rope_theta ** (-torch.arange(half).double() / half)
+        pairs = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous())
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    def head(x, at, kind, h):
+        return x @ weights[f"{at}.self_attn.{kind}_proj.weight"][h * config.head_dim : (h + 1) * config.head_dim].T
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}"
+        y, outs = norm(x, f"{at}.input_layernorm.weight"), []
+        for h in range(config.heads):
+            g = h // (config.heads // config.kv_heads)
+            scores = turn(head(y, at, "q", h)) @ turn(head(y, at, "k", g)).mT / config.head_dim**0.5
+            scores = scores + torch.full((N, N), -torch.inf, dtype=torch.float64).triu(1)
+            outs.append(scores.softmax(-1) @ head(y, at, "v", g))
+        x = x + torch.cat(outs, -1) @ weights[f"{at}.self_attn.o_proj.weight"].T
+        y = norm(x, f"{at}.post_attention_layernorm.weight")
+        gate, up = (y @ weights[f"{at}.mlp.{kind}_proj.weight"].T for kind in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ weights[f"{at}.mlp.down_proj.weight"].T
+    return norm(x, "model.norm.weight") @ model.head_weight.T
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 2), (4, 1)])
+def test_logits_are_those_of_the_textbook(heads, kv_heads):
+    model = build(replace(SMALL, heads=heads, kv_heads=kv_heads, head_dim=8))
+    assert relative_error(model(ids()), textbook(model, ids())) < 1e-12
+
+
+def test_each_query_head_reads_the_key_head_of_its_group():
+    """With one key/value head's values silenced, exactly the query heads of its group fall silent."""
+    seen = []
+
+    def spy(q, k, v, *, mask, layout):
+        seen.append(DenseAttention(torch.arange(N))(q, k, v, mask=mask, layout=layout))
+        return seen[-1]
+
+    model = build(replace(SMALL, heads=6, kv_heads=3, head_dim=8), attention=spy)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[8:16] = 0
+    model(ids())
+    silent = [h for h in range(6) if not seen[0][:, :, h].any()]
+    assert silent == [2, 3]
+
+
+@pytest.mark.parametrize("layout", [SequenceLayout.zigzag(N, 2), SequenceLayout.striped(N, 3), SequenceLayout.zigzag(N, 5)])
+def test_tokens_in_any_order_give_their_logits_in_that_order(layout):
+    order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
+    tokens = ids()
+    shuffled = build(positions=order)(tokens[:, order], positions=order, layout=layout)
+    assert relative_error(shuffled, build()(tokens)[:, order]) < 1e-12
+
+
+def test_positions_count_from_zero_unless_given_and_only_distances_matter():
+    model, tokens = build(), ids()
+    logits = model(tokens)
+    assert torch.equal(model(tokens, positions=torch.arange(N)), logits)
+    assert relative_error(model(tokens, positions=torch.arange(N) + 1000), logits) < 1e-10
+    assert relative_error(model(tokens, positions=2 * torch.arange(N)), logits) > 1e-2
+
+
+def test_a_token_changes_nothing_before_it():
+    model, tokens = build(), ids()
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % SMALL.vocab_size
+    moved = (model(tokens) - model(changed)).abs().amax(dim=(0, 2)) > 1e-9
+    assert moved.tolist() == [False] * 10 + [True] * (N - 10)
+
+
+def test_every_layer_is_given_the_mask_and_the_layout():
+    calls = []
+    dense = DenseAttention(torch.arange(N))
+
+    def spy(q, k, v, *, mask, layout):
+        calls.append((mask, layout))
+        return dense(q, k, v, mask=mask, layout=layout)
+
+    model = build(attention=spy)
+    mask, layout = type(default_mask(model))(causal=False), SequenceLayout.contiguous(N, 1)
+    model(ids(), mask=mask, layout=layout)
+    assert calls == [(mask, layout)] * SMALL.layers
+
+
+def default_mask(model: Llama):
+    masks = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda _, args: masks.append(args[1].mask)).id  # noqa: B018
+    model(ids(1))
+    return masks[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_gets_the_gradient_of_the_textbook(tied):
+    model, tokens = build(replace(SMALL, tied_embeddings=tied)), ids()
+    labels = tokens.roll(-1, 1)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    got = torch.autograd.grad(token_loss(model(tokens), labels)[0], parameters)
+    expected = torch.autograd.grad(F.nll_loss(textbook(model, tokens).log_softmax(-1).mT, labels, reduction="sum"), parameters)
+    errors = {name: relative_error(g, e) for name, g, e in zip(names, got, expected, strict=True)}
+    assert max(errors.values()) < 1e-10, errors
+    assert all(gradient.any() for gradient in got)
+
+
+def test_a_tied_head_is_the_embedding_table_also_after_moving():
+    config = replace(SMALL, tied_embeddings=True)
+    with torch.device("meta"):
+        model = Llama(config, DenseAttention(torch.arange(N)))
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    assert model.head_weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in model.state_dict()
+    assert torch.equal(model(ids()), model.model(ids()) @ model.model.embed_tokens.weight.T)
+
+
+def test_a_head_replaces_the_logits():
+    model, tokens = build(), ids()
+    assert torch.equal(model(tokens, head=lambda hidden, weight: hidden), model.model(tokens))
+    loss = model(tokens, head=lambda hidden, weight: token_loss(hidden @ weight.T, tokens)[0])
+    assert loss.item() == pytest.approx(token_loss(model(tokens), tokens)[0].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "tokens, positions, message",
+    [
+        (torch.zeros(5, dtype=torch.long), None, r"ids must be \[B, T\]; got \(5,\)"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.arange(4), r"5 integers for ids \(2, 5\); got \(4,\)"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5).long(), r"got \(2, 5\)"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.arange(5.0), "got .* of torch.float32"),
+    ],
+)
+def test_ids_and_positions_that_do_not_match_are_refused(tokens, positions, message):
+    with pytest.raises(ValueError, match=message):
+        build()(tokens, positions=positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_stays_near_float64(dtype):
+    exact = build()
+    model = build().to(dtype)
+    assert model(ids()).dtype == dtype
+    assert relative_error(model(ids()), exact(ids())) < 100 * torch.finfo(dtype).eps

@@ -1,0 +1,48 @@
+"""The token loss: a sum and a count."""
+
+import pytest
+import torch
+
+from armillary.models import token_loss
+
+
+def test_it_sums_over_valid_labels_and_counts_them():
+    logits = torch.randn(2, 3, 7, dtype=torch.float64)
+    labels = torch.tensor([[1, -100, 6], [0, 0, -100]])
+    total, count = token_loss(logits, labels)
+    by_hand = -sum(
+        logits[b, t].log_softmax(-1)[labels[b, t]].item() for b in range(2) for t in range(3) if labels[b, t] >= 0
+    )
+    assert total.item() == pytest.approx(by_hand, rel=1e-14)
+    assert total.dtype == torch.float64
+    assert count.item() == 4
+
+
+def test_parts_add_up_to_the_whole():
+    logits, labels = torch.randn(2, 8, 7, dtype=torch.float64), torch.randint(-1, 7, (2, 8))
+    whole = token_loss(logits, labels, ignore=-1)
+    parts = [token_loss(logits[:, part], labels[:, part], ignore=-1) for part in (slice(0, 3), slice(3, 8))]
+    assert sum(total.item() for total, _ in parts) == pytest.approx(whole[0].item(), rel=1e-14)
+    assert sum(count.item() for _, count in parts) == whole[1].item()
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    logits, labels = torch.randn(4, 500, 7).bfloat16(), torch.randint(7, (4, 500))
+    total, _ = token_loss(logits, labels)
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(token_loss(logits.double(), labels)[0].item(), rel=1e-6)
+
+
+def test_no_valid_label_costs_nothing():
+    logits = torch.randn(1, 3, 7, requires_grad=True)
+    total, count = token_loss(logits, torch.full((1, 3), -100))
+    total.backward()
+    assert (total.item(), count.item()) == (0.0, 0)
+    assert torch.equal(logits.grad, torch.zeros(1, 3, 7))
+
+
+def test_shapes_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match=r"got \(2, 3, 7\) and \(2, 4\)"):
+        token_loss(torch.zeros(2, 3, 7), torch.zeros(2, 4).long())
+    with pytest.raises(ValueError, match=r"got \(6, 7\) and \(6,\)"):
+        token_loss(torch.zeros(6, 7), torch.zeros(6).long())

@@ -1,0 +1,62 @@
+"""RoPE: the same turn as complex multiplication, relative, and exact at positions in the millions."""
+
+import math
+
+import pytest
+import torch
+
+from armillary.models.rope import Rotation
+
+D, THETA = 16, 500_000.0
+
+
+def frequencies() -> list[float]:
+    return [THETA ** (-2 * i / D) for i in range(D // 2)]
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return Rotation.at(positions, D, THETA, x.dtype)(x)
+
+
+def test_it_is_complex_multiplication_of_dim_i_with_dim_i_plus_half():
+    x = torch.randn(2, 5, 3, D, dtype=torch.float64)
+    positions = torch.tensor([7, 0, 3, 100, 41])
+    angles = positions[:, None, None] * torch.tensor(frequencies(), dtype=torch.float64)
+    expected = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned(x, positions), torch.cat([expected.real, expected.imag], -1), rtol=0, atol=1e-14)
+
+
+def test_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
+
+    def score(i: int, j: int) -> float:
+        return (turned(q, torch.tensor([i])) * turned(k, torch.tensor([j]))).sum().item()
+
+    assert score(9, 4) == pytest.approx(score(1_009, 1_004), abs=1e-12)
+    assert score(9, 4) == pytest.approx(score(5_000_009, 5_000_004), abs=1e-7)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-3
+
+
+def test_five_million_is_exact_in_float32_where_float32_angles_are_not():
+    position = 5_000_000
+    rotation = Rotation.at(torch.tensor([position]), D, THETA, torch.bfloat16)
+    cos = torch.tensor([math.cos(position * f) for f in frequencies()])
+    sin = torch.tensor([math.sin(position * f) for f in frequencies()])
+    assert rotation.cos.dtype == rotation.sin.dtype == torch.float32
+    torch.testing.assert_close(rotation.cos.flatten(), cos, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotation.sin.flatten(), sin, rtol=0, atol=1e-6)
+    careless = (torch.tensor([float(position)]) * torch.tensor(frequencies(), dtype=torch.float32)).cos()
+    assert (careless - cos).abs().max() > 1e-2
+
+
+def test_bfloat16_is_rounded_once():
+    x = torch.randn(1, 4, 2, D).bfloat16()
+    positions = torch.arange(4) + 1000
+    assert torch.equal(turned(x, positions), turned(x.double(), positions).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_turns_as_the_cpu_does():
+    x, positions = torch.randn(1, 3, 2, D), torch.tensor([0, 4_999_999, 5_000_000])
+    torch.testing.assert_close(turned(x.cuda(), positions.cuda()).cpu(), turned(x, positions), rtol=0, atol=1e-5)
