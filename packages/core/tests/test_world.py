@@ -43,7 +43,9 @@ def test_results_come_in_rank_order_and_worlds_are_reused(worlds):
 def test_a_hung_rank_is_named_with_the_place_where_it_stands():
     with World(3) as world, pytest.raises(RankFailed) as failure:
         world.run(rank_two_sleeps, timeout=2)
-    assert re.search(r"rank 2 did not answer within 2 s; it stands in rank_two_sleeps \(test_world.py:\d+\)", str(failure.value))
+    assert re.search(
+        r"rank 2 did not answer within 2 s; it stands in rank_two_sleeps \(test_world.py:\d+\)", str(failure.value)
+    )
 
 
 def test_a_rank_that_raises_is_shown_with_its_traceback_and_the_world_recovers():

@@ -150,7 +150,10 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
 
 
 def test_a_model_without_data_is_not_saved(tmp_path):
-    with torch.device("meta"), pytest.raises(ValueError, match="cannot save model.embed_tokens.weight: it has no data"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r"cannot save model.embed_tokens.weight: it has no data"),
+    ):
         Llama(SMALL, attend).save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -222,13 +225,13 @@ def test_frequencies_of_old_checkpoints_are_passed_over(folder):
 def test_missing_files_are_named(folder):
     split(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="cannot read .*model-00002-of-00002.safetensors"):
+    with pytest.raises(ValueError, match=r"cannot read .*model-00002-of-00002.safetensors"):
         Llama.from_pretrained(folder, attend)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index.json"):
         Llama.from_pretrained(folder, attend)
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match="cannot read .*config.json"):
+    with pytest.raises(ValueError, match=r"cannot read .*config.json"):
         Llama.from_pretrained(folder, attend)
 
 
@@ -249,5 +252,5 @@ def test_broken_files_are_named(folder, file, text, message):
 def test_an_index_without_a_map_is_named(folder):
     split(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="index.json lacks weight_map"):
+    with pytest.raises(ValueError, match=r"index.json lacks weight_map"):
         Llama.from_pretrained(folder, attend)

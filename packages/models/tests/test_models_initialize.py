@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from armillary.attention import AttentionMask
+from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize
 
@@ -28,10 +31,9 @@ def plain(config: LlamaConfig, seed: int = 0) -> Llama:
     return model
 
 
-def sharded(config: LlamaConfig, policy: MixedPrecisionPolicy | None = None, **axes: int) -> Llama:
+def sharded(config: LlamaConfig, over: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> Llama:
     with torch.device("meta"):
         model = Llama(config, attend)
-    over = mesh(**axes)[tuple(axes)]
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=over, mp_policy=policy or MixedPrecisionPolicy())
     model.to_empty(device="cpu")
@@ -39,25 +41,32 @@ def sharded(config: LlamaConfig, policy: MixedPrecisionPolicy | None = None, **a
     return model
 
 
-def whole_weights(config: LlamaConfig, axes: dict[str, int]) -> dict[str, torch.Tensor]:
-    parameters = dict(sharded(config, **axes).named_parameters())
+def whole_weights(config: LlamaConfig, axes: dict[str, int], over: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    parameters = dict(sharded(config, mesh(**axes)[over]).named_parameters())
     assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
     return {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}])
+@pytest.mark.parametrize(
+    "axes, over",
+    [
+        ({"shard": 4}, ("shard",)),
+        ({"shard": 2, "ring": 2}, ("shard",)),
+        ({"replicate": 2, "shard": 2}, ("replicate", "shard")),
+    ],
+    ids=["4 shards", "2 shards", "2 replicas of 2 shards"],
+)
 @pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-def test_weights_are_bit_identical_on_every_mesh(worlds, axes, config):
+def test_weights_are_bit_identical_on_every_mesh(worlds, config, axes, over):
     expected = dict(plain(config).named_parameters())
-    ranks = 4 if axes != {"shard": 2} else 2
-    for weights in worlds(ranks).run(whole_weights, config, axes):
+    for weights in worlds(4).run(whole_weights, config, axes, over):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def loss_and_gradients(config: LlamaConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = sharded(config, shard=2)
-    # Both ranks hold the same rows, so FSDP's average is the gradient of one.
+    model = sharded(config, mesh(shard=4)["shard"])
+    # All ranks hold the same rows, so FSDP's average is the gradient of one.
     loss = model(ids, head=lambda hidden, weight: F.linear(hidden, weight).logsumexp(-1).sum())
     loss.backward()
     return loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -69,23 +78,34 @@ def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds, config):
     model = plain(config)
     expected = model(ids).logsumexp(-1).sum()
     expected.backward()
-    for loss, gradients in worlds(2).run(loss_and_gradients, config, ids):
+    for loss, gradients in worlds(4).run(loss_and_gradients, config, ids):
         assert relative_error(loss, expected) < 1e-6
         for name, parameter in model.named_parameters():
             assert relative_error(gradients[name], parameter.grad) < 1e-5, name
 
 
-def dtypes_in_a_block() -> tuple[torch.dtype, torch.dtype, object]:
-    model = sharded(SMALL, MixedPrecisionPolicy(param_dtype=torch.bfloat16), shard=2)
+def what_reaches_a_block() -> tuple[torch.dtype, torch.dtype, bool, bool]:
+    model = sharded(SMALL, mesh(shard=4)["shard"], MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     seen = []
-    block = model.model.layers[0]
-    block.register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1].rotation.cos.dtype)))
-    logits = model(torch.arange(6)[None], positions=torch.arange(6) + 100_000)
-    return *seen[0], logits.dtype
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    mask, layout = AttentionMask(documents=[0, 4, 6]), SequenceLayout.contiguous(6, 1)
+    model(torch.arange(6)[None], positions=torch.arange(6), mask=mask, layout=layout)
+    x, context = seen[0]
+    return x.dtype, context.rotation.cos.dtype, context.mask == mask, context.layout is layout
 
 
-def test_fsdp_mixed_precision_leaves_the_rotation_in_float32(worlds):
-    assert worlds(2).run(dtypes_in_a_block) == [(torch.bfloat16, torch.float32, torch.bfloat16)] * 2
+def test_fsdp_mixed_precision_leaves_rotation_mask_and_layout_alone(worlds):
+    assert worlds(4).run(what_reaches_a_block) == [(torch.bfloat16, torch.float32, True, True)] * 4
+
+
+def saving_shards(folder: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot save model.embed_tokens.weight: it is sharded; gather it first"):
+        sharded(SMALL, mesh(shard=4)["shard"]).save_pretrained(folder)
+
+
+def test_a_sharded_model_is_not_saved_as_if_it_were_whole(worlds, tmp_path):
+    worlds(4).run(saving_shards, str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_seed_gives_the_same_weights_and_another_seed_others():

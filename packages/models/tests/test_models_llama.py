@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from dense_attention import DenseAttention
 
+from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.models import Llama, LlamaConfig, initialize, token_loss
@@ -85,12 +86,30 @@ def test_each_query_head_reads_the_key_head_of_its_group():
     assert silent == [2, 3]
 
 
-@pytest.mark.parametrize("layout", [SequenceLayout.zigzag(N, 2), SequenceLayout.striped(N, 3), SequenceLayout.zigzag(N, 5)])
+@pytest.mark.parametrize(
+    "layout", [SequenceLayout.zigzag(N, 2), SequenceLayout.striped(N, 3), SequenceLayout.zigzag(N, 5)]
+)
 def test_tokens_in_any_order_give_their_logits_in_that_order(layout):
     order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
     tokens = ids()
     shuffled = build(positions=order)(tokens[:, order], positions=order, layout=layout)
     assert relative_error(shuffled, build()(tokens)[:, order]) < 1e-12
+
+
+def test_attention_is_local_unless_given():
+    model, local = build(), Llama(SMALL).double()
+    local.load_state_dict(model.state_dict())
+    mask = AttentionMask(causal=True, window=(5, None), documents=[0, 7, 13, N])
+    assert relative_error(local(ids()), model(ids())) < 1e-12
+    assert relative_error(local(ids(), mask=mask), model(ids(), mask=mask)) < 1e-12
+
+
+def test_one_shard_in_any_order_needs_no_positions():
+    layout = SequenceLayout([[range(10, N), range(10)]])
+    model = Llama(SMALL).double()
+    model.load_state_dict(build().state_dict())
+    order = layout.positions(0)
+    assert relative_error(model(ids()[:, order], layout=layout), model(ids())[:, order]) < 1e-12
 
 
 def test_positions_count_from_zero_unless_given_and_only_distances_matter():
@@ -118,16 +137,10 @@ def test_every_layer_is_given_the_mask_and_the_layout():
         return dense(q, k, v, mask=mask, layout=layout)
 
     model = build(attention=spy)
-    mask, layout = type(default_mask(model))(causal=False), SequenceLayout.contiguous(N, 1)
+    mask, layout = AttentionMask(causal=False), SequenceLayout.contiguous(N, 1)
     model(ids(), mask=mask, layout=layout)
-    assert calls == [(mask, layout)] * SMALL.layers
-
-
-def default_mask(model: Llama):
-    masks = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(lambda _, args: masks.append(args[1].mask)).id  # noqa: B018
-    model(ids(1))
-    return masks[0]
+    model(ids())
+    assert calls == [(mask, layout)] * SMALL.layers + [(AttentionMask(causal=True), None)] * SMALL.layers
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -136,7 +149,9 @@ def test_every_parameter_gets_the_gradient_of_the_textbook(tied):
     labels = tokens.roll(-1, 1)
     names, parameters = zip(*model.named_parameters(), strict=True)
     got = torch.autograd.grad(token_loss(model(tokens), labels)[0], parameters)
-    expected = torch.autograd.grad(F.nll_loss(textbook(model, tokens).log_softmax(-1).mT, labels, reduction="sum"), parameters)
+    expected = torch.autograd.grad(
+        F.nll_loss(textbook(model, tokens).log_softmax(-1).mT, labels, reduction="sum"), parameters
+    )
     errors = {name: relative_error(g, e) for name, g, e in zip(names, got, expected, strict=True)}
     assert max(errors.values()) < 1e-10, errors
     assert all(gradient.any() for gradient in got)
@@ -144,8 +159,9 @@ def test_every_parameter_gets_the_gradient_of_the_textbook(tied):
 
 def test_a_tied_head_is_the_embedding_table_also_after_moving():
     config = replace(SMALL, tied_embeddings=True)
+    dense = DenseAttention(torch.arange(N))
     with torch.device("meta"):
-        model = Llama(config, DenseAttention(torch.arange(N)))
+        model = Llama(config, dense)
     model.to_empty(device="cpu")
     initialize(model, seed=0)
     assert model.head_weight is model.model.embed_tokens.weight
@@ -172,6 +188,13 @@ def test_a_head_replaces_the_logits():
 def test_ids_and_positions_that_do_not_match_are_refused(tokens, positions, message):
     with pytest.raises(ValueError, match=message):
         build()(tokens, positions=positions)
+
+
+def test_a_shard_is_not_taken_for_the_whole():
+    with pytest.raises(
+        ValueError, match=r"positions are needed where 2 shards hold the sequence: layout.positions\(shard\)"
+    ):
+        build()(ids(), layout=SequenceLayout.zigzag(2 * N, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -88,8 +88,11 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, heads, _ = dout.shape
     key_heads = 1 + max(Plan.alive[plan].call.key_heads)
-    dq = q.new_empty((batch, tokens, heads, q.shape[3]))
-    return dq, *(x.new_empty((batch, tokens, key_heads, x.shape[3])) for x in (k, v))
+    return (
+        q.new_empty((batch, tokens, heads, q.shape[3])),
+        k.new_empty((batch, tokens, key_heads, k.shape[3])),
+        v.new_empty((batch, tokens, key_heads, v.shape[3])),
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Sequence[Tensor]) -> None:

@@ -24,7 +24,9 @@ def build_attention(name: str, mesh: DeviceMesh) -> Method:
         raise ValueError(f"no attention method {name!r}; known: {', '.join(unused)}")
     for axis in unused[name]:
         if mesh[axis].size() > 1:
-            raise ValueError(f"{name} would leave axis {axis!r} with {mesh[axis].size()} ranks unused; use usp or {axis}=1")
+            raise ValueError(
+                f"{name} would leave axis {axis!r} with {mesh[axis].size()} ranks unused; use usp or {axis}=1"
+            )
     if name == "local":
         return Local()
     if name == "ring":

@@ -54,6 +54,8 @@ MASKS: dict[str, Callable[[int, int], AttentionMask]] = {
 """Masks by name, made to fit (length, batch)."""
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
+LSE_LIMIT = 1e-4
+"""In bfloat16: flash kernels for 16 bits take exp to about 20 bits. An lse that was itself rounded is off by 1e-3."""
 FLASH_FACTOR = 2.0
 """In bfloat16: how much larger an error may be than that of flash attention on one device."""
 
@@ -145,7 +147,8 @@ def cases(
     ]
     subsets = [replace(case, needs=needs) for case, needs in zip(made, ("q", "k", "v", "kv", ""), strict=False)]
     far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp of it overflows, and exp of its opposite vanishes
-    shifted = [replace(made[-1], dtype=dtypes[0], shift=shift) for shift in (far, -far)]
+    hardest = next((case for case in made if case.mask.causal), made[0])
+    shifted = [replace(hardest, dtype=dtypes[0], shift=shift) for shift in (far, -far)]
     return made + subsets + shifted
 
 
@@ -202,11 +205,12 @@ def _run(
     call = partial(attend, mask=case.mask, layout=layout, scale=case.scale, return_lse=disturb)
     results: dict[str, Tensor] = {}
     if disturb:
-        out, results["lse"] = call(q, k, v)
-        call(*(x.detach().neg().requires_grad_() for x in (q, k, v)))
+        out, lse = call(q, k, v)
+        results |= {"out": out.detach(), "lse": lse.detach()}
+        call(*(x.detach().mul(-2).requires_grad_() for x in (q, k, v)))
     else:
         out = call(q, k, v)
-    results["out"] = out.detach()
+        results["out"] = out.detach()
     needed = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad}
     if needed:
         gradients = torch.autograd.grad(out, list(needed.values()), inputs["dout"])
@@ -230,15 +234,15 @@ def _lay_out(local: Mapping[str, Tensor], case: Case) -> dict[str, Tensor]:
 
 @contextmanager
 def _poisoned(like: Sequence[Tensor]) -> Generator[None]:
-    """NaN in all memory that nobody has written to: in what `torch.empty` returns, and in freed blocks of these sizes."""
+    """NaN in memory that nobody has written to: in what `torch.empty` returns, and in freed blocks of these sizes."""
     stale = [torch.full_like(x, torch.nan, dtype=d) for x in like for d in (x.dtype, torch.float32) for _ in range(3)]
     del stale
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill what it returns
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # makes torch.empty fill what it returns
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 # -- what is expected -----------------------------------------------------------------------------------------------
@@ -263,18 +267,18 @@ def _inputs(case: Case) -> dict[str, Tensor]:
 @lru_cache(maxsize=64)
 def _expected(case: Case) -> dict[str, Tensor]:
     """Global out, lse, dq, dk and dv in float64, of the inputs as they are after rounding to the case's dtype."""
-    x = {name: tensor.double() for name, tensor in _inputs(case).items()}
-    leaves = [x[name].requires_grad_() for name in "qkv"]
+    x = _inputs(case)
+    leaves = [x[name].double().detach().requires_grad_() for name in "qkv"]
     out, lse = reference_attention(*leaves, mask=case.mask, scale=case.scale, return_lse=True)
-    dq, dk, dv = torch.autograd.grad(out, leaves, x["dout"])
+    dq, dk, dv = torch.autograd.grad(out, leaves, x["dout"].double())
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
 @lru_cache(maxsize=64)
 def _flash(case: Case) -> dict[str, Tensor]:
     """Global out, dq, dk and dv of torch's flash attention on one device, in the case's dtype."""
-    x = {name: tensor.detach() for name, tensor in _inputs(case).items()}
-    leaves = [x[name].requires_grad_() for name in "qkv"]
+    x = _inputs(case)
+    leaves = [x[name].detach().requires_grad_() for name in "qkv"]
     width = max(case.head_dim, case.value_dim)  # flash has one head dim: zeros fill the narrower ones
     q, k, v = (F.pad(leaf, (0, width - leaf.shape[3])).transpose(1, 2) for leaf in leaves)
     positions = torch.arange(case.length)
@@ -298,7 +302,7 @@ def _limits(case: Case, layout: SequenceLayout, shard: int) -> dict[str, float]:
     if case.dtype in LIMITS:
         return dict.fromkeys(names, limit)
     expected, flash = _expected(case), _flash(case)
-    limits = {"lse": limit}
+    limits = {"lse": max(limit, LSE_LIMIT)}
     for name, x in flash.items():
         # Where few tokens make a shard, flash may happen to be exact: then its error on the whole counts.
         here = _error(layout.take(x, shard), layout.take(expected[name], shard), expected[name])

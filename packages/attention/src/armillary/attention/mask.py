@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -79,7 +80,9 @@ class AttentionMask:
         ends = self.boundaries(row)
         if ends is not None:
             inner = torch.tensor(ends[1:-1], device=queries.device)
-            seen = seen & (torch.bucketize(queries, inner, right=True)[:, None] == torch.bucketize(keys, inner, right=True))
+            seen = seen & (
+                torch.bucketize(queries, inner, right=True)[:, None] == torch.bucketize(keys, inner, right=True)
+            )
         return seen
 
 
@@ -108,13 +111,15 @@ def _documents(
     if documents is None:
         return None
     values: Iterable[int | Iterable[int]] = documents.tolist() if isinstance(documents, Tensor) else documents
-    rows = [list(v.tolist()) if isinstance(v, Tensor) else v if isinstance(v, int) else [int(x) for x in v] for v in values]
+    rows = [
+        list(v.tolist()) if isinstance(v, Tensor) else v if isinstance(v, int) else [int(x) for x in v] for v in values
+    ]
     if rows and isinstance(rows[0], list):
         return tuple(_boundaries(row) for row in rows if isinstance(row, list))
     return _boundaries([int(row) for row in rows if not isinstance(row, list)])
 
 
 def _boundaries(ends: Sequence[int]) -> tuple[int, ...]:
-    if len(ends) < 2 or ends[0] != 0 or any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+    if len(ends) < 2 or ends[0] != 0 or any(a >= b for a, b in pairwise(ends)):
         raise ValueError(f"document boundaries {list(ends)[:8]} must start at 0 and rise: 0, end of the first, ..., N")
     return tuple(ends)

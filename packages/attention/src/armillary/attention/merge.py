@@ -1,4 +1,4 @@
-"""Adding up partial results, in float32 at least: exactly, in place, and without touching what nobody contributed to."""
+"""Adding up partial results: in float32 at least, in place, and without NaN where nobody has contributed yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Merge:
     A row that has seen no key has lse = -inf and out = 0.
     """
 
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     out: Tensor | None = None

@@ -7,6 +7,7 @@ autograd bridge. To add a method, write one file with a subclass; nothing else c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal, overload
 
 from torch import Tensor
 
@@ -20,20 +21,14 @@ from armillary.core import SequenceLayout
 class Method(ABC):
     """Exact attention over a sequence that is sharded over the ranks of one or two mesh axes."""
 
-    @property
-    @abstractmethod
-    def shards(self) -> int:
-        """Ranks that hold a part of the sequence each."""
-
-    @property
-    @abstractmethod
-    def shard(self) -> int:
-        """Which of those parts this rank holds."""
-
-    @property
-    @abstractmethod
-    def sequence_shards(self) -> int:
-        """Ranks on the sequence axis (P): as many as shards, but where a head axis divides the shards further."""
+    shards: int
+    """Ranks that hold a part of the sequence each."""
+    shard: int
+    """Which of those parts this rank holds."""
+    sequence_shards: int
+    """Ranks on the sequence axis (P): as many as shards, but where a head axis divides the shards further."""
+    moves: bool = False
+    """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
 
     @abstractmethod
     def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
@@ -47,21 +42,42 @@ class Method(ABC):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's tokens, from dout [B, T, H, Dv]."""
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
         """Refuses shapes that this method cannot do, with a `ValueError`; called before any communication."""
 
     def local_lse(self, saved: Saved, call: Call) -> Tensor:
         """lse [B, T, H] of this rank's queries."""
         return saved.lse
 
-    @property
-    def moves(self) -> bool:
-        """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
-        return False
-
     def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
         """Empty tensors shaped as `forward` will save them, found without communication. Where `moves`, override it."""
         raise TypeError(f"{type(self).__name__} moves tensors and must say what it saves")
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        return_lse: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def __call__(
         self,

@@ -33,18 +33,8 @@ class Ring(Method):
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
-
-    @property
-    def shards(self) -> int:
-        return self.axis.size
-
-    @property
-    def shard(self) -> int:
-        return self.axis.rank
-
-    @property
-    def sequence_shards(self) -> int:
-        return self.axis.size
+        self.shards = self.sequence_shards = self.axis.size
+        self.shard = self.axis.rank
 
     def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
         return layout_of(kind, length, self.axis.size)

@@ -134,7 +134,7 @@ Placed = tuple[int, range]
 
 
 def _equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
-    """Spans of unequal steps have no band: the shorter one goes token by token. Right, if slow; no layout here does it."""
+    """Spans of unequal steps have no band: the shorter one goes token by token. Right, if slow."""
     (q_at, q), (k_at, k) = query, key
     if q.step == k.step or len(q) == 1 or len(k) == 1:
         yield query, key

@@ -37,7 +37,7 @@ def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
 
 
 class Ulysses(Method):
-    """All-to-all over one mesh axis of U ranks, around `inner` (Local unless given). `Ulysses(u, inner=Ring(r))` is USP.
+    """All-to-all over one mesh axis of U ranks, around `inner` (Local unless given). Around Ring it is USP.
 
     Rank u of the axis attends with its share of the heads, over all tokens of its sequence shard. Neither U nor K need
     divide H: ranks may have unequal numbers of heads, and a key/value head goes to every rank whose query heads use it.
@@ -53,22 +53,10 @@ class Ulysses(Method):
     def __init__(self, axis: DeviceMesh, inner: Method | None = None) -> None:
         self.axis = Axis.of(axis)
         self.inner = Local() if inner is None else inner
-
-    @property
-    def shards(self) -> int:
-        return self.inner.shards * self.axis.size
-
-    @property
-    def shard(self) -> int:
-        return self.inner.shard * self.axis.size + self.axis.rank
-
-    @property
-    def sequence_shards(self) -> int:
-        return self.inner.sequence_shards
-
-    @property
-    def moves(self) -> bool:
-        return self.axis.size > 1 or self.inner.moves
+        self.shards = self.inner.shards * self.axis.size
+        self.shard = self.inner.shard * self.axis.size + self.axis.rank
+        self.sequence_shards = self.inner.sequence_shards
+        self.moves = self.axis.size > 1 or self.inner.moves
 
     def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
         return self.inner.layout(length, kind).refine(self.axis.size)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,6 +18,22 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     (public or private)(timeout, group)
 
 
+def host_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the host may wait for an operation on a gloo `group`; None where it does not wait (nccl).
+
+    gloo forgets the group's timeout in sends and receives, so whoever waits for those must say it again.
+    """
+    if dist.get_backend(group) != "gloo":
+        return None
+    backend: Any = cast(Any, group)._get_backend(torch.device("cpu"))
+    return backend.options._timeout
+
+
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """The 1-D mesh over neighbouring `axes` of `mesh`."""
     return cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))
+
+
+def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The 2-D mesh of two 1-D meshes cut from one."""
+    return cast(Any, DeviceMesh)._concatenate([outer, inner])

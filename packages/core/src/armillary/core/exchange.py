@@ -62,7 +62,7 @@ def finish(works: Iterable[dist.Work], axis: Axis, waiting: str) -> None:
     """Waits for all of `works`; a timeout or a lost peer becomes a `TimeoutError` that says who was waited for."""
     try:
         for work in works:
-            work.wait()
+            work.wait() if axis.timeout is None else work.wait(axis.timeout)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise TimeoutError(

@@ -9,7 +9,7 @@ Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -19,7 +19,6 @@ Spans = tuple[range, ...]
 """Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
 
 
-@dataclass(frozen=True)
 class SequenceLayout:
     """A partition of positions 0..length-1 over shards, as the spans of each shard in local order.
 
@@ -31,19 +30,28 @@ class SequenceLayout:
         ValueError: positions missing or held twice, an empty shard, a step below 1.
     """
 
-    shard_spans: tuple[Spans, ...]
+    # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
+    __slots__ = ("_hash", "_sizes", "_spans")
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
-        object.__setattr__(self, "shard_spans", tuple(join_spans(shard) for shard in spans))
+        self._spans = tuple(join_spans(shard) for shard in spans)
+        self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
+        self._hash = hash(self._spans)
         self._check()
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, SequenceLayout) and self._spans == other._spans)
+
+    def __hash__(self) -> int:
+        return self._hash
+
     def _check(self) -> None:
-        if not self.shard_spans:
+        if not self._spans:
             raise ValueError("a layout needs at least one shard; got none")
-        for shard, spans in enumerate(self.shard_spans):
+        for shard, spans in enumerate(self._spans):
             if not spans:
                 raise ValueError(f"shard {shard} of {self.shards} holds no position; every shard needs at least one")
-        runs = [span for spans in self.shard_spans for span in spans]
+        runs = [span for spans in self._spans for span in spans]
         first = min(span[0] for span in runs)
         if first != 0:
             raise ValueError(f"positions must start at 0; the smallest one here is {first}")
@@ -57,7 +65,7 @@ class SequenceLayout:
             raise ValueError(f"no shard holds position {int(held.logical_not().nonzero()[0])} of {len(held)}")
 
     def __repr__(self) -> str:
-        shown = "; ".join(", ".join(map(_short, spans)) for spans in self.shard_spans[:8])
+        shown = "; ".join(", ".join(map(_short, spans)) for spans in self._spans[:8])
         return f"SequenceLayout(length={self.length}, shards={self.shards}: {shown}{'; ...' * (self.shards > 8)})"
 
     # -- constructors ---------------------------------------------------------------------------------------------
@@ -92,12 +100,12 @@ class SequenceLayout:
 
     @property
     def shards(self) -> int:
-        return len(self.shard_spans)
+        return len(self._spans)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each shard."""
-        return tuple(sum(map(len, spans)) for spans in self.shard_spans)
+        return self._sizes
 
     @property
     def length(self) -> int:
@@ -108,7 +116,7 @@ class SequenceLayout:
         """The runs of positions that `shard` holds, in local order."""
         if not 0 <= shard < self.shards:
             raise ValueError(f"shard {shard} is not one of the {self.shards} shards 0..{self.shards - 1}")
-        return self.shard_spans[shard]
+        return self._spans[shard]
 
     def positions(self, shard: int) -> Tensor:
         """Global positions of the tokens of `shard`: a LongTensor [T] on the CPU."""
@@ -119,7 +127,9 @@ class SequenceLayout:
     def take(self, x: Tensor, shard: int, dim: int = 1) -> Tensor:
         """The part of `x` that `shard` holds: N on `dim` becomes T. Differentiable; always a copy."""
         if x.shape[dim] != self.length:
-            raise ValueError(f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} positions; the layout has {self.length}")
+            raise ValueError(
+                f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} positions; the layout has {self.length}"
+            )
         return x.index_select(dim, self.positions(shard).to(x.device))
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
@@ -134,17 +144,29 @@ class SequenceLayout:
 
     def refine(self, n: int) -> SequenceLayout:
         """Cuts each shard in `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
-        short = min(self.sizes)
-        if n < 1 or short < n:
-            raise ValueError(f"cannot cut shards of {short} tokens in {n}; give at least {self.shards * n} tokens in all")
-        return SequenceLayout([piece for spans in self.shard_spans for piece in _cut_spans(spans, n)])
+        return _refined(self, n)
 
     def coarsen(self, n: int) -> SequenceLayout:
         """Joins each `n` neighbouring shards into one: the inverse of `refine`."""
-        if n < 1 or self.shards % n:
-            raise ValueError(f"cannot join {self.shards} shards in groups of {n}; {n} must divide {self.shards}")
-        groups = (self.shard_spans[i : i + n] for i in range(0, self.shards, n))
-        return SequenceLayout([[span for spans in group for span in spans] for group in groups])
+        return _coarsened(self, n)
+
+
+# Called by every attention call of every layer, on layouts that live as long as a run.
+@lru_cache(maxsize=256)
+def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
+    short = min(layout.sizes)
+    if n < 1 or short < n:
+        least = layout.shards * n
+        raise ValueError(f"cannot cut shards of {short} tokens in {n}; give at least {least} tokens in all")
+    return SequenceLayout([piece for shard in range(layout.shards) for piece in _cut_spans(layout.spans(shard), n)])
+
+
+@lru_cache(maxsize=256)
+def _coarsened(layout: SequenceLayout, n: int) -> SequenceLayout:
+    if n < 1 or layout.shards % n:
+        raise ValueError(f"cannot join {layout.shards} shards in groups of {n}; {n} must divide {layout.shards}")
+    groups = ([layout.spans(shard) for shard in range(i, i + n)] for i in range(0, layout.shards, n))
+    return SequenceLayout([[span for spans in group for span in spans] for group in groups])
 
 
 def join_spans(spans: Iterable[range]) -> Spans:
@@ -196,4 +218,6 @@ def _check_length(length: int, shards: int) -> None:
     if shards < 1:
         raise ValueError(f"a layout needs at least 1 shard; got {shards}")
     if length < shards:
-        raise ValueError(f"a sequence of {length} tokens is shorter than its {shards} shards; give at least {shards} tokens")
+        raise ValueError(
+            f"a sequence of {length} tokens is shorter than its {shards} shards; give at least {shards} tokens"
+        )

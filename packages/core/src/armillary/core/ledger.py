@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,9 +40,11 @@ class CommLedger:
             self._open[:] = [ledger for ledger in self._open if ledger is not self]
 
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
-        """Bytes sent: on one axis, by one kind ("p2p", "all_to_all"), in one phase ("forward", "backward"); None: all."""
+        """Bytes sent on one axis, by one kind (p2p, all_to_all), in one phase (forward, backward); None: all."""
         wanted = (axis, kind, phase)
-        return sum(n for key, n in self.entries.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
+        return sum(
+            n for key, n in self.entries.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True))
+        )
 
     @classmethod
     def add(cls, axis: str, kind: str, sent: int) -> None:
@@ -57,7 +59,7 @@ def record(axis: str, kind: str, sent: int) -> None:
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> Generator[None]:
     """Books what is sent meanwhile, on this thread, under the phase `name`."""
     token = _phase.set(name)
     try:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
 
-AXES = ("replicate", "shard", "ring", "ulysses", "tp")
-"""Mesh axes, outermost to innermost: the axis that talks most sits on the fastest links (USP, arXiv 2405.07719, tip 7)."""
+AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
+"""Outermost to innermost: the axis that talks most sits on the fastest links (USP, arXiv 2405.07719, tip 7)."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(minutes=10)
@@ -81,12 +81,16 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT) -> None:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh as this rank sees it: the unit that every primitive communicates on."""
+    """One axis of a mesh as this rank sees it: the unit that every primitive communicates on.
+
+    `timeout` is how long the host waits for the others; None where the device does the waiting.
+    """
 
     name: str
     rank: int
     size: int
     group: dist.ProcessGroup
+    timeout: timedelta | None
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axis:
@@ -99,7 +103,8 @@ class Axis:
             axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
             raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
-        return cls(name, mesh.get_local_rank(), mesh.size(), mesh.get_group())
+        group = mesh.get_group()
+        return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group))
 
     def ranks(self) -> list[int]:
         """Global ranks along this axis, in axis order."""

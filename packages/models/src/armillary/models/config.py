@@ -49,7 +49,9 @@ class LlamaConfig:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each needs equally many")
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each needs equally many"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs, so it must be even")
         if self.norm_eps < 0 or self.rope_theta <= 0:

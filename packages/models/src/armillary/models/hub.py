@@ -97,7 +97,7 @@ def read_config(folder: str | PathLike[str]) -> LlamaConfig:
     given = {name: value for name, value in {**fields, **rope}.items() if name in FIELDS and value is not None}
     if missing := [name for name in REQUIRED if name not in given]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    known = {**DEFAULTS, "num_key_value_heads": given["num_attention_heads"], **given}
+    known: dict[str, Any] = {**DEFAULTS, "num_key_value_heads": given["num_attention_heads"], **given}
     try:
         return LlamaConfig(**{FIELDS[name]: value for name, value in known.items()})
     except (ValueError, TypeError) as error:
@@ -133,12 +133,13 @@ def read_tensors(folder: str | PathLike[str], shapes: Mapping[str, torch.Size]) 
 def differences(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Iterable[str]:
     """What is wrong with the names, shapes and dtypes of `tensors`."""
     yield from (f"{name} is missing" for name in shapes if name not in tensors)
-    yield from (f"{name} is not part of the model" for name in tensors if name not in shapes)
-    for name in shapes.keys() & tensors.keys():
-        if tensors[name].shape != shapes[name]:
-            yield f"{name} is {tuple(tensors[name].shape)}, not {tuple(shapes[name])}"
-        if tensors[name].dtype not in DTYPES:
-            yield f"{name} is {tensors[name].dtype}, not one of {', '.join(map(str, DTYPES))}"
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            yield f"{name} is not part of the model"
+        elif tensor.shape != shapes[name]:
+            yield f"{name} is {tuple(tensor.shape)}, not {tuple(shapes[name])}"
+        elif tensor.dtype not in DTYPES:
+            yield f"{name} is {tensor.dtype}, not one of {', '.join(map(str, DTYPES))}"
 
 
 def weight_files(folder: Path) -> list[Path]:

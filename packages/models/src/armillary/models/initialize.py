@@ -22,9 +22,10 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def initialize(model: Llama, seed: int) -> None:
     """Fills the model's parameters, each from its name, its whole shape and the seed alone.
 
-    So every mesh starts from the same weights, and nothing is communicated. Linear and embedding weights are normal with
-    standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2's rule); norms are 1.
-    Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA draw different ones.
+    So every mesh starts from the same weights, and nothing is communicated. Linear and embedding weights are normal
+    with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2's rule); norms
+    are 1. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA draw different
+    ones.
 
     Args:
         model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One whole

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
 from armillary.models import hub
 from armillary.models.config import LlamaConfig
@@ -23,7 +23,7 @@ from armillary.models.rope import Rotation
 
 
 class AttentionFunction(Protocol):
-    """What a layer calls: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. `layout` says where the T tokens lie."""
+    """What a layer calls: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. `layout`: where the T tokens lie."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
@@ -33,8 +33,8 @@ class AttentionFunction(Protocol):
 class Context:
     """What the blocks are told about their tokens: the rotation of each, who sees whom, and where they lie.
 
-    Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses to
-    reach those inside. Cosines in bfloat16 would blur positions.
+    Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
+    to reach those inside. Cosines in bfloat16 would blur positions.
     """
 
     def __init__(self, rotation: Rotation, mask: AttentionMask, layout: SequenceLayout | None) -> None:
@@ -52,7 +52,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, local_attention() if attention is None else attention)
+        self.model = Decoder(config, Local() if attention is None else attention)
         # A tied head is no second name for one parameter: `to_empty` would untie the two.
         self.lm_head = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
@@ -69,15 +69,15 @@ class Llama(nn.Module):
 
         Args:
             ids: all tokens of the sequence, or those that one shard holds.
-            positions: their global positions, integers [T]; 0..T-1 unless given.
+            positions: their global positions, integers [T], for RoPE. Needed on a shard: `layout.positions(shard)`.
             mask: handed to attention; causal unless given.
-            layout: handed to attention.
+            layout: handed to attention, which takes positions from it; one shard in order unless given.
             head: what to do instead of computing logits. It is called with the hidden states [B, T, E] and the head's
                 weight [V, E], and its result is returned. A loss in chunks belongs here: within `forward`, the weight
                 is whole under FSDP too.
 
         Raises:
-            ValueError: `ids` without two dims, or positions that do not match them.
+            ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard.
         """
         hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
         if head is not None:
@@ -118,7 +118,7 @@ class Llama(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm: token ids [B, T] -> hidden states [B, T, E]. Arguments as in `Llama.forward`."""
+    """Embedding, blocks, final norm: token ids [B, T] -> hidden states [B, T, E]. Arguments as in `Llama.forward`."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
         super().__init__()
@@ -135,10 +135,10 @@ class Decoder(nn.Module):
         mask: AttentionMask | None = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
-        positions = checked_positions(ids, positions)
+        positions = checked_positions(ids, positions, layout)
         x = self.embed_tokens(ids)
         rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
-        context = Context(rotation, mask or AttentionMask(causal=True), layout)
+        context = Context(rotation, AttentionMask(causal=True) if mask is None else mask, layout)
         for layer in self.layers:
             x = layer(x, context)
         return self.norm(x)
@@ -196,21 +196,17 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def checked_positions(ids: Tensor, positions: Tensor | None) -> Tensor:
-    """The positions [T] on the device of `ids`, counted from 0 unless given; refuses shapes that do not match."""
+def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
+    """The positions [T] on the device of `ids`; refuses what does not match, and what cannot be known."""
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
-    if positions is None:
-        return torch.arange(ids.shape[1], device=ids.device)
-    if positions.shape != ids.shape[1:] or positions.is_floating_point():
+    if positions is None and layout is not None and layout.shards > 1:
         raise ValueError(
-            f"positions must be {ids.shape[1]} integers for ids {tuple(ids.shape)}; "
-            f"got {tuple(positions.shape)} of {positions.dtype}"
+            f"positions are needed where {layout.shards} shards hold the sequence: layout.positions(shard)"
         )
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device) if layout is None else layout.positions(0)
+    if positions.shape != ids.shape[1:] or positions.is_floating_point():
+        shown = f"{tuple(positions.shape)} of {positions.dtype}"
+        raise ValueError(f"positions must be {ids.shape[1]} integers for ids {tuple(ids.shape)}; got {shown}")
     return positions.to(ids.device)
-
-
-def local_attention() -> AttentionFunction:
-    from armillary.attention import Local
-
-    return Local()

@@ -50,7 +50,7 @@ class CudaFlash:
 
 
 def _window(band: Window, q: Tensor, k: Tensor) -> dict[str, int]:
-    """The kernel counts from the bottom-right corner: row a sees a + S - T - left .. a + S - T + right; -1: unbounded."""
+    """The kernel counts from the bottom right: row a sees a + S - T - left .. a + S - T + right; -1: unbounded."""
     low, high = band
     corner = k.shape[1] - q.shape[1]
     return {

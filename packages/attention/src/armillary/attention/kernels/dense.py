@@ -1,4 +1,4 @@
-"""Plain matrix products with a dense mask: any device, dtype and head dim, at quadratic memory. For oracles and strays."""
+"""Plain matrix products with a dense mask: any device, dtype and head dim, at quadratic memory."""
 
 from __future__ import annotations
 

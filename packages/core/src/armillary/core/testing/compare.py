@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import isnan
+
+import torch
 from torch import Tensor
 
 
@@ -12,8 +15,8 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     """
     if got.shape != expected.shape:
         raise ValueError(f"shapes differ: got {tuple(got.shape)}, expected {tuple(expected.shape)}")
-    difference = (got.double() - expected.double()).norm().item()
-    norm = expected.double().norm().item()
-    if difference != difference:
+    difference = torch.linalg.vector_norm(got.double() - expected.double()).item()
+    norm = torch.linalg.vector_norm(expected.double()).item()
+    if isnan(difference):
         return float("inf")
     return difference / norm if norm else (float("inf") if difference else 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -12,7 +12,7 @@ __all__ = ["worlds"]
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
+def worlds() -> Generator[Worlds]:
     """Persistent worlds, closed when the tests end."""
     opened = Worlds()
     yield opened

@@ -39,9 +39,9 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 
 @cache
-def mesh(**axes: int) -> DeviceMesh:
+def mesh(*, replicate: int = 1, shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> DeviceMesh:
     """The rank's mesh with these axes (`mesh(ring=2, ulysses=2)`), built once in each process of a world."""
-    return build_mesh("cpu", **axes)
+    return build_mesh("cpu", replicate=replicate, shard=shard, ring=ring, ulysses=ulysses, tp=tp)
 
 
 def _receive(connection: Connection) -> bytes | None:

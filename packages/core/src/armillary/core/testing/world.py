@@ -24,6 +24,9 @@ from armillary.core.testing.rank import STACKS, serve, stack_file
 
 R = TypeVar("R")
 
+PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
+"""Imported once by the server that ranks are forked from: building a mesh would make each rank import all of it."""
+
 GRACE = 2.0
 """Seconds that the other ranks get once one has failed: enough to fail for their own reasons, not to wait for it."""
 
@@ -89,7 +92,8 @@ class World:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", *sorted(name for name in sys.modules if name.startswith("armillary."))])
+        ours = sorted(name for name in sys.modules if name.startswith("armillary."))
+        context.set_forkserver_preload([*PRELOAD, *ours])
         self._folder = Path(tempfile.mkdtemp(prefix="armillary-world-"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()

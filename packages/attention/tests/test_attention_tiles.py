@@ -1,0 +1,197 @@
+"""Tiles cover every visible pair once and nothing else, and are as few as the layouts allow."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from armillary.attention.mask import AttentionMask
+from armillary.attention.reference import visible_pairs
+from armillary.attention.tiles import tiles
+from armillary.core import SequenceLayout
+
+FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
+
+
+def covered(tile, queries: int, keys: int) -> torch.Tensor:
+    """The pairs of one tile: bool [T, S] over local indices."""
+    a, b = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+    inside = (tile.q0 <= a) & (a < tile.q1) & (tile.k0 <= b) & (b < tile.k1)
+    above = torch.ones_like(inside) if tile.low is None else b - a >= tile.low
+    below = torch.ones_like(inside) if tile.high is None else b - a <= tile.high
+    return inside & above & below
+
+
+def check_cover(
+    queries: SequenceLayout, i: int, keys: SequenceLayout, j: int, mask: AttentionMask, row: int = 0
+) -> None:
+    rows, columns = queries.positions(i), keys.positions(j)
+    found = tiles(queries.spans(i), keys.spans(j), mask, row)
+    count = torch.zeros(len(rows), len(columns), dtype=torch.long)
+    for tile in found:
+        assert 0 <= tile.q0 < tile.q1 <= len(rows) and 0 <= tile.k0 < tile.k1 <= len(columns), tile
+        pairs = covered(tile, len(rows), len(columns))
+        used = pairs[tile.q0 : tile.q1, tile.k0 : tile.k1]
+        assert used.any(1).all() and used.any(0).all(), f"{tile} has a row or a column that sees nothing"
+        count += pairs
+    visible = visible_pairs(mask, rows, columns, batch=2)
+    expected = visible[min(row, len(visible) - 1)].long()
+    assert torch.equal(count, expected), f"covered {count.tolist()}, visible {expected.tolist()}: {found}"
+
+
+# -- any layout, any mask -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw, length: int) -> SequenceLayout:
+    kind = draw(st.sampled_from(["contiguous", "zigzag", "striped", "refined", "coarsened", "any order", "any runs"]))
+    shards = draw(st.integers(1, min(5, length)))
+    if kind in ("contiguous", "zigzag"):
+        return getattr(SequenceLayout, kind)(length, shards)
+    if kind == "striped":
+        stripe = draw(st.integers(1, max(1, length // shards)))
+        return SequenceLayout.striped(length, shards, stripe=stripe)
+    if kind == "refined":
+        coarse = (
+            SequenceLayout.zigzag(length, shards) if draw(st.booleans()) else SequenceLayout.striped(length, shards)
+        )
+        return coarse.refine(draw(st.integers(1, min(coarse.sizes))))
+    if kind == "coarsened":
+        pieces = draw(st.integers(1, min(3, length // shards)))
+        return SequenceLayout.zigzag(length, shards * pieces).coarsen(pieces)
+    if kind == "any order":
+        order = draw(st.permutations(range(length)))
+        runs = [range(p, p + 1) for p in order]
+    else:
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=8)) - {length})
+        runs = draw(st.permutations([range(a, b) for a, b in zip([0, *cuts], [*cuts, length], strict=True)]))
+    shards = min(shards, len(runs))
+    ends = sorted(draw(st.permutations(range(1, len(runs))))[: shards - 1])
+    return SequenceLayout([runs[a:b] for a, b in zip([0, *ends], [*ends, len(runs)], strict=True)])
+
+
+@st.composite
+def cells(draw) -> tuple[SequenceLayout, int, SequenceLayout, int, int]:
+    """(query layout, shard, key layout, shard, length), the two layouts the same half of the time."""
+    length = draw(st.integers(1, 28))
+    queries = draw(layouts(length))
+    keys = queries if draw(st.booleans()) else draw(layouts(length))
+    return queries, draw(st.integers(0, queries.shards - 1)), keys, draw(st.integers(0, keys.shards - 1)), length
+
+
+edges = st.none() | st.integers(0, 12)
+
+
+@st.composite
+def masks(draw, length: int) -> AttentionMask:
+    cuts = st.sets(st.integers(1, length)).map(lambda inner: (0, *sorted(inner - {length}), length))
+    return AttentionMask(
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(edges, edges)),
+        documents=draw(st.none() | cuts | st.tuples(cuts, cuts)),
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(cells(), st.booleans())
+@example((SequenceLayout.striped(16, 4), 1, SequenceLayout.contiguous(16, 2), 0, 16), True)
+@example((SequenceLayout.striped(24, 4), 1, SequenceLayout.striped(24, 3), 2, 24), True)
+@example((SequenceLayout([[range(4, 8), range(4)]]), 0, SequenceLayout([[range(4, 8), range(4)]]), 0, 8), True)
+def test_causal_and_full_are_covered_exactly(cell, causal):
+    queries, i, keys, j, _ = cell
+    check_cover(queries, i, keys, j, AttentionMask(causal=causal))
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(st.data())
+def test_windows_and_documents_are_covered_exactly(data):
+    queries, i, keys, j, length = data.draw(cells())
+    check_cover(queries, i, keys, j, data.draw(masks(length)), data.draw(st.integers(0, 1)))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (0, 3), (None, 0), (1, 2), (100, 100)])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_every_cell_of_the_usual_layouts_under_a_window(kind, window):
+    layout = getattr(SequenceLayout, kind)(22, 3)
+    for i, j, causal in product(range(3), range(3), (True, False)):
+        check_cover(layout, i, layout, j, AttentionMask(causal=causal, window=window))
+
+
+# -- as few as possible ---------------------------------------------------------------------------------------------
+
+
+def found(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> tuple:
+    return tiles(layout.spans(i), layout.spans(j), mask)
+
+
+def area(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> int:
+    sizes = layout.sizes[i], layout.sizes[j]
+    return sum(int(covered(tile, *sizes).sum()) for tile in found(layout, i, j, mask))
+
+
+def is_rectangle(tile) -> bool:
+    rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
+    return int(covered(tile, tile.q1, tile.k1).sum()) == rows * columns
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_without_a_mask_every_cell_is_one_full_rectangle(kind):
+    layout = getattr(SequenceLayout, kind)(40, 4)
+    for i, j in product(range(4), range(4)):
+        (tile,) = found(layout, i, j, FULL)
+        assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 10, 0, 10, None, None)
+
+
+def test_contiguous_causal_is_a_square_on_the_diagonal_a_rectangle_below_and_nothing_above():
+    layout = SequenceLayout.contiguous(40, 4)
+    for i, j in product(range(4), range(4)):
+        assert len(found(layout, i, j)) == (i >= j)
+        assert area(layout, i, j) == (55 if i == j else 100 if i > j else 0)
+    assert found(layout, 1, 1)[0].low is None and found(layout, 1, 1)[0].high == 0
+    assert is_rectangle(found(layout, 2, 1)[0])
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
+def test_zigzag_causal_is_one_tile_in_every_cell(shards):
+    layout = SequenceLayout.zigzag(6 * shards, shards)
+    for i, j in product(range(shards), range(shards)):
+        (tile,) = found(layout, i, j)
+        if i == j:
+            assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 6, 0, 6, None, 0)
+        elif i > j:
+            assert (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 6, 0, 3) and is_rectangle(tile)
+        else:
+            assert (tile.q0, tile.q1, tile.k0, tile.k1) == (3, 6, 0, 6) and is_rectangle(tile)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_zigzag_gives_all_ranks_the_same_work_at_every_step(shards):
+    layout = SequenceLayout.zigzag(6 * shards, shards)
+    for step in range(shards):
+        assert len({area(layout, rank, (rank - step) % shards) for rank in range(shards)}) == 1
+
+
+def test_striped_causal_is_one_tile_in_every_cell_shifted_by_one_above_the_diagonal():
+    layout = SequenceLayout.striped(40, 4)
+    for i, j in product(range(4), range(4)):
+        (tile,) = found(layout, i, j)
+        assert tile.low is None and area(layout, i, j) == (55 if i >= j else 45)
+
+
+def test_a_refined_zigzag_shard_is_cut_no_further_than_its_spans():
+    layout = SequenceLayout.zigzag(64, 2).refine(2)
+    counts = [[len(found(layout, i, j)) for j in range(4)] for i in range(4)]
+    assert max(map(max, counts)) == 1, counts
+
+
+def test_neighbouring_documents_that_no_boundary_crosses_cost_one_tile_each():
+    layout = SequenceLayout.contiguous(32, 2)
+    mask = AttentionMask(documents=(0, 8, 16, 32))
+    assert [[len(found(layout, i, j, mask)) for j in range(2)] for i in range(2)] == [[2, 0], [0, 1]]
+
+
+def test_a_causal_window_on_one_shard_is_one_band():
+    (tile,) = found(SequenceLayout.contiguous(32, 1), 0, 0, AttentionMask(window=(5, None)))
+    assert (tile.low, tile.high) == (-5, 0)

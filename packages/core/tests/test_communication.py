@@ -1,0 +1,151 @@
+"""Mesh, exchange, all-to-all and ledger, in worlds of gloo ranks."""
+
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from armillary.core import (
+    AXES,
+    Axis,
+    CommLedger,
+    SequenceLayout,
+    build_mesh,
+    start_exchange,
+    start_head_to_seq,
+    start_seq_to_head,
+)
+from armillary.core.testing import World, mesh
+
+
+def mesh_facts() -> tuple[tuple[str, ...], int, int, list[int], list[int]]:
+    built = mesh(shard=2, ring=2, ulysses=2)
+    ring, ulysses = Axis.of(built["ring"]), Axis.of(built["ulysses"])
+    return built.mesh_dim_names, ring.rank, ulysses.rank, ring.ranks(), ulysses.ranks()
+
+
+def test_all_axes_are_there_innermost_last(worlds):
+    facts = worlds(8).run(mesh_facts)
+    assert all(fact[0] == AXES for fact in facts)
+    assert facts[5] == (AXES, 0, 1, [5, 7], [4, 5])
+
+
+def refused(**axes: int) -> str:
+    with pytest.raises(ValueError) as error:
+        build_mesh("cpu", **axes)
+    return str(error.value)
+
+
+def test_a_wrong_product_is_refused_on_every_rank_with_the_numbers(worlds):
+    expected = "ring 2 x ulysses 3 x tp 1 = 6 ranks, but 4 are running; make the axes multiply to 4 or start 6"
+    for message in worlds(4).run(refused, ring=2, ulysses=3):
+        assert expected in message
+    assert all("axis ring=0" in message for message in worlds(4).run(refused, ring=0))
+
+
+def two_axes() -> str:
+    with pytest.raises(ValueError) as error:
+        Axis.of(mesh(ring=2, ulysses=2)["ring", "ulysses"])
+    return str(error.value)
+
+
+def test_a_primitive_takes_one_axis(worlds):
+    assert "got 2 (ring, ulysses); pick one, as in mesh['ring']" in worlds(4).run(two_axes)[0]
+
+
+def go_round() -> tuple[list[float], int]:
+    """Two tensors of unequal sizes go once round the ring, non-contiguous ones too."""
+    axis = Axis.of(mesh(ring=4)["ring"])
+    held = [torch.full((2, 3 + axis.rank), float(axis.rank)).T, torch.full((1,), 10.0 + axis.rank)]
+    seen: list[float] = []
+    with CommLedger() as ledger:
+        for step in range(4):
+            owner = (axis.rank - step - 1) % 4
+            shapes = [(3 + owner, 2), (1,)]
+            held = list(start_exchange(axis, held, shapes, to=(axis.rank + 1) % 4, source=(axis.rank - 1) % 4).wait())
+            assert torch.equal(held[0], torch.full((3 + owner, 2), float(owner)))
+            seen.append(held[1].item())
+    return seen, ledger.bytes(axis="ring", kind="p2p", phase="forward")
+
+
+def test_exchange_brings_each_shard_round_and_counts_its_bytes(worlds):
+    results = worlds(4).run(go_round)
+    assert [seen for seen, _ in results] == [[10.0 + (r - s) % 4 for s in range(1, 5)] for r in range(4)]
+    # A rank sends all four tensors of the ring once: 2 * (3 + 4 + 5 + 6) elements and 4 single ones, 4 bytes each.
+    assert {sent for _, sent in results} == {(36 + 4) * 4}
+
+
+def builds_then_sleeps() -> str:
+    axis = Axis.of(build_mesh("cpu", ring=2, timeout=timedelta(seconds=1))["ring"])
+    if axis.rank == 1:
+        time.sleep(3)
+        return ""
+    with pytest.raises(TimeoutError) as error:
+        start_exchange(axis, [torch.zeros(2)], [(2,)], to=1, source=1).wait()
+    return str(error.value)
+
+
+def test_an_exchange_that_waits_in_vain_names_the_missing_rank():
+    with World(2) as world:
+        message = world.run(builds_then_sleeps)[0]
+    assert re.match(r"rank 0 waited in vain on axis 'ring' to receive from rank 1 and send to rank 1: ", message)
+
+
+def there_and_back(ranges: list[range], length: int) -> tuple[bool, bool, int]:
+    """seq_to_head gives each rank its heads of all tokens; head_to_seq is its transpose."""
+    axis = Axis.of(mesh(ulysses=4)["ulysses"])
+    layout = SequenceLayout.contiguous(length, 4)
+    count = max(part.stop for part in ranges)
+    whole = torch.arange(2 * length * count * 3, dtype=torch.float64).view(2, length, count, 3)
+    mine = ranges[axis.rank]
+    with CommLedger() as ledger:
+        heads = start_seq_to_head(layout.take(whole, axis.rank), axis, layout.sizes, ranges).wait()
+    right = torch.equal(heads, whole[:, :, mine.start : mine.stop])
+    back = start_head_to_seq(heads, axis, layout.sizes, ranges).wait()
+    holders = torch.tensor([sum(head in part for part in ranges) for head in range(count)])
+    return right, torch.equal(back, layout.take(whole * holders[:, None], axis.rank)), ledger.bytes(kind="all_to_all")
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [range(2), range(2, 4), range(4, 6), range(6, 8)],
+        [range(2), range(2, 4), range(4, 5), range(5, 6)],
+        [range(1), range(1), range(1, 2), range(1, 2)],
+        [range(1), range(2), range(1, 3), range(2, 3)],
+    ],
+    ids=["even", "uneven", "shared", "overlapping"],
+)
+@pytest.mark.parametrize("length", [8, 11])
+def test_all_to_all_and_its_transpose(worlds, ranges, length):
+    results = worlds(4).run(there_and_back, ranges, length)
+    assert [result[:2] for result in results] == [(True, True)] * 4
+    layout = SequenceLayout.contiguous(length, 4)
+    for rank, (_, _, sent) in enumerate(results):
+        others = sum(len(part) for other, part in enumerate(ranges) if other != rank)
+        assert sent == 2 * layout.sizes[rank] * others * 3 * 8
+
+
+def one_rank_alone() -> tuple[bool, int]:
+    axis = Axis.of(mesh()["ulysses"])
+    x = torch.randn(2, 5, 4, 3)
+    with CommLedger() as ledger:
+        heads = start_seq_to_head(x, axis, (5,), [range(4)]).wait()
+    return torch.equal(heads, x) and torch.equal(start_head_to_seq(x, axis, (5,), [range(4)]).wait(), x), ledger.bytes()
+
+
+def test_one_rank_communicates_nothing(worlds):
+    assert worlds(1).run(one_rank_alone) == [(True, 0)]
+
+
+def test_ledgers_nest_and_stop_counting_when_closed():
+    with CommLedger() as outer:
+        CommLedger.add("ring", "p2p", 5)
+        with CommLedger() as inner:
+            CommLedger.add("ulysses", "all_to_all", 7)
+        CommLedger.add("ring", "p2p", 1)
+    CommLedger.add("ring", "p2p", 100)
+    assert (outer.bytes(), outer.bytes(axis="ring"), outer.bytes(kind="all_to_all")) == (13, 6, 7)
+    assert (inner.bytes(), inner.bytes(phase="backward")) == (7, 0)

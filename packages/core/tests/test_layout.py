@@ -1,0 +1,115 @@
+"""Layouts: every position once, sizes spread evenly, and the way back."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.core import SequenceLayout
+
+KINDS = {
+    "contiguous": SequenceLayout.contiguous,
+    "zigzag": SequenceLayout.zigzag,
+    "striped": SequenceLayout.striped,
+}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> SequenceLayout:
+    shards = draw(st.integers(1, 8))
+    length = draw(st.integers(shards, 80))
+    layout = KINDS[draw(st.sampled_from(sorted(KINDS)))](length, shards)
+    return layout.refine(draw(st.integers(1, min(layout.sizes))))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> SequenceLayout:
+    """Any positions on any shard, in any order."""
+    order = draw(st.permutations(range(draw(st.integers(1, 24)))))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(order) - 1)), max_size=4)) if len(order) > 1 else ())
+    ends = [0, *cuts, len(order)]
+    return SequenceLayout([[range(p, p + 1) for p in order[a:b]] for a, b in pairwise(ends)])
+
+
+def all_positions(layout: SequenceLayout) -> list[int]:
+    return torch.cat([layout.positions(shard) for shard in range(layout.shards)]).tolist()
+
+
+@given(layouts() | partitions())
+def test_every_position_is_held_once(layout):
+    assert sorted(all_positions(layout)) == list(range(layout.length))
+    assert [len(layout.positions(shard)) for shard in range(layout.shards)] == list(layout.sizes)
+    assert [p for span in layout.spans(0) for p in span] == layout.positions(0).tolist()
+
+
+@given(layouts() | partitions(), st.integers(0, 2))
+def test_join_undoes_take_and_both_carry_gradients(layout, dim):
+    shape = [2, 3]
+    shape.insert(dim, layout.length)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    parts = [layout.take(x, shard, dim=dim) for shard in range(layout.shards)]
+    whole = layout.join(parts, dim=dim)
+    assert torch.equal(whole, x)
+    (whole * x.detach()).sum().backward()
+    assert torch.equal(x.grad, x.detach())
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 8), st.integers(0, 70))
+def test_sizes_differ_by_one_at_most(kind, shards, more):
+    sizes = KINDS[kind](shards + more, shards).sizes
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_layouts_are_those_of_the_papers():
+    assert SequenceLayout.contiguous(8, 4).positions(1).tolist() == [2, 3]
+    assert SequenceLayout.zigzag(16, 4).positions(1).tolist() == [2, 3, 12, 13]
+    assert SequenceLayout.striped(8, 4).spans(1) == (range(1, 8, 4),)
+    assert SequenceLayout.striped(16, 4, stripe=2).positions(1).tolist() == [2, 3, 10, 11]
+    usp = SequenceLayout.zigzag(16, 2).refine(2)  # arXiv 2405.07719, algorithm 2
+    assert usp.positions(0).tolist() == [0, 1, 2, 3]
+    assert usp.positions(1).tolist() == [12, 13, 14, 15]
+    assert usp.positions(2).tolist() == [4, 5, 6, 7]
+
+
+@given(layouts(), st.integers(1, 6))
+def test_coarsen_undoes_refine(layout, n):
+    if n <= min(layout.sizes):
+        assert all_positions(layout.refine(n).coarsen(n)) == all_positions(layout)
+    contiguous = SequenceLayout.contiguous(40, 4)
+    assert contiguous.refine(n).coarsen(n) == contiguous
+    zigzag = SequenceLayout.zigzag(97, 4)
+    assert zigzag.refine(n).coarsen(n) == zigzag
+
+
+def test_equal_layouts_are_equal_and_hash_alike():
+    a, b = SequenceLayout.zigzag(12, 2), SequenceLayout([[range(3), range(9, 12)], [range(3, 6), range(6, 9)]])
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != SequenceLayout.contiguous(12, 2)
+    assert "length=12, shards=2" in repr(a)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SequenceLayout.zigzag(3, 4), "3 tokens is shorter than its 4 shards; give at least 4"),
+        (lambda: SequenceLayout.contiguous(4, 0), "at least 1 shard; got 0"),
+        (lambda: SequenceLayout.striped(9, 4, stripe=4), "shard 3 of 4 holds no position"),
+        (lambda: SequenceLayout.striped(9, 4, stripe=0), "stripe must be at least 1; got 0"),
+        (lambda: SequenceLayout([[range(2)], [range(1, 4)]]), r"range\(1, 4\) holds a position that another span"),
+        (lambda: SequenceLayout([[range(2)], [range(3, 5)]]), "no shard holds position 2 of 5"),
+        (lambda: SequenceLayout([[range(1, 3)]]), "must start at 0; the smallest one here is 1"),
+        (lambda: SequenceLayout([[range(3, 0, -1)]]), "runs backwards"),
+        (lambda: SequenceLayout([]), "at least one shard"),
+        (lambda: SequenceLayout.contiguous(8, 4).refine(3), "cannot cut shards of 2 tokens in 3; give at least 12"),
+        (lambda: SequenceLayout.contiguous(8, 4).coarsen(3), "cannot join 4 shards in groups of 3"),
+        (lambda: SequenceLayout.contiguous(8, 4).spans(4), "shard 4 is not one of the 4 shards"),
+        (lambda: SequenceLayout.contiguous(8, 4).take(torch.zeros(1, 7), 0), "has 7 positions; the layout has 8"),
+        (lambda: SequenceLayout.contiguous(4, 2).join([torch.zeros(1, 3)] * 2), r"\(3, 3\) positions .* have \(2, 2\)"),
+    ],
+)
+def test_bad_layouts_are_refused_with_the_numbers(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,3 @@
+from armillary.train.cli import main
+
+main()

@@ -1,0 +1,60 @@
+"""Checkpoints in torch's distributed format (DCP), written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim import Optimizer
+
+
+def check_writable(folder: Path) -> None:
+    """Makes `folder` and proves that it can be written to.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{dist.get_rank()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--train.output {folder}: cannot be written to ({error.strerror}); name another folder"
+        ) from error
+
+
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
+    """Writes model and optimizer to `folder`/checkpoint/step-N, each rank its own shards; all ranks must call it.
+
+    It is written beside its place and renamed when complete, so that a folder of that name is always a whole
+    checkpoint. An earlier one of the same step is replaced then, and not before.
+    """
+    final = folder / "checkpoint" / f"step-{step}"
+    partial = final.with_name(f"{final.name}.partial")
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": step}
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    dcp.save(state, checkpoint_id=partial)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _replace(partial, final)
+    dist.barrier()
+    return final
+
+
+def _replace(new: Path, place: Path) -> None:
+    old = place.with_name(f"{place.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    new.rename(place)
+    shutil.rmtree(old, ignore_errors=True)

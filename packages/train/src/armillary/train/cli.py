@@ -1,0 +1,49 @@
+"""The command line: `torchrun -m armillary.train`, or `armillary-train` on one process."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+
+import tyro
+
+from armillary.train.config import Config
+from armillary.train.trainer import prepare, process_group, train
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, trains, and exits: 2 for what cannot be started, with one line that says why."""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        with process_group(config) as device:
+            run = prepare(config, device)
+            train(run)
+    except ValueError as error:
+        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        print(f"{rank}armillary-train: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The configuration from command line arguments.
+
+    Raises:
+        ValueError: an unknown key or a value of the wrong kind, with the nearest known keys.
+    """
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(Config, args=list(argv), prog="armillary-train")
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(one_line(said.getvalue())) from None
+
+
+def one_line(box: str) -> str:
+    """The sentences of a boxed error message, without the box."""
+    lines = [line.strip(" │╭╮╰╯─-") for line in box.splitlines()]
+    return "; ".join(line for line in lines[1:] if line) or box

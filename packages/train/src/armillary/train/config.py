@@ -1,0 +1,119 @@
+"""What a run is made of: plain dataclasses, every field settable as `--section.key` on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A LLaMA; the default is about a million parameters, to be trained on a laptop."""
+
+    dim: int = 128
+    """Model dim (E)."""
+    layers: int = 4
+    heads: int = 8
+    """Query heads (H)."""
+    kv_heads: int = 4
+    """Key/value heads (K); must divide heads."""
+    hidden_dim: int = 352
+    """Inner dim of the MLP."""
+    rope_theta: float = 10_000.0
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Ranks on each mesh axis. Their product must be the number of ranks."""
+
+    replicate: int = 1
+    """Data parallel with whole copies of the parameters (HSDP)."""
+    shard: int = 1
+    """Data parallel with sharded parameters."""
+    ring: int | None = None
+    """Sequence axis; by default what the other axes leave."""
+    ulysses: int | None = None
+    """Head axis; by default the largest divisor of what is left that ring can match, so that 4 ranks are ring 2 x ulysses 2."""
+    attention: str = "usp"
+    """Attention method: local, ring, ulysses, or usp (ulysses around ring)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Rows of tokens."""
+
+    path: Path | None = None
+    """A text file, or a folder of them; by default the sources and topics of this Python installation."""
+    sequence_length: int = 2048
+    """Tokens of a row (N), over all ranks of ring and ulysses."""
+    rows: int = 2
+    """Rows of a step, over all ranks; a multiple of replicate x shard."""
+    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    """Which positions each sequence rank holds."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 2e-3
+    """Peak learning rate."""
+    min_lr: float = 1e-4
+    """Learning rate of the last step."""
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    """Of matrices; norms have none."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 100
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is a GPU for this rank, else cpu."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of parameters and activations in forward and backward; auto: bfloat16 on cuda, float32 on cpu. Masters stay float32."""
+    log_every: int = 10
+    """Steps between log lines."""
+    validate_every: int = 50
+    """Steps between validations; one is always made after the last step."""
+    validation_batches: int = 4
+    timeout_minutes: float = 10.0
+    """How long any collective may wait for a missing rank."""
+    output: Path = Path("outputs")
+    """Folder for the configuration and checkpoints."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Trains a LLaMA on sequences sharded over ranks. Start it with torchrun, or alone on one process."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        positive = {
+            "data.sequence_length": self.data.sequence_length,
+            "data.rows": self.data.rows,
+            "train.steps": self.train.steps,
+            "train.log_every": self.train.log_every,
+            "train.validate_every": self.train.validate_every,
+            "train.validation_batches": self.train.validation_batches,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ValueError(f"--{name} {value}: must be at least 1")
+        data_ranks = self.parallel.replicate * self.parallel.shard
+        if data_ranks < 1 or self.data.rows % data_ranks:
+            raise ValueError(
+                f"--data.rows {self.data.rows} cannot be shared by replicate {self.parallel.replicate} x shard "
+                f"{self.parallel.shard}; make it a multiple of {max(data_ranks, 1)}"
+            )

@@ -1,0 +1,90 @@
+"""Putting a plain model onto a mesh, from outside the model."""
+
+from __future__ import annotations
+
+import os
+from math import isqrt
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from armillary.attention import Method
+from armillary.core import compat
+from armillary.models import Llama
+from armillary.train.config import ParallelConfig, TrainConfig
+
+DATA_AXES = ("replicate", "shard", "ring", "ulysses")
+"""Axes over which tokens are spread: gradients and losses are summed over all of them."""
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """This rank's device: its own GPU where the machine has one for it, else the CPU.
+
+    Raises:
+        ValueError: cuda is asked for and this rank has no GPU.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and local_rank >= gpus:
+        raise ValueError(
+            f"--train.device cuda: local rank {local_rank} has no GPU, this machine has {gpus}; use cpu or auto"
+        )
+    if config.device == "cpu" or local_rank >= gpus:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_axes(config: ParallelConfig, world: int) -> dict[str, int]:
+    """Sizes of all axes for `world` ranks, the open ones filled in.
+
+    Open axes get what the given ones leave, split so that ulysses <= ring (any head count allows a small ulysses).
+    Where the given ones do not divide `world` the product comes out wrong, and `build_mesh` refuses it.
+    """
+    given = config.replicate * config.shard * (config.ring or 1) * (config.ulysses or 1)
+    left = max(1, world // max(given, 1))
+    ring, ulysses = config.ring, config.ulysses
+    if ulysses is None:
+        ulysses = left if ring is not None else max(u for u in range(1, isqrt(left) + 1) if left % u == 0)
+        left //= ulysses
+    return {
+        "replicate": config.replicate,
+        "shard": config.shard,
+        "ring": left if ring is None else ring,
+        "ulysses": ulysses,
+    }
+
+
+def check_heads(attention: Method, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Asks the method whether it can split these heads, before anything is built.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    q, k = (torch.empty(1, 1, n, head_dim, device="meta") for n in (heads, kv_heads))
+    attention.check(q, k, k)
+
+
+def shard_model(model: Llama, mesh: DeviceMesh, precision: torch.dtype) -> None:
+    """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, copied over replicate.
+
+    Gradients are summed over all ranks, not averaged: the loss is already divided by the global token count.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    sharding = compat.flatten(mesh, ("shard", "ring", "ulysses"), "fsdp")
+    if mesh["replicate"].size() > 1:
+        sharding = compat.join(mesh["replicate"], sharding)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=sharding, mp_policy=policy)
+    fully_shard(model, mesh=sharding, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh of all ranks that hold tokens of one step."""
+    return compat.flatten(mesh, DATA_AXES, "data")

@@ -1,0 +1,244 @@
+"""The training loop, and what is built before it: from a configuration to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW
+
+from armillary.attention import AttentionMask, build_attention
+from armillary.core import Axis, SequenceLayout, build_mesh, start_process_group
+from armillary.core.mesh import world_size
+from armillary.data import (
+    Batch,
+    ByteTokenizer,
+    Document,
+    PackedSequences,
+    python_corpus,
+    read_documents,
+    split_documents,
+)
+from armillary.models import Llama, LlamaConfig, initialize, token_loss
+from armillary.train.checkpoint import check_writable, save_checkpoint
+from armillary.train.config import Config, ModelConfig, OptimizerConfig
+from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
+from armillary.train.parallel import check_heads, choose_axes, choose_device, data_mesh, shard_model
+from armillary.train.schedule import learning_rate
+
+
+@dataclass
+class Run:
+    """Everything that a run needs, built and sharded. `data` is the axis of all ranks that hold tokens of a step."""
+
+    config: Config
+    device: torch.device
+    data: Axis
+    layout: SequenceLayout
+    model: Llama
+    optimizer: AdamW
+    training: PackedSequences
+    validation: PackedSequences
+
+
+@dataclass
+class Summary:
+    """How a run ended. Losses are means over all tokens; the rate is over all ranks."""
+
+    losses: list[float] = field(default_factory=list[float])
+    validation_loss: float = float("nan")
+    tokens: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+    checkpoint: Path | None = None
+
+    def text(self, ranks: int) -> str:
+        rate = self.tokens / self.seconds
+        return "\n".join(
+            [
+                f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} ranks",
+                f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
+                f"  validation   {self.validation_loss:.4f}",
+                f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
+                f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
+                f"  checkpoint   {self.checkpoint}",
+            ]
+        )
+
+
+@contextmanager
+def process_group(config: Config) -> Generator[torch.device]:
+    """This rank's device, with a process group around it: the caller's if there is one, else one that ends with this."""
+    device = choose_device(config.train)
+    mine = not dist.is_initialized()
+    if mine:
+        start_process_group(device.type, timedelta(minutes=config.train.timeout_minutes))
+    try:
+        yield device
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def prepare(config: Config, device: torch.device) -> Run:
+    """Builds mesh, data, model and optimizer. Every rank must call it.
+
+    Raises:
+        ValueError: something in the configuration does not fit; raised on every rank that sees it, before the first step.
+    """
+    timeout = timedelta(minutes=config.train.timeout_minutes)
+    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
+    attention = build_attention(config.parallel.attention, mesh)
+    model_config = llama_config(config.model)
+    check_heads(attention, model_config.heads, model_config.kv_heads, model_config.head_dim)
+    layout = attention.layout(config.data.sequence_length, config.data.layout)
+    check_writable(config.train.output)
+    replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
+    replicas = mesh["replicate"].size() * mesh["shard"].size()
+    training, validation = load_rows(config, layout, attention.shard, replica, replicas)
+    with torch.device("meta"):
+        model = Llama(model_config, attention)
+    shard_model(model, mesh, precision(config, device))
+    model.to_empty(device=device)
+    initialize(model, config.train.seed)
+    optimizer = build_optimizer(model, config.optimizer)
+    return Run(config, device, Axis.of(data_mesh(mesh)), layout, model, optimizer, training, validation)
+
+
+def llama_config(config: ModelConfig) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=ByteTokenizer().vocab_size,
+        dim=config.dim,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        hidden_dim=config.hidden_dim,
+        rope_theta=config.rope_theta,
+    )
+
+
+def load_rows(
+    config: Config, layout: SequenceLayout, shard: int, replica: int, replicas: int
+) -> tuple[PackedSequences, PackedSequences]:
+    """Rows for training and for validation, from documents that neither shares with the other."""
+    documents = python_corpus() if config.data.path is None else read_documents(config.data.path)
+
+    def rows(part: list[Document]) -> PackedSequences:
+        return PackedSequences(
+            part,
+            layout=layout,
+            shard=shard,
+            rows_per_batch=config.data.rows // replicas,
+            seed=config.train.seed,
+            replica=replica,
+            replicas=replicas,
+        )
+
+    training, validation = split_documents(documents)
+    return rows(training), rows(validation)
+
+
+def precision(config: Config, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward; master weights, gradients and the optimizer are float32 always."""
+    chosen = config.train.precision
+    if chosen == "auto":
+        chosen = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if chosen == "bfloat16" else torch.float32
+
+
+def build_optimizer(model: Llama, config: OptimizerConfig) -> AdamW:
+    """AdamW; weight decay on matrices only."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def train(run: Run) -> Summary:
+    """Trains for the configured steps, validates, writes a checkpoint. Every rank must call it."""
+    config, summary = run.config.train, Summary()
+    screen = Screen(config.steps, visible=run.data.rank == 0)
+    watch = Stopwatch()
+    with screen:
+        for step in range(1, config.steps + 1):
+            loss, grad_norm = train_step(run, step)
+            summary.losses.append(loss)
+            watch.count(run.training.tokens_per_batch)
+            screen.advance()
+            if step == 1 or step % config.log_every == 0 or step == config.steps:
+                screen.print(measure(run, step, loss, grad_norm, watch.rate()).line())
+            if step % config.validate_every == 0 or step == config.steps:
+                with watch.paused():
+                    summary.validation_loss = validate(run)
+                screen.print(f"validation: step: {step} loss: {summary.validation_loss:.4f}")
+    summary.tokens, summary.seconds = watch.all_tokens, watch.all_seconds
+    summary.memory = peak_memory(run.device)
+    summary.checkpoint = save_checkpoint(config.output, config.steps, run.model, run.optimizer)
+    screen.print(summary.text(run.data.size))
+    return summary
+
+
+def train_step(run: Run, step: int) -> tuple[float, float]:
+    """One optimizer step on one global batch: (loss, gradient norm before clipping), both over all ranks."""
+    config = run.config.optimizer
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(step, run.config.train.steps, config)
+    loss = global_loss(run, run.training.batch(step - 1))
+    loss.backward()
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    norm = get_total_norm(grads)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    clip_grads_with_norm_(run.model.parameters(), config.clip_norm, norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return summed(run, loss.detach()).item(), norm.item()
+
+
+def global_loss(run: Run, batch: Batch) -> Tensor:
+    """This rank's share of the mean loss over all labelled tokens of the global batch: the shares add up to it."""
+    tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
+    positions = batch.positions.to(run.device)
+    logits = run.model(tokens, positions=positions, mask=AttentionMask(causal=True), layout=run.layout)
+    total, count = token_loss(logits, labels)
+    return total / summed(run, count.to(total.dtype))
+
+
+@torch.no_grad()
+def validate(run: Run) -> float:
+    """Mean loss over the first batches of the validation rows, the same at every call."""
+    batches = range(run.config.train.validation_batches)
+    losses = [summed(run, global_loss(run, run.validation.batch(i))) for i in batches]
+    return torch.stack(losses).mean().item()
+
+
+def summed(run: Run, value: Tensor) -> Tensor:
+    """`value` summed over all ranks that hold tokens; a fresh tensor."""
+    total = value.detach().clone()
+    dist.all_reduce(total, group=run.data.group)
+    return total
+
+
+def measure(run: Run, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
+    """The log line of a step; `rate` in tokens/s over all ranks."""
+    flops = run.model.config.flops_per_token(run.layout.length) * rate / run.data.size
+    peak = peak_flops(run.device)
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=run.optimizer.param_groups[0]["lr"],
+        memory=peak_memory(run.device),
+        tokens_per_second=rate / run.data.size,
+        tflops=flops / 1e12,
+        utilisation=None if peak is None else flops / peak,
+    )

@@ -1,0 +1,70 @@
+"""Writes exact versions of everything that `uv lock` resolved into the root's `constraint-dependencies`.
+
+`uv.lock` itself stays out of git, because it records the addresses that packages came from; versions are all that a
+second machine needs to resolve to the same set.
+
+    uv run python scripts/pin.py --upgrade    # resolve anew to the newest versions that the bounds allow, and pin those
+    uv run python scripts/pin.py              # pin what is resolved now
+    uv run python scripts/pin.py --check      # exit 1 if the pins are not what is resolved now
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PINS = re.compile(r"^constraint-dependencies = \[\n.*?^\]\n", re.MULTILINE | re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--upgrade", action="store_true", help="drop the present pins and resolve anew")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the pins differ")
+    options = parser.parse_args()
+    path = ROOT / "pyproject.toml"
+    before = path.read_text()
+    if options.upgrade:
+        path.write_text(with_pins(before, []))
+        uv("lock", "--upgrade")
+    after = with_pins(before, resolved())
+    if options.check and after != before:
+        sys.exit("pyproject.toml: constraint-dependencies differ from what is resolved; run scripts/pin.py")
+    if not options.check:
+        path.write_text(after)
+        uv("lock")
+
+
+def resolved() -> list[str]:
+    """One exact requirement, with its marker, for each package from outside the workspace."""
+    exported = uv(
+        "export",
+        "--all-packages",
+        "--all-groups",
+        "--all-extras",
+        "--no-emit-workspace",
+        "--no-hashes",
+        "--no-annotate",
+    )
+    lines = (line.strip() for line in exported.splitlines())
+    return sorted(line for line in lines if re.match(r"^[\w.-]+==", line))
+
+
+def with_pins(text: str, pins: list[str]) -> str:
+    """`text` of a pyproject.toml with `pins` as its constraint-dependencies."""
+    lines = [f"    {pin!r}," if '"' in pin else f'    "{pin}",' for pin in pins]
+    block = "\n".join(["constraint-dependencies = [", *lines, "]", ""])
+    if not PINS.search(text):
+        raise SystemExit("pyproject.toml: no constraint-dependencies under [tool.uv] to write to")
+    return PINS.sub(lambda _: block, text, count=1)
+
+
+def uv(*arguments: str) -> str:
+    return subprocess.run(["uv", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    main()
