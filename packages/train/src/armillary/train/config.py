@@ -34,7 +34,7 @@ class ParallelConfig:
     ring: int | None = None
     """Sequence axis; by default what the other axes leave."""
     ulysses: int | None = None
-    """Head axis; by default the largest divisor of what is left that ring can match, so that 4 ranks are ring 2 x ulysses 2."""
+    """Head axis; by default as large as ring at most: of 4 ranks, ring 2 x ulysses 2; of 8, ring 4 x ulysses 2."""
     attention: str = "usp"
     """Attention method: local, ring, ulysses, or usp (ulysses around ring)."""
 
@@ -77,7 +77,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of parameters and activations in forward and backward; auto: bfloat16 on cuda, float32 on cpu. Masters stay float32."""
+    """Of forward and backward; auto: bfloat16 on cuda, float32 on cpu. Master weights and reductions are float32."""
     log_every: int = 10
     """Steps between log lines."""
     validate_every: int = 50

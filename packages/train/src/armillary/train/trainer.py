@@ -76,7 +76,7 @@ class Summary:
 
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
-    """This rank's device, with a process group around it: the caller's if there is one, else one that ends with this."""
+    """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
     device = choose_device(config.train)
     mine = not dist.is_initialized()
     if mine:
@@ -92,7 +92,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     """Builds mesh, data, model and optimizer. Every rank must call it.
 
     Raises:
-        ValueError: something in the configuration does not fit; raised on every rank that sees it, before the first step.
+        ValueError: something in the configuration does not fit; raised before the first step.
     """
     timeout = timedelta(minutes=config.train.timeout_minutes)
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)

@@ -1,0 +1,3 @@
+from armillary.core.testing.plugin import worlds
+
+__all__ = ["worlds"]

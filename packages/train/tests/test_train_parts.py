@@ -1,0 +1,126 @@
+"""What needs no ranks: configuration, axes, schedule, log line, stopwatch."""
+
+import time
+from itertools import pairwise
+from math import isclose
+
+import pytest
+import torch
+
+from armillary.train import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from armillary.train.cli import parse
+from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
+from armillary.train.parallel import choose_axes, choose_device
+from armillary.train.schedule import learning_rate
+
+
+def test_every_field_is_a_flag():
+    config = parse(["--train.steps", "7", "--data.layout", "striped", "--parallel.ring", "4", "--optimizer.lr", "1e-4"])
+    assert (config.train.steps, config.data.layout) == (7, "striped")
+    assert (config.parallel.ring, config.optimizer.lr) == (4, 1e-4)
+    assert parse([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--trian.steps", "3"], r"Unrecognized options: --trian.steps.*Perhaps you meant.*--train.steps"),
+        (["--train.steps", "many"], r"--train.steps: invalid literal for int\(\).*'many'"),
+        (
+            ["--data.layout", "spiral"],
+            "invalid choice 'spiral' for argument '--data.layout'. Expected one of.*'zigzag'",
+        ),
+        (["--train.steps", "0"], "--train.steps 0: must be at least 1"),
+        (["--data.rows", "3", "--parallel.shard", "2"], "--data.rows 3 cannot be shared .* make it a multiple of 2"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(argv)
+    assert "\n" not in str(error.value)
+
+
+def test_help_exits_with_success(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    assert "--data.sequence-length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        ({}, 1, (1, 1, 1, 1)),
+        ({}, 2, (1, 1, 2, 1)),
+        ({}, 4, (1, 1, 2, 2)),
+        ({}, 8, (1, 1, 4, 2)),
+        ({}, 16, (1, 1, 4, 4)),
+        ({"shard": 2}, 8, (1, 2, 2, 2)),
+        ({"ring": 1}, 4, (1, 1, 1, 4)),
+        ({"ulysses": 1}, 4, (1, 1, 4, 1)),
+        ({"replicate": 2, "ring": 2, "ulysses": 1}, 4, (2, 1, 2, 1)),
+        ({"ring": 3}, 4, (1, 1, 3, 1)),
+    ],
+)
+def test_open_axes_take_what_the_others_leave(given, world, expected):
+    assert tuple(choose_axes(ParallelConfig(**given), world).values()) == expected
+
+
+def test_the_device_is_the_cpu_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(TrainConfig()) == torch.device("cpu")
+    with pytest.raises(ValueError, match="local rank 0 has no GPU, this machine has 0; use cpu or auto"):
+        choose_device(TrainConfig(device="cuda"))
+
+
+def test_the_device_is_the_gpu_of_the_local_rank(monkeypatch):
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert choose_device(TrainConfig()) == torch.device("cuda", 5)
+    assert chosen == [torch.device("cuda", 5)]
+    assert choose_device(TrainConfig(device="cpu")) == torch.device("cpu")
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_minimum():
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
+    rates = [learning_rate(step, 20, config) for step in range(1, 21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a > b for a, b in pairwise(rates[3:]))
+    assert isclose(rates[11], 0.55)
+    assert isclose(rates[-1], 0.1)
+    assert learning_rate(2, 2, config) == 1.0
+
+
+def test_the_log_line_has_the_format_that_people_parse():
+    line = StepMetrics(10, 2.34564, 1.5, 1e-3, 2**30, 1234.4, 0.0123, None).line()
+    assert line == (
+        "step: 10 loss: 2.3456 grad_norm: 1.5000 lr: 1.00e-03 memory: 1.00GiB tps: 1,234 tflops: 0.0123 mfu: -"
+    )
+    assert StepMetrics(1, 1.0, 1.0, 1.0, 0, 1.0, 400.0, 0.4041).line().endswith("mfu: 40.4%")
+
+
+def test_the_stopwatch_counts_only_what_runs():
+    watch = Stopwatch()
+    with watch.paused():
+        time.sleep(0.2)
+    watch.count(100)
+    assert watch.all_tokens == 100
+    assert watch.all_seconds < 0.1
+    assert watch.rate() > 1000
+    assert (watch.tokens, watch.seconds) == (0, 0.0)
+
+
+def test_the_screen_is_silent_where_it_is_not_wanted(capsys):
+    for visible in (True, False):
+        with Screen(3, visible=visible) as screen:
+            screen.advance()
+            screen.print("step: 1 [not markup]")
+    assert capsys.readouterr().out == "step: 1 [not markup]\n"
+
+
+def test_memory_is_measured_and_an_unknown_peak_is_left_out():
+    assert peak_memory(torch.device("cpu")) > 10 * 2**20
+    assert peak_flops(torch.device("cpu")) is None

@@ -1,0 +1,142 @@
+"""Whole runs on gloo ranks: the same losses on every mesh, checkpoints, and refusals on every rank."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from armillary.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Summary,
+    TrainConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train.cli import main
+
+# Nothing divides anything: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
+SMALL = Config(
+    model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),
+    data=DataConfig(sequence_length=250, rows=4),
+    train=TrainConfig(steps=20, log_every=10, validate_every=20, validation_batches=2, device="cpu"),
+)
+
+
+def run(config: Config) -> tuple[Summary, str]:
+    printed = io.StringIO()
+    with redirect_stdout(printed), process_group(config) as device:
+        summary = train(prepare(config, device))
+    return summary, printed.getvalue()
+
+
+def on(worlds, ranks: int, config: Config, folder: Path) -> tuple[Summary, str]:
+    """The summary, which must be the same on all ranks, and what rank 0 printed; the others must be silent."""
+    config = replace(config, train=replace(config.train, output=folder))
+    results = worlds(ranks).run(run, config)
+    assert all(summary.losses == results[0][0].losses for summary, _ in results)
+    assert all(printed == "" for _, printed in results[1:])
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(worlds, tmp_path_factory) -> Summary:
+    return on(worlds, 1, SMALL, tmp_path_factory.mktemp("one"))[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "layout"),
+    [
+        ({"ring": 4}, "zigzag"),
+        ({"ring": 4}, "striped"),
+        ({"ulysses": 4}, "contiguous"),
+        ({"ring": 2, "ulysses": 2}, "zigzag"),
+        ({"shard": 2, "ring": 2}, "zigzag"),
+        ({"replicate": 2, "ulysses": 2}, "zigzag"),
+        ({"replicate": 2, "shard": 2}, "contiguous"),
+    ],
+    ids=str,
+)
+def test_twenty_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, parallel, layout):
+    axes = {"ring": 1, "ulysses": 1} | parallel
+    config = replace(SMALL, parallel=ParallelConfig(**axes), data=replace(SMALL.data, layout=layout))
+    summary, _ = on(worlds, 4, config, tmp_path)
+    assert len(summary.losses) == 20
+    differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
+    assert max(differences) < 1e-5
+    assert abs(summary.validation_loss - one_rank.validation_loss) < 1e-5
+
+
+def test_the_loss_falls(one_rank):
+    assert one_rank.losses[0] == pytest.approx(5.55, abs=0.15)  # ln 257: knows nothing yet
+    assert one_rank.losses[-1] < one_rank.losses[0] - 1
+
+
+def test_a_run_prints_what_was_promised(worlds, tmp_path):
+    short = replace(SMALL, train=replace(SMALL.train, steps=3, log_every=2))
+    _, printed = on(worlds, 2, short, tmp_path)
+    lines = printed.splitlines()
+    assert [line.split(" loss:")[0] for line in lines[:3]] == ["step: 1", "step: 2", "step: 3"]
+    assert lines[3].startswith("validation: step: 3 loss: ")
+    assert lines[4].startswith("trained 3 steps, 3,000 tokens in ")
+    assert lines[-1] == f"  checkpoint   {tmp_path}/checkpoint/step-3"
+
+
+def checkpoint_equals_model(config: Config) -> bool:
+    """Reads the checkpoint into a model with other weights; it must become the trained one."""
+    with process_group(config) as device, redirect_stdout(io.StringIO()):
+        trained = prepare(config, device)
+        place = train(trained).checkpoint
+        fresh = prepare(replace(config, train=replace(config.train, seed=1)), device)
+        state = {"model": get_model_state_dict(fresh.model)}
+        dcp.load(state, checkpoint_id=place)
+    expected = get_model_state_dict(trained.model)
+    loaded = state["model"]
+    return all(torch.equal(loaded[name].full_tensor(), expected[name].full_tensor()) for name in expected)
+
+
+def test_the_checkpoint_holds_the_trained_weights_and_replaces_an_older_one(worlds, tmp_path):
+    config = replace(SMALL, train=replace(SMALL.train, steps=2, output=tmp_path))
+    assert worlds(2).run(checkpoint_equals_model, config) == [True, True]
+    assert worlds(2).run(checkpoint_equals_model, config) == [True, True]
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
+
+
+def refusal(argv: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with redirect_stderr(said), pytest.raises(SystemExit) as stop:
+        main(["--train.device", "cpu", *argv])
+    return stop.value.code, said.getvalue()
+
+
+def test_what_cannot_be_started_is_refused_on_every_rank_with_one_line(worlds, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    cases = {
+        ("--parallel.ring", "3"): "ring 3 x ulysses 1 x tp 1 = 3 ranks, but 4 are running; make the axes multiply to 4",
+        ("--parallel.ulysses", "4", "--model.heads", "2", "--model.kv-heads", "1"): (
+            "2 query heads cannot be split over 4 ranks of axis 'ulysses'; give it at most 2 ranks"
+        ),
+        ("--model.kv-heads", "3"): "3",
+        ("--data.sequence-length", "3", "--parallel.ring", "4"): "a sequence of 3 tokens is shorter than its 4 shards",
+        ("--data.path", str(tmp_path / "none")): f"{tmp_path / 'none'}",
+        ("--parallel.attention", "telepathy"): "no attention method 'telepathy'; known: local, ring, ulysses, usp",
+        ("--parallel.attention", "ring"): "ring would leave axis 'ulysses' with 2 ranks unused",
+        ("--trian.steps", "3"): "Unrecognized options: --trian.steps",
+        ("--train.output", str(tmp_path / "file" / "inside")): "cannot be written to",
+    }
+    for argv, message in cases.items():
+        for code, said in worlds(4).run(refusal, list(argv)):
+            assert code == 2
+            assert said.startswith("armillary-train: ")
+            assert said.count("\n") == 1
+            assert message in said, said
+    assert worlds(4).run(dist.get_rank) == [0, 1, 2, 3]
