@@ -45,9 +45,9 @@ class DataConfig:
 
     path: Path | None = None
     """A text file, or a folder of them; by default the sources and topics of this Python installation."""
-    sequence_length: int = 2048
+    sequence_length: int = 1024
     """Tokens of a row (N), over all ranks of ring and ulysses."""
-    rows: int = 2
+    rows: int = 4
     """Rows of a step, over all ranks; a multiple of replicate x shard."""
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
     """Which positions each sequence rank holds."""
@@ -57,7 +57,7 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float = 2e-3
+    lr: float = 3e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
     """Learning rate of the last step."""
@@ -72,7 +72,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 100
+    steps: int = 80
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
@@ -80,7 +80,7 @@ class TrainConfig:
     """Of forward and backward; auto: bfloat16 on cuda, float32 on cpu. Master weights and reductions are float32."""
     log_every: int = 10
     """Steps between log lines."""
-    validate_every: int = 50
+    validate_every: int = 40
     """Steps between validations; one is always made after the last step."""
     validation_batches: int = 4
     timeout_minutes: float = 10.0

@@ -62,9 +62,10 @@ class Summary:
 
     def text(self, ranks: int) -> str:
         rate = self.tokens / self.seconds
+        noun = "rank" if ranks == 1 else "ranks"
         return "\n".join(
             [
-                f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} ranks",
+                f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} {noun}",
                 f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
                 f"  validation   {self.validation_loss:.4f}",
                 f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",

@@ -1,0 +1,81 @@
+"""The commands of the README, as a user types them, with fewer steps."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+STEP = re.compile(
+    r"^step: (\d+) loss: (\d+\.\d{4}) grad_norm: \d+\.\d{4} lr: \d\.\d\de-\d\d memory: \d+\.\d\dGiB "
+    r"tps: [\d,]+ tflops: \S+ mfu: (-|\d+\.\d%)$",
+    re.MULTILINE,
+)
+
+
+def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command in `folder` without a terminal, as one of this environment's programs."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def torchrun(ranks: int, *flags: str) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(ranks), "-m", "armillary.train", *flags]
+
+
+def test_the_main_command_trains_on_four_ranks(tmp_path):
+    run = start(torchrun(4, "--train.steps", "12", "--train.log-every", "4"), tmp_path)
+    assert run.returncode == 0, run.stderr
+    steps = STEP.findall(run.stdout)
+    assert [int(step) for step, *_ in steps] == [1, 4, 8, 12]
+    assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet
+    assert float(steps[-1][1]) < float(steps[0][1]) - 1
+    assert re.search(r"^validation: step: 12 loss: \d\.\d{4}$", run.stdout, re.MULTILINE)
+    assert re.search(r"^trained 12 steps, [\d,]+ tokens in \d+ s on 4 ranks$", run.stdout, re.MULTILINE)
+    assert "  checkpoint   outputs/checkpoint/step-12" in run.stdout
+    assert (tmp_path / "outputs/checkpoint/step-12/.metadata").is_file()
+    assert len(list((tmp_path / "outputs/checkpoint/step-12").glob("*.distcp"))) == 4
+
+
+def test_without_torchrun_it_trains_on_one_process(tmp_path):
+    flags = "--train.steps 2 --model.layers 1 --data.sequence-length 128 --train.validation-batches 1".split()
+    run = start(["armillary-train", *flags], tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert [step for step, *_ in STEP.findall(run.stdout)] == ["1", "2"]
+    assert " on 1 rank\n" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--parallel.ring", "3"], "= 3 ranks, but 2 are running; make the axes multiply to 2 or start 3 ranks"),
+        (["--data.path", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_bad_start_says_why_in_a_line_for_each_rank_and_fails(tmp_path, flags, message):
+    run = start(torchrun(2, *flags), tmp_path)
+    assert run.returncode != 0
+    lines = [line for line in run.stderr.splitlines() if "armillary-train: " in line]
+    # torchrun ends the other ranks as soon as one fails, so that one of them may not get to speak.
+    assert lines
+    assert all(re.match(r"\[rank [01]\] armillary-train: ", line) and message in line for line in lines)
+    assert "in prepare" not in run.stderr  # no traceback of ours
+
+
+def test_the_readme_shows_a_log_as_it_comes_out():
+    shown = STEP.findall(README)
+    assert len(shown) >= 3
+    losses = [float(loss) for _, loss, _ in shown]
+    assert losses[-1] < losses[0] - 1
+    assert "pip install uv && uv run torchrun --nproc-per-node 4 -m armillary.train" in README
+    assert re.search(r"^ *uv run pytest", README, re.MULTILINE)
+
+
+def test_ci_runs_exactly_the_test_command_of_the_readme():
+    script = (Path(__file__).parent.parent / ".ci/run").read_text()
+    assert script.rstrip().endswith("uv run pytest")
