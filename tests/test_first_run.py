@@ -43,8 +43,7 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
 
 
 def test_without_torchrun_it_trains_on_one_process(tmp_path):
-    flags = "--train.steps 2 --model.layers 1 --data.sequence-length 128 --train.validation-batches 1".split()
-    run = start(["armillary-train", *flags], tmp_path)
+    run = start(["armillary-train", "--train.steps", "2", "--data.sequence-length", "128"], tmp_path)
     assert run.returncode == 0, run.stderr
     assert [step for step, *_ in STEP.findall(run.stdout)] == ["1", "2"]
     assert " on 1 rank\n" in run.stdout
