@@ -7,6 +7,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.attention.reference import reference_attention
 from armillary.attention.ring import Ring
+from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Method",
     "Ring",
     "Saved",
+    "TokenRing",
     "Ulysses",
     "build_attention",
     "reference_attention",

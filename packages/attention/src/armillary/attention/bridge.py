@@ -1,15 +1,14 @@
 """The one bridge to autograd: a `torch.library` op that runs any method's forward, and one for its backward.
 
-An op rather than an `autograd.Function`: selective checkpointing can then keep its results, and a compiled block has no
-graph break around it. An op takes tensors and numbers only, so the method and the call reach it as the handle of a
-`Plan`.
+An op rather than an `autograd.Function`, so that selective checkpointing can keep its results instead of attending
+twice. An op takes tensors and numbers only, so the method and the call reach it as the handle of a `Plan`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -26,89 +25,115 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A method and a call, findable by number as long as somebody holds the plan: the caller, or the autograd graph."""
+    """A method and a call, found by number as long as somebody holds the plan: the caller, or the autograd graph.
+
+    Numbers are never used twice, so that a stale one is an error and not another plan.
+    """
 
     method: Method
     call: Call
     with_lse: bool
+    handle: int = field(default_factory=count().__next__)
 
     alive: ClassVar[WeakValueDictionary[int, Plan]] = WeakValueDictionary()
-    lock: ClassVar[threading.Lock] = threading.Lock()
 
-    @property
-    def handle(self) -> int:
-        with self.lock:
-            self.alive[id(self)] = self
-        return id(self)
-
-    @property
-    def parts(self) -> tuple[Method, Call, bool]:
-        return self.method, self.call, self.with_lse
+    def __post_init__(self) -> None:
+        self.alive[self.handle] = self
 
 
-def attend(method: Method, q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, with_lse: bool
+) -> tuple[Tensor, Tensor]:
     """`method` on local tensors, differentiable: (out [B, T, H, Dv], lse [B, T, H]; empty unless `with_lse`)."""
     plan = Plan(method, call, with_lse)
-    out, lse, *_ = _forward(q, k, v, plan.handle)
+    out, lse, *_ = _forward(q, k, v, sinks, plan.handle)
     return out, lse
 
 
 @torch.library.custom_op("armillary::attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: int) -> list[Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[Tensor]:
     """[out, lse, *saved]; saved is there only where the method saves others than q, k, v, out and lse themselves."""
-    method, call, with_lse = Plan.alive[plan].parts
+    found = Plan.alive[plan]
+    method, call = found.method, found.call
     out, saved = method.forward(q, k, v, call)
-    if not method.moves:
-        return [out, saved.lse]
-    # The local lse costs communication where the method moves its tensors: only when asked for.
-    lse = method.local_lse(saved, call) if with_lse else saved.lse.new_empty(0)
-    return [out, lse, *saved]
+    # The local lse costs communication where the method moves its tensors: only when it is needed.
+    lse = method.local_lse(saved, call) if needs_lse(found, sinks) else saved.lse.new_empty(0)
+    if sinks is not None:
+        heads = method.heads(range(q.shape[2]))
+        inner_out, inner_lse = sunk(saved.out, saved.lse, sinks[heads.start : heads.stop])
+        saved = saved._replace(out=inner_out, lse=inner_lse)
+        out, lse = sunk(out, lse, sinks) if method.moves else (inner_out, inner_lse)
+    results = [out, lse, *saved] if method.moves else [out, lse]
+    return [x.contiguous() for x in results]
+
+
+def needs_lse(plan: Plan, sinks: Tensor | None) -> bool:
+    """Whether the lse of this rank's own tokens is among the results."""
+    return plan.with_lse or sinks is not None or not plan.method.moves
+
+
+def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) as if each query also saw a key with score `sinks` [H] and value 0 (sinks, as in gpt-oss)."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, plan: int) -> list[Tensor]:
-    method, call, with_lse = Plan.alive[plan].parts
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[Tensor]:
+    found = Plan.alive[plan]
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty(q.shape[:3] if with_lse or not method.moves else (0,), dtype=wide(q.dtype))
-    return [out, lse, *(method.saved_like(q, k, v, call) if method.moves else ())]
+    lse = q.new_empty(q.shape[:3] if needs_lse(found, sinks) else (0,), dtype=wide(q.dtype))
+    return [out, lse, *(found.method.saved_like(q, k, v, found.call) if found.method.moves else ())]
 
 
 @torch.library.custom_op("armillary::attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    method, call, _ = Plan.alive[plan].parts
+    found = Plan.alive[plan]
     with phase("backward"):
-        return method.backward(dout, Saved(q, k, v, out, lse), call)
+        dq, dk, dv = found.method.backward(dout, Saved(q, k, v, out, lse), found.call)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
 @_backward.register_fake
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    found = Plan.alive[plan]
     batch, tokens, heads, _ = dout.shape
-    key_heads = 1 + max(Plan.alive[plan].call.key_heads)
+    key_shape = (batch, found.method.key_tokens(found.call), 1 + max(found.call.key_heads))
     return (
         q.new_empty((batch, tokens, heads, q.shape[3])),
-        k.new_empty((batch, tokens, key_heads, k.shape[3])),
-        v.new_empty((batch, tokens, key_heads, v.shape[3])),
+        k.new_empty((*key_shape, k.shape[3])),
+        v.new_empty((*key_shape, v.shape[3])),
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Sequence[Tensor]) -> None:
-    q, k, v, plan = inputs
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], output: Sequence[Tensor]) -> None:
+    q, k, v, sinks, plan = inputs
     out, lse, *saved = output
     ctx.plan = Plan.alive[plan]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(saved or (q, k, v, out, lse)))
+    local = (out, lse, sinks) if sinks is not None else ()
+    ctx.save_for_backward(*(saved or (q, k, v, out, lse)), *local)
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     if any(grad is not None for grad in grads[1:]):
         raise ValueError("lse has no gradient here; detach it before it enters a loss")
-    if grads[0] is None:
-        return None, None, None, None
-    return *_backward(grads[0], *ctx.saved_tensors, ctx.plan.handle), None
+    dout = grads[0]
+    if dout is None:
+        return None, None, None, None, None
+    q, k, v, out, lse, *local = ctx.saved_tensors
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.plan.handle)
+    return dq, dk, dv, _sinks_gradient(dout, *local) if local else None, None
+
+
+def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """dsinks [H] of this rank's tokens; like any parameter's, it is to be summed over ranks."""
+    weight = (sinks.to(lse.dtype) - lse).exp()
+    return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)

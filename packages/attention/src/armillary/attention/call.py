@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.kernels import Kernel
+from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 
@@ -32,15 +32,17 @@ class Call:
 
     Args:
         mask: in global positions.
-        layout: of the sequence axis (one shard where there is none).
-        scale: of the scores.
+        layout: of the queries over the sequence axis (one shard where there is none).
+        key_layout: of the keys and values, with as many shards; the same as `layout`, but for cross-attention.
+        scores: from dot products to scores.
         key_heads: for each query head at hand, the key/value head at hand that it uses.
         kernel: computes the tiles.
     """
 
     mask: AttentionMask
     layout: SequenceLayout
-    scale: float
+    key_layout: SequenceLayout
+    scores: Scores
     key_heads: tuple[int, ...]
     kernel: Kernel
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from armillary.attention.call import Call, Saved, head_runs
 from armillary.attention.mask import Window
 from armillary.attention.merge import Merge, Part, Sum
-from armillary.attention.tiles import tiles
+from armillary.attention.tiles import sees, tiles
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Queries of shard `query` against keys of shard `key`, both of `call.layout`."""
+    """Queries of shard `query` of `call.layout` against keys of shard `key` of `call.key_layout`."""
 
     call: Call
     query: int
@@ -25,23 +25,31 @@ class Cell:
         """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
         call = self.call
         for rows, columns, band in self._kernel_calls(q.shape[0]):
-            into.add(rows, *call.kernel.forward(q[rows], k[columns], v[columns], band, call.scale))
+            into.add(rows, *call.kernel.forward(q[rows], k[columns], v[columns], band, call.scores))
 
-    def backward(self, dout: Tensor, saved: Saved, k: Tensor, v: Tensor, dq: Sum) -> tuple[Tensor, Tensor]:
-        """Adds the cell's share to `dq`; returns its (dk, dv) in the accumulation dtype."""
-        call, dk, dv = self.call, Sum.like(k), Sum.like(v)
+    def backward(self, dout: Tensor, saved: Saved, dq: Sum, dk: Sum, dv: Sum) -> None:
+        """Adds the cell's share to dq, dk and dv; `saved` and dout [B, T, H, Dv] are of these queries and keys."""
+        call = self.call
         for rows, columns, band in self._kernel_calls(dout.shape[0]):
             q, out, lse = saved.q[rows], saved.out[rows], saved.lse[rows]
-            parts = call.kernel.backward(dout[rows], q, k[columns], v[columns], out, lse, band, call.scale)
-            dq.add(rows, parts[0])
-            dk.add(columns, parts[1])
-            dv.add(columns, parts[2])
-        return dk.value(), dv.value()
+            k, v = saved.k[columns], saved.v[columns]
+            shares = call.kernel.backward(dout[rows], q, k, v, out, lse, band, call.scores)
+            dq.add(rows, shares[0])
+            dk.add(columns, shares[1])
+            dv.add(columns, shares[2])
+
+    @property
+    def visible(self) -> bool:
+        """Whether any query of the cell sees any key of it, in any row of the batch."""
+        call = self.call
+        queries, keys = call.layout.spans(self.query), call.key_layout.spans(self.key)
+        rows = len(call.mask.documents or ()) if call.mask.per_row else 1
+        return any(sees(queries, keys, call.mask, row) for row in range(rows))
 
     def _kernel_calls(self, batch: int) -> Iterator[tuple[Part, Part, Window]]:
         """(part of the queries, part of the keys, band) of each kernel call."""
         call = self.call
-        queries, keys = call.layout.spans(self.query), call.layout.spans(self.key)
+        queries, keys = call.layout.spans(self.query), call.key_layout.spans(self.key)
         for row in range(batch) if call.mask.per_row else (0,):
             rows = slice(row, row + 1) if call.mask.per_row else slice(None)
             for whole in tiles(queries, keys, call.mask, row):

@@ -22,12 +22,12 @@ class Local(Method):
         return layout_of(kind, length, 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        merged = Merge((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+        merged = Merge.of(q, v)
         Cell(call, 0, 0).forward(q, k, v, merged)
         out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        dq = Sum.like(saved.q)
-        dk, dv = Cell(call, 0, 0).backward(dout, saved, saved.k, saved.v, dq)
-        return dq.value().to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype)
+        dq, dk, dv = (Sum.like(x) for x in (saved.q, saved.k, saved.v))
+        Cell(call, 0, 0).backward(dout, saved, dq, dk, dv)
+        return dq.value(), dk.value(), dv.value()

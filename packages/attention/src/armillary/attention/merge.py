@@ -11,6 +11,9 @@ Part = tuple[slice, slice, slice]
 """Rows of the batch, tokens and heads that a partial result is about."""
 
 
+EVERYTHING: Part = (slice(None), slice(None), slice(None))
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What results of `dtype` are accumulated in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
@@ -28,6 +31,11 @@ class Merge:
     device: torch.device
     out: Tensor | None = None
     lse: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor) -> Merge:
+        """Nothing yet, for these queries [B, T, H, D] and values [B, S, K, Dv]."""
+        return cls((*q.shape[:3], v.shape[3]), q.dtype, q.device)
 
     def add(self, part: Part, out: Tensor, lse: Tensor) -> None:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`."""

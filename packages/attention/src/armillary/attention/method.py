@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.attention.bridge import attend
 from armillary.attention.call import Call, Saved
-from armillary.attention.kernels import Inputs, choose_kernel
+from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 
@@ -45,6 +45,15 @@ class Method(ABC):
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
         """Refuses shapes that this method cannot do, with a `ValueError`; called before any communication."""
 
+    def heads(self, heads: range) -> range:
+        """Which of these query heads this rank attends with: all, unless a head axis divides them."""
+        return heads
+
+    def key_tokens(self, call: Call) -> int:
+        """Keys that this rank holds."""
+        within = self.shards // self.sequence_shards
+        return call.key_layout.refine(within).sizes[self.shard]
+
     def local_lse(self, saved: Saved, call: Call) -> Tensor:
         """lse [B, T, H] of this rank's queries."""
         return saved.lse
@@ -63,6 +72,10 @@ class Method(ABC):
         mask: AttentionMask,
         layout: SequenceLayout | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        key_layout: SequenceLayout | None = None,
+        kernel: str | None = None,
         return_lse: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -76,6 +89,10 @@ class Method(ABC):
         mask: AttentionMask,
         layout: SequenceLayout | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        key_layout: SequenceLayout | None = None,
+        kernel: str | None = None,
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -88,17 +105,27 @@ class Method(ABC):
         mask: AttentionMask,
         layout: SequenceLayout | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        key_layout: SequenceLayout | None = None,
+        kernel: str | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over all keys of the sequence that the mask lets them see.
 
         Args:
             q: [B, T, H, D], this rank's tokens.
-            k, v: [B, T, K, D] and [B, T, K, Dv]; K divides H; query head h uses key/value head h // (H / K).
+            k, v: [B, S, K, D] and [B, S, K, Dv]; K divides H; query head h uses key/value head h // (H / K). S = T, but
+                for cross-attention.
             mask: in global positions.
             layout: how the sequence is sharded: over all ranks of the method, or over its sequence axis alone. May be
                 left out where there is one shard.
             scale: of the scores; 1 / sqrt(D) unless given.
+            sinks: [H], a learned score for each head that takes part in the softmax and has value 0 (gpt-oss). Its
+                gradient is this rank's share, to be summed over ranks as that of any parameter.
+            softcap: c of c * tanh(score / c), where a kernel has it.
+            key_layout: how the keys are sharded, for cross-attention: as many shards as `layout`.
+            kernel: the name of a kernel, such as "dense"; by default the first one that takes the inputs.
             return_lse: also return the log-sum-exp of the scores; it has no gradient, and backward refuses one.
 
         Returns:
@@ -109,26 +136,32 @@ class Method(ABC):
             ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them. Raised before any
                 communication.
         """
-        self._check_tensors(q, k, v)
+        self._check_tensors(q, k, v, sinks)
         self.check(q, k, v)
         layout = self._sequence_layout(layout, q.shape[1])
-        mask.check(layout.length, q.shape[0])
+        key_layout = layout if key_layout is None else key_layout
+        key_layout = self._sequence_layout(key_layout, k.shape[1])
+        for length in (layout.length, key_layout.length):
+            mask.check(length, q.shape[0])
         call = Call(
             mask,
             layout,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            key_layout,
+            Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap),
             key_heads=tuple(h * k.shape[2] // q.shape[2] for h in range(q.shape[2])),
-            kernel=choose_kernel(Inputs.of(q, v)),
+            kernel=choose_kernel(Inputs.of(q, v, softcap), kernel),
         )
-        out, lse = attend(self, q, k, v, call, return_lse)
+        out, lse = attend(self, q, k, v, sinks, call, return_lse)
         return (out, lse) if return_lse else out
 
-    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if not q.ndim == k.ndim == v.ndim == 4:
             raise ValueError(f"{shapes}: each needs 4 dims, [batch, tokens, heads, head dim]")
-        if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-            raise ValueError(f"{shapes}: q, k, v must agree in batch and tokens, k and v in heads, q and k in head dim")
+        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            raise ValueError(f"{shapes}: q, k, v must agree in batch, k and v in tokens and heads, q and k in head dim")
+        if sinks is not None and sinks.shape != q.shape[2:3]:
+            raise ValueError(f"sinks {tuple(sinks.shape)}: one for each of the {q.shape[2]} query heads is needed")
         if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
             raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: K must divide H")
         if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:

@@ -90,6 +90,16 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     return (*done, *above)
 
 
+def sees(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> bool:
+    """Whether any query of one shard sees any key of another: as `bool(tiles(...))`, but sooner known."""
+    key_pieces = _pieces(keys, mask.boundaries(row))
+    for document, at, query in _pieces(queries, mask.boundaries(row)):
+        inside = ((k_at, key) for k_document, k_at, key in key_pieces if k_document == document)
+        if next(_bands(at, query, inside, mask.bounds()), None):
+            return True
+    return False
+
+
 def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Tile]:
     """`here`, each joined to the tile of `above` that it continues; tiles of `above` that none continues are done."""
     left = list(above)

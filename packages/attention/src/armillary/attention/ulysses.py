@@ -6,6 +6,7 @@ Sequence shards become head shards by an all-to-all, any method attends, and a s
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from armillary.attention.call import Call, Saved
 from armillary.attention.local import Local
 from armillary.attention.merge import wide
 from armillary.attention.method import Method
-from armillary.core import AllToAll, Axis, SequenceLayout, start_head_to_seq, start_seq_to_head
+from armillary.core import Axis, SequenceLayout, start_head_to_seq, start_seq_to_head
 
 
 class HeadShards(NamedTuple):
@@ -23,6 +24,11 @@ class HeadShards(NamedTuple):
 
     queries: tuple[range, ...]
     keys: tuple[range, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks work on one key/value head."""
+        return any(a.stop > b.start for a, b in pairwise(self.keys))
 
 
 def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
@@ -39,7 +45,7 @@ def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
 class Ulysses(Method):
     """All-to-all over one mesh axis of U ranks, around `inner` (Local unless given). Around Ring it is USP.
 
-    Rank u of the axis attends with its share of the heads, over all tokens of its sequence shard. Neither U nor K need
+    Rank u of the axis attends with its share of the heads, over all tokens of its sequence shard. U need not
     divide H: ranks may have unequal numbers of heads, and a key/value head goes to every rank whose query heads use it.
 
     Args:
@@ -71,44 +77,53 @@ class Ulysses(Method):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         heads = split_heads(call.key_heads, self.axis.size)
-        moving = [self._gather(x, h, call) for x, h in ((q, heads.queries), (k, heads.keys), (v, heads.keys))]
+        tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
+        moving = (
+            start_seq_to_head(q, self.axis, tokens, heads.queries),
+            start_seq_to_head(k, self.axis, keys, heads.keys),
+            start_seq_to_head(v, self.axis, keys, heads.keys),
+        )
         q, k, v = (move.wait() for move in moving)
         out, saved = self.inner.forward(q, k, v, self._inside(call))
-        return self._scatter(out, heads.queries, call).wait(), saved
+        return start_head_to_seq(out, self.axis, tokens, heads.queries).wait(), saved
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         heads = split_heads(call.key_heads, self.axis.size)
-        dout = self._gather(dout, heads.queries, call).wait()
-        dq, dk, dv = self.inner.backward(dout, saved, self._inside(call))
-        moving = [self._scatter(x, h, call) for x, h in ((dq, heads.queries), (dk, heads.keys), (dv, heads.keys))]
+        tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
+        whole = start_seq_to_head(dout, self.axis, tokens, heads.queries).wait()
+        dq, dk, dv = self.inner.backward(whole, saved, self._inside(call))
+        if not heads.shared:  # else they are sums that are not finished yet, and stay wide
+            dk, dv = dk.to(dout.dtype), dv.to(dout.dtype)
+        moving = (
+            start_head_to_seq(dq.to(dout.dtype), self.axis, tokens, heads.queries),
+            start_head_to_seq(dk, self.axis, keys, heads.keys),
+            start_head_to_seq(dv, self.axis, keys, heads.keys),
+        )
         dq, dk, dv = (move.wait() for move in moving)
         return dq, dk, dv
 
+    def heads(self, heads: range) -> range:
+        mine = SequenceLayout.contiguous(len(heads), self.axis.size).spans(self.axis.rank)[0]
+        return self.inner.heads(heads[mine.start : mine.stop])
+
     def local_lse(self, saved: Saved, call: Call) -> Tensor:
         lse = self.inner.local_lse(saved, self._inside(call)).unsqueeze(-1)
-        return self._scatter(lse, split_heads(call.key_heads, self.axis.size).queries, call).wait().squeeze(-1)
+        queries = split_heads(call.key_heads, self.axis.size).queries
+        return start_head_to_seq(lse, self.axis, self._sizes(call.layout), queries).wait().squeeze(-1)
 
     def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
         heads = split_heads(call.key_heads, self.axis.size)
-        batch, tokens, mine = q.shape[0], sum(self._sizes(call)), len(heads.queries[self.axis.rank])
-        keys = len(heads.keys[self.axis.rank])
-        q = q.new_empty((batch, tokens, mine, q.shape[3]))
-        k, v = (x.new_empty((batch, tokens, keys, x.shape[3])) for x in (k, v))
+        mine, keys = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
+        q = q.new_empty((q.shape[0], sum(self._sizes(call.layout)), mine, q.shape[3]))
+        k, v = (x.new_empty((x.shape[0], sum(self._sizes(call.key_layout)), keys, x.shape[3])) for x in (k, v))
         if self.inner.moves:
             return self.inner.saved_like(q, k, v, self._inside(call))
         return Saved(q, k, v, q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide(q.dtype)))
 
-    def _gather(self, x: Tensor, heads: tuple[range, ...], call: Call) -> AllToAll:
-        return start_seq_to_head(x, self.axis, self._sizes(call), heads)
-
-    def _scatter(self, x: Tensor, heads: tuple[range, ...], call: Call) -> AllToAll:
-        return start_head_to_seq(x, self.axis, self._sizes(call), heads)
-
-    def _sizes(self, call: Call) -> tuple[int, ...]:
+    def _sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Tokens that each rank of the axis holds of the sequence shard that they share."""
-        refined = call.layout.refine(self.shards // self.sequence_shards)
         first = self.inner.shard * self.axis.size
-        return refined.sizes[first : first + self.axis.size]
+        return layout.refine(self.shards // self.sequence_shards).sizes[first : first + self.axis.size]
 
     def _inside(self, call: Call) -> Call:
         """The call as `inner` sees it: this rank's heads only."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core.ledger import record
 from armillary.core.mesh import Axis
+
+Parcels = Mapping[int, Sequence[Tensor]]
+"""Tensors by the rank of the axis that they go to, or come from."""
 
 
 @dataclass(frozen=True)
@@ -18,44 +20,47 @@ class Exchange:
     """Tensors under way. Hold it until `wait` has returned: it keeps the buffers alive."""
 
     axis: Axis
-    to: int
-    source: int
-    sent: tuple[Tensor, ...]
-    received: tuple[Tensor, ...]
+    sent: Parcels
+    received: Parcels
     works: tuple[dist.Work, ...]
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The received tensors. On CUDA the current stream waits, not the host.
+    def wait(self) -> None:
+        """Returns when all has arrived and left. On CUDA the current stream waits, not the host.
 
         Raises:
             TimeoutError: the axis' timeout passed, or a neighbour is gone; names the ranks that were waited for.
         """
         ranks = self.axis.ranks()
-        finish(self.works, self.axis, f"to receive from rank {ranks[self.source]} and send to rank {ranks[self.to]}")
-        return self.received
+        sources, targets = ([ranks[peer] for peer in peers] for peers in (self.received, self.sent))
+        finish(self.works, self.axis, f"to receive from {sources} and send to {targets}")
 
 
-def start_exchange(
-    axis: Axis, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, to: int, source: int
-) -> Exchange:
-    """Starts sending `tensors` to one rank of the axis and receiving as many from another; returns at once.
+def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
+    """Starts sending and receiving along an axis; returns at once.
 
-    The received tensors are fresh buffers, so that computation may go on reading `tensors` meanwhile: double buffering.
-    Every rank of the axis must take part, in the same order of calls.
+    What arrives goes to buffers of its own, so that computation may go on reading what is sent: double buffering. All
+    ranks must start their exchanges on an axis in the same order.
 
     Args:
-        tensors: what this rank sends. Kept alive until `wait`; must not be written to before.
-        shapes: the shapes of what arrives, dtype and device being those of `tensors`. Shards may differ in size.
-        to, source: ranks on the axis; neither is this rank itself.
+        send: contiguous tensors by receiving rank. Kept alive until `wait`; must not be written to before.
+        receive: contiguous empty tensors by sending rank, to be filled. Must not be touched before `wait`.
 
-    Bytes sent: those of `tensors`, kind "p2p".
+    Bytes sent: those of `send`, kind "p2p".
+
+    Raises:
+        ValueError: a rank that would send to or receive from itself, or a peer that is not on the axis.
     """
-    sent = tuple(tensor.contiguous() for tensor in tensors)
-    received = tuple(torch.empty(tuple(s), dtype=t.dtype, device=t.device) for t, s in zip(sent, shapes, strict=True))
-    record(axis.name, "p2p", sum(t.nbytes for t in sent))
-    sends = [dist.P2POp(dist.isend, t, group=axis.group, group_peer=to) for t in sent]
-    receives = [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=source) for t in received]
-    return Exchange(axis, to, source, sent, received, tuple(dist.batch_isend_irecv(sends + receives)))
+    for peer in (*send, *receive):
+        if peer == axis.rank or not 0 <= peer < axis.size:
+            raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
+    record(axis.name, "p2p", sum(x.nbytes for tensors in send.values() for x in tensors))
+    operations = [
+        dist.P2POp(operation, x, group=axis.group, group_peer=peer)
+        for operation, parcels in ((dist.isend, send), (dist.irecv, receive))
+        for peer, tensors in parcels.items()
+        for x in tensors
+    ]
+    return Exchange(axis, send, receive, tuple(dist.batch_isend_irecv(operations)) if operations else ())
 
 
 def finish(works: Iterable[dist.Work], axis: Axis, waiting: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
 
@@ -105,6 +105,16 @@ class Axis:
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
         group = mesh.get_group()
         return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group))
+
+    def twin(self) -> Axis:
+        """The same axis with a communicator of its own, so that what goes on it waits for nothing on this one.
+
+        Creates a group, so every rank of the axis must call it, in the same order.
+        """
+        if self.size == 1:
+            return self
+        group = dist.new_group(self.ranks(), timeout=self.timeout, use_local_synchronization=True)
+        return replace(self, group=group)
 
     def ranks(self) -> list[int]:
         """Global ranks along this axis, in axis order."""

@@ -5,22 +5,25 @@ from __future__ import annotations
 from armillary.attention.kernels.cpu_flash import CpuFlash
 from armillary.attention.kernels.cuda_flash import CudaFlash
 from armillary.attention.kernels.dense import Dense
-from armillary.attention.kernels.kernel import Inputs, Kernel
+from armillary.attention.kernels.kernel import Inputs, Kernel, Scores
 
-__all__ = ["CpuFlash", "CudaFlash", "Dense", "Inputs", "Kernel", "choose_kernel"]
+__all__ = ["CpuFlash", "CudaFlash", "Dense", "Inputs", "Kernel", "Scores", "choose_kernel"]
 
 KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), Dense())
 """In order of preference."""
 
 
-def choose_kernel(inputs: Inputs) -> Kernel:
-    """The first kernel that accepts these inputs.
+def choose_kernel(inputs: Inputs, name: str | None = None) -> Kernel:
+    """The first kernel that accepts these inputs; only the one called `name`, if that is given.
 
     Raises:
         ValueError: none does; gives each one's reason.
     """
     reasons: list[str] = []
-    for kernel in KERNELS:
+    candidates = [kernel for kernel in KERNELS if name in (None, kernel.name)]
+    if not candidates:
+        raise ValueError(f"no kernel {name!r}; known: {', '.join(kernel.name for kernel in KERNELS)}")
+    for kernel in candidates:
         reason = kernel.refuses(inputs)
         if reason is None:
             return kernel

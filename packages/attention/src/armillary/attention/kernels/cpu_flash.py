@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from armillary.attention.kernels.kernel import Inputs
+from armillary.attention.kernels.kernel import Inputs, Scores
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
 
@@ -28,26 +29,24 @@ class CpuFlash:
     def refuses(self, inputs: Inputs) -> str | None:
         if inputs.device != "cpu":
             return f"runs on the CPU, not on {inputs.device}"
-        if inputs.head_dim != inputs.value_dim:
-            return "needs one head dim for q, k and v"
-        return None
+        return "has no softcap" if inputs.softcap is not None else None
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return cut_band(tile)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scale: float) -> tuple[Tensor, Tensor]:
-        flip = band[0] is not None
-        q, k, v = (_heads_first(x, flip) for x in (q, k, v))
-        out, lse = _forward(q, k, v, 0.0, band != (None, None), scale=scale)
-        return _tokens_first(out, flip), _tokens_first(lse, flip)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
+        flip, dim = band[0] is not None, v.shape[3]
+        q, k, v = (_heads_first(x, flip) for x in _one_dim(q, k, v))
+        out, lse = _forward(q, k, v, 0.0, band != (None, None), scale=scores.scale)
+        return _tokens_first(out, flip)[..., :dim], _tokens_first(lse, flip)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flip = band[0] is not None
-        dout, q, k, v, out, lse = (_heads_first(x, flip) for x in (dout, q, k, v, out, lse))
-        grads = _backward(dout, q, k, v, out, lse, 0.0, band != (None, None), scale=scale)
-        dq, dk, dv = (_tokens_first(x, flip) for x in grads)
+        flip, dims = band[0] is not None, (q.shape[3], k.shape[3], v.shape[3])
+        dout, q, k, v, out = (_heads_first(x, flip) for x in _one_dim(dout, q, k, v, out))
+        grads = _backward(dout, q, k, v, out, _heads_first(lse, flip), 0.0, band != (None, None), scale=scores.scale)
+        dq, dk, dv = (_tokens_first(x, flip)[..., :dim] for x, dim in zip(grads, dims, strict=True))
         return dq, dk, dv
 
 
@@ -81,6 +80,12 @@ def _cut_strip(tile: Tile, low: int, high: int) -> tuple[Tile, ...]:
             for part in _both(block, block.q1 - 1 + (tile.low or 0)):
                 pieces += cut_band(part)
     return tuple(pieces)
+
+
+def _one_dim(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with one head dim: the kernel wants it so, and zeros change no score and no output."""
+    dim = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == dim else pad(x, (0, dim - x.shape[3])) for x in tensors]
 
 
 def _heads_first(x: Tensor, flip: bool) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Inputs
+from armillary.attention.kernels.kernel import Inputs, Scores
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
 
@@ -29,24 +29,26 @@ class CudaFlash:
             return f"takes float16 and bfloat16, not {inputs.dtype}"
         if inputs.head_dim != inputs.value_dim or inputs.head_dim > 256 or inputs.head_dim % 8:
             return "needs one head dim for q, k and v, at most 256 and a multiple of 8"
-        return None
+        return "has no softcap" if inputs.softcap is not None else None
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return (tile,)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
         window = _window(band, q, k)
-        out, lse, *_ = _forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale, **window)
+        out, lse, *_ = _forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scores.scale, **window
+        )
         return out, lse.transpose(1, 2)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         window = _window(band, q, k)
         lse = lse.transpose(1, 2).contiguous()
         state = q.new_empty(2, dtype=torch.uint64)  # of dropout's random numbers; there is no dropout
         lengths = (None, None, q.shape[1], k.shape[1])
-        return _backward(dout, q, k, v, out, lse, *lengths, 0.0, False, state, state, scale=scale, **window)
+        return _backward(dout, q, k, v, out, lse, *lengths, 0.0, False, state, state, scale=scores.scale, **window)
 
 
 def _window(band: Window, q: Tensor, k: Tensor) -> dict[str, int]:
