@@ -29,7 +29,11 @@ def main() -> None:
     before = path.read_text()
     if options.upgrade:
         path.write_text(with_pins(before, []))
-        uv("lock", "--upgrade")
+        try:
+            uv("lock", "--upgrade")
+        except BaseException:
+            path.write_text(before)
+            raise
     after = with_pins(before, resolved())
     if options.check and after != before:
         sys.exit("pyproject.toml: constraint-dependencies differ from what is resolved; run scripts/pin.py")

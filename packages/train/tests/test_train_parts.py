@@ -1,6 +1,5 @@
 """What needs no ranks: configuration, axes, schedule, log line, stopwatch."""
 
-import time
 from itertools import pairwise
 from math import isclose
 
@@ -9,6 +8,7 @@ import torch
 
 from armillary.train import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from armillary.train.cli import parse
+from armillary.train.config import check
 from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.parallel import choose_axes, choose_device
 from armillary.train.schedule import learning_rate
@@ -30,14 +30,34 @@ def test_every_field_is_a_flag():
             ["--data.layout", "spiral"],
             "invalid choice 'spiral' for argument '--data.layout'.*'zigzag'",
         ),
-        (["--train.steps", "0"], "--train.steps 0: must be at least 1"),
-        (["--data.rows", "3", "--parallel.shard", "2"], "--data.rows 3 cannot be shared .* make it a multiple of 2"),
     ],
 )
 def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
     with pytest.raises(ValueError, match=message) as error:
         parse(argv)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--train.steps 0", "--train.steps 0: must be at least 1"),
+        ("--optimizer.warmup-steps -5", "--optimizer.warmup-steps -5: must be at least 0"),
+        ("--train.timeout-minutes -1", "--train.timeout-minutes -1.0: must be above 0"),
+        ("--optimizer.clip-norm 0", "--optimizer.clip-norm 0.0: must be above 0"),
+        ("--optimizer.lr nan", "--optimizer.lr nan: must be above 0"),
+        ("--parallel.shard 0", "--parallel.shard 0: must be at least 1"),
+        ("--model.dim 100", "--model.dim 100 is not a multiple of --model.heads 8"),
+        (
+            "--data.rows 3 --parallel.shard 2",
+            "--data.rows 3 cannot be shared by replicate 1 x shard 2; make it a multiple of 2",
+        ),
+    ],
+)
+def test_values_that_no_run_could_use_are_refused(argv, message):
+    with pytest.raises(ValueError) as error:
+        check(parse(argv.split()))
+    assert str(error.value) == message
 
 
 def test_help_exits_with_success(capsys):
@@ -66,22 +86,33 @@ def test_open_axes_take_what_the_others_leave(given, world, expected):
     assert tuple(choose_axes(ParallelConfig(**given), world).values()) == expected
 
 
-def test_the_device_is_the_cpu_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(TrainConfig()) == torch.device("cpu")
-    with pytest.raises(ValueError, match="local rank 0 has no GPU, this machine has 0; use cpu or auto"):
-        choose_device(TrainConfig(device="cuda"))
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with some GPUs, as the rank of the given number sees it."""
+
+    def make(gpus: int, ranks: int, rank: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+
+    return make
 
 
-def test_the_device_is_the_gpu_of_the_local_rank(monkeypatch):
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert choose_device(TrainConfig()) == torch.device("cuda", 5)
-    assert chosen == [torch.device("cuda", 5)]
-    assert choose_device(TrainConfig(device="cpu")) == torch.device("cpu")
+def test_each_rank_takes_its_own_gpu(machine):
+    for rank in range(8):
+        machine(8, 8, rank)
+        assert choose_device(TrainConfig()) == torch.device("cuda", rank)
+        assert choose_device(TrainConfig(device="cpu")) == torch.device("cpu")
+
+
+def test_ranks_of_a_machine_with_too_few_gpus_agree_on_the_cpu(machine):
+    for gpus in (0, 1, 3):
+        for rank in range(4):
+            machine(gpus, 4, rank)
+            assert choose_device(TrainConfig()) == torch.device("cpu")
+            with pytest.raises(ValueError, match=f"4 ranks on this machine, which has {gpus} GPUs; use cpu or auto"):
+                choose_device(TrainConfig(device="cuda"))
 
 
 def test_the_learning_rate_warms_up_and_decays_to_its_minimum():
@@ -103,14 +134,15 @@ def test_the_log_line_has_the_format_that_people_parse():
 
 
 def test_the_stopwatch_counts_only_what_runs():
-    watch = Stopwatch()
+    times = iter([10.0, 100.0, 101.0, 102.0])
+    watch = Stopwatch(clock=lambda: next(times))
     with watch.paused():
-        time.sleep(0.2)
+        pass
     watch.count(100)
-    assert watch.all_tokens == 100
-    assert watch.all_seconds < 0.1
-    assert watch.rate() > 1000
-    assert (watch.tokens, watch.seconds) == (0, 0.0)
+    watch.count(50)
+    assert (watch.all_tokens, watch.all_seconds) == (150, 2.0)
+    assert watch.rate() == 75.0
+    assert (watch.tokens, watch.seconds, watch.all_tokens) == (0, 0.0, 150)
 
 
 def test_the_screen_is_silent_where_it_is_not_wanted(capsys):

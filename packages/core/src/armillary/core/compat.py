@@ -18,15 +18,15 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     (public or private)(timeout, group)
 
 
-def host_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long the host may wait for an operation on a gloo `group`; None where it does not wait (nccl).
+def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """How long the host may wait for an operation on `group`; None where the device waits instead.
 
     gloo forgets the group's timeout in sends and receives, so whoever waits for those must say it again.
     """
-    if dist.get_backend(group) != "gloo":
+    if device_type != "cpu":
         return None
-    backend: Any = cast(Any, group)._get_backend(torch.device("cpu"))
-    return backend.options._timeout
+    options: Any = getattr(cast(Any, group)._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:

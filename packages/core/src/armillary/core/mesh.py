@@ -104,7 +104,7 @@ class Axis:
             raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
         group = mesh.get_group()
-        return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group))
+        return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group, mesh.device_type))
 
     def twin(self) -> Axis:
         """The same axis with a communicator of its own, so that what goes on it waits for nothing on this one.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,22 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
+from armillary.train.config import Config
 
-def check_writable(folder: Path) -> None:
-    """Makes `folder` and proves that it can be written to.
+
+def write_config(config: Config) -> None:
+    """Writes the resolved configuration to config.json in the output folder, and so proves that it can be written to.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it cannot; on the ranks that see it.
     """
+    folder = config.train.output
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{dist.get_rank()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        if dist.get_rank() == 0:
+            partial = folder / "config.json.partial"
+            partial.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+            partial.replace(folder / "config.json")
     except OSError as error:
         raise ValueError(
             f"--train.output {folder}: cannot be written to ({error.strerror}); name another folder"

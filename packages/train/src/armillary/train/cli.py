@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -48,4 +47,4 @@ def one_line(box: str) -> str:
     """The sentences of a boxed error message, without its title, its box and its line breaks."""
     lines = [line.strip(" │") for line in box.splitlines()]
     sentences = [line for line in lines[1:] if line.strip("─-╭╮╰╯ ")]
-    return re.sub(r"([:,.]);", r"\1", "; ".join(sentences)) or box
+    return " ".join(sentences) or box

@@ -86,7 +86,7 @@ class TrainConfig:
     timeout_minutes: float = 10.0
     """How long any collective may wait for a missing rank."""
     output: Path = Path("outputs")
-    """Folder for the configuration and checkpoints."""
+    """Folder for config.json, the resolved configuration, and for checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,40 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
-    def __post_init__(self) -> None:
-        positive = {
-            "data.sequence_length": self.data.sequence_length,
-            "data.rows": self.data.rows,
-            "train.steps": self.train.steps,
-            "train.log_every": self.train.log_every,
-            "train.validate_every": self.train.validate_every,
-            "train.validation_batches": self.train.validation_batches,
-        }
-        for name, value in positive.items():
-            if value < 1:
-                raise ValueError(f"--{name} {value}: must be at least 1")
-        data_ranks = self.parallel.replicate * self.parallel.shard
-        if data_ranks < 1 or self.data.rows % data_ranks:
-            raise ValueError(
-                f"--data.rows {self.data.rows} cannot be shared by replicate {self.parallel.replicate} x shard "
-                f"{self.parallel.shard}; make it a multiple of {max(data_ranks, 1)}"
-            )
+
+def check(config: Config) -> None:
+    """Refuses values that no run could use.
+
+    Raises:
+        ValueError: names the flag, its value and what would do.
+    """
+    least = {
+        "parallel.replicate": (config.parallel.replicate, 1),
+        "parallel.shard": (config.parallel.shard, 1),
+        "data.sequence-length": (config.data.sequence_length, 1),
+        "data.rows": (config.data.rows, 1),
+        "model.heads": (config.model.heads, 1),
+        "train.steps": (config.train.steps, 1),
+        "train.log-every": (config.train.log_every, 1),
+        "train.validate-every": (config.train.validate_every, 1),
+        "train.validation-batches": (config.train.validation_batches, 1),
+        "optimizer.warmup-steps": (config.optimizer.warmup_steps, 0),
+    }
+    for name, (value, minimum) in least.items():
+        if value < minimum:
+            raise ValueError(f"--{name} {value}: must be at least {minimum}")
+    for name, value in {
+        "train.timeout-minutes": config.train.timeout_minutes,
+        "optimizer.lr": config.optimizer.lr,
+        "optimizer.clip-norm": config.optimizer.clip_norm,
+    }.items():
+        if not value > 0:
+            raise ValueError(f"--{name} {value}: must be above 0")
+    if config.model.dim % config.model.heads:
+        raise ValueError(f"--model.dim {config.model.dim} is not a multiple of --model.heads {config.model.heads}")
+    replicas = config.parallel.replicate * config.parallel.shard
+    if config.data.rows % replicas:
+        raise ValueError(
+            f"--data.rows {config.data.rows} cannot be shared by replicate {config.parallel.replicate} x shard "
+            f"{config.parallel.shard}; make it a multiple of {replicas}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -62,14 +62,15 @@ def peak_flops(device: torch.device) -> float | None:
 class Stopwatch:
     """Tokens and seconds of training: since the rate was last read, and in all. What is paused does not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.tokens = self.all_tokens = 0
         self.seconds = self.all_seconds = 0.0
-        self.running_since = time.perf_counter()
+        self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
         """Books `tokens` as trained on in the time that has run since the last call."""
-        now = time.perf_counter()
+        now = self.clock()
         passed, self.running_since = now - self.running_since, now
         self.seconds, self.all_seconds = self.seconds + passed, self.all_seconds + passed
         self.tokens, self.all_tokens = self.tokens + tokens, self.all_tokens + tokens
@@ -84,7 +85,7 @@ class Stopwatch:
     def paused(self) -> Generator[None]:
         """Time within is not counted."""
         yield
-        self.running_since = time.perf_counter()
+        self.running_since = self.clock()
 
 
 class Screen:

@@ -19,20 +19,17 @@ DATA_AXES = ("replicate", "shard", "ring", "ulysses")
 
 
 def choose_device(config: TrainConfig) -> torch.device:
-    """This rank's device: its own GPU where the machine has one for it, else the CPU.
+    """This rank's device: its own GPU where this machine has one for each of its ranks, else the CPU.
 
     Raises:
-        ValueError: cuda is asked for and this rank has no GPU.
+        ValueError: cuda is asked for and there are fewer GPUs than ranks; on every rank of the machine.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cuda" and local_rank >= gpus:
-        raise ValueError(
-            f"--train.device cuda: local rank {local_rank} has no GPU, this machine has {gpus}; use cpu or auto"
-        )
-    if config.device == "cpu" or local_rank >= gpus:
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if config.device == "cuda" and gpus < ranks:
+        raise ValueError(f"--train.device cuda: {ranks} ranks on this machine, which has {gpus} GPUs; use cpu or auto")
+    if config.device == "cpu" or gpus < ranks:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 

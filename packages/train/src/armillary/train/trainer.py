@@ -28,8 +28,8 @@ from armillary.data import (
     split_documents,
 )
 from armillary.models import Llama, LlamaConfig, initialize, token_loss
-from armillary.train.checkpoint import check_writable, save_checkpoint
-from armillary.train.config import Config, ModelConfig, OptimizerConfig
+from armillary.train.checkpoint import save_checkpoint, write_config
+from armillary.train.config import Config, ModelConfig, OptimizerConfig, check
 from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.parallel import check_heads, choose_axes, choose_device, data_mesh, shard_model
 from armillary.train.schedule import learning_rate
@@ -78,15 +78,14 @@ class Summary:
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
     """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
+    check(config)
     device = choose_device(config.train)
     mine = not dist.is_initialized()
     if mine:
         start_process_group(device.type, timedelta(minutes=config.train.timeout_minutes))
-    try:
-        yield device
-    finally:
-        if mine:
-            dist.destroy_process_group()
+    yield device
+    if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
+        dist.destroy_process_group()
 
 
 def prepare(config: Config, device: torch.device) -> Run:
@@ -101,7 +100,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     model_config = llama_config(config.model)
     check_heads(attention, model_config.heads, model_config.kv_heads, model_config.head_dim)
     layout = attention.layout(config.data.sequence_length, config.data.layout)
-    check_writable(config.train.output)
+    write_config(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
     training, validation = load_rows(config, layout, attention.shard, replica, replicas)
@@ -144,7 +143,11 @@ def load_rows(
         )
 
     training, validation = split_documents(documents)
-    return rows(training), rows(validation)
+    try:
+        return rows(training), rows(validation)
+    except ValueError as error:
+        sizes = " and ".join(str(sum(len(d.text) for d in part)) for part in (training, validation))
+        raise ValueError(f"{error} (training and validation documents have {sizes} bytes)") from error
 
 
 def precision(config: Config, device: torch.device) -> torch.dtype:
