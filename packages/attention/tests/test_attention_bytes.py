@@ -2,7 +2,7 @@
 
 import torch
 
-from armillary.attention import AttentionMask, Method, Ring, TokenRing, Ulysses
+from armillary.attention import AllGatherKV, AttentionMask, Method, Ring, TokenRing, Ulysses, WallFacer
 from armillary.core import CommLedger
 from armillary.core.testing import mesh
 
@@ -81,3 +81,61 @@ def test_what_no_rank_further_on_sees_is_not_sent(worlds):
     assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
     lonely = worlds(P).run(bytes_sent, "token_ring", H, torch.float32, AttentionMask(True, window=(0, 0)), "contiguous")
     assert lonely == [(0, 0)] * P
+
+
+def wall_facer_bytes(
+    team: int, placement: str, gather_keys: bool, backward: str, key_heads: int, dtype: torch.dtype
+) -> tuple[bool, dict[tuple[str, str], int]]:
+    """Whether this rank keeps its own keys, and bytes by (kind, phase)."""
+    attend = WallFacer(mesh(ring=16)["ring"], team, placement, backward, gather_keys)
+    q, k, v = (torch.randn(B, T, n, D, dtype=dtype, requires_grad=True) for n in (H, key_heads, key_heads))
+    with CommLedger() as ledger:
+        attend(q, k, v, mask=AttentionMask(False), layout=attend.layout(16 * T)).sum().backward()
+    kinds = [(kind, phase) for kind in ("p2p", "all_gather", "reduce_scatter") for phase in ("forward", "backward")]
+    own = attend.teams.keeper(*attend.seat) == attend.shard
+    return own, {(kind, phase): ledger.bytes(kind=kind, phase=phase) for kind, phase in kinds}
+
+
+def test_wall_facer(worlds):
+    """Its closed form at 16 ranks: teams of 2 in rings of 4, and teams of 4 with no ring at all."""
+    for team, placement, backward, key_heads, (dtype, e, a) in (
+        (1, "collect_intra", "keys", 2, DTYPES[0]),
+        (2, "collect_intra", "keys", 2, DTYPES[1]),
+        (2, "p2p_intra", "queries", 8, DTYPES[1]),
+        (2, "p2p_intra", "queries", 8, DTYPES[0]),
+        (4, "collect_intra", "keys", 8, DTYPES[0]),
+    ):
+        steps = 16 // team**2 - 1
+        queries, keys = B * T * H, 2 * B * T * key_heads * D
+        step = keys * (e + a) if backward == "keys" else queries * (3 * D * e + a + D * a)
+        for own, sent in worlds(16).run(wall_facer_bytes, team, placement, True, backward, key_heads, dtype):
+            placed = 0 if own else team  # the team's keys, once; a rank that keeps its own sends none
+            assert sent == {
+                ("all_gather", "forward"): (team - 1) * (queries * D + keys) * e,
+                ("p2p", "forward"): (placed + steps * team) * keys * e,
+                ("reduce_scatter", "forward"): (team - 1) * queries * (D * e + a),
+                ("all_gather", "backward"): (team - 1) * (queries * (3 * D * e + a) + keys * e),
+                ("p2p", "backward"): placed * keys * (e + a) + steps * team * step,
+                ("reduce_scatter", "backward"): (team - 1) * (queries * D + keys) * a,
+            }
+
+
+def test_wall_facer_without_the_gather_of_keys_sends_less_within_teams(worlds):
+    _, sent = worlds(16).run(wall_facer_bytes, 2, "collect_intra", False, "keys", 8, torch.float32)[5]
+    assert sent["all_gather", "forward"] == B * T * H * D * 4
+    assert sent["p2p", "forward"] == (2 + 3 * 2) * 2 * B * T * 8 * D * 4
+
+
+def all_gather_bytes(key_heads: int) -> tuple[int, int, int]:
+    attend = AllGatherKV(mesh(ring=P)["ring"])
+    q, k, v = (torch.randn(B, T, n, D, requires_grad=True) for n in (H, key_heads, key_heads))
+    with CommLedger() as ledger:
+        attend(q, k, v, mask=AttentionMask(), layout=attend.layout(P * T)).sum().backward()
+    gathers = [ledger.bytes(kind="all_gather", phase=phase) for phase in ("forward", "backward")]
+    return gathers[0], gathers[1], ledger.bytes(kind="reduce_scatter")
+
+
+def test_all_gather(worlds):
+    for key_heads in (1, 8):
+        keys = (P - 1) * 2 * B * T * key_heads * D * 4
+        assert worlds(P).run(all_gather_bytes, key_heads) == [(keys, keys, keys)] * P

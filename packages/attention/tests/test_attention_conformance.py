@@ -1,29 +1,59 @@
 """Every method in every composition through the suite; and the suite itself, on toys that are wrong on purpose."""
 
+import json
 import re
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, islice
 from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from armillary.attention import Local, Ring, Ulysses
-from armillary.attention.conformance import MASKS, Case, cases, check, errors
+from armillary.attention import Call, Local, Method, Saved, Ulysses
+from armillary.attention.cell import Cell
+from armillary.attention.conformance import (
+    KINDS,
+    METHODS,
+    Case,
+    Composition,
+    cases,
+    check,
+    compositions,
+    errors,
+    product_cases,
+    random_cases,
+)
+from armillary.attention.conformance.command import Verdict, main
 from armillary.attention.mask import AttentionMask
+from armillary.attention.merge import Merge, Sum
 from armillary.attention.reference import reference_attention, visible_pairs
-from armillary.core import SequenceLayout
+from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
 
-COMPOSITIONS = [
-    {},
-    *({"ring": n} for n in (1, 2, 4, 8)),
-    *({"ulysses": n} for n in (1, 2, 4, 8)),
-    *({"ring": r, "ulysses": u} for r, u in ((2, 2), (2, 4), (4, 2))),
-    {"shard": 2, "ring": 4},
-    {"ring": 2, "tp": 2},
+of = Composition.of
+THOROUGH = [
+    *(of("local"), of("ring-queries", ring=2), of("ulysses", ulysses=2), of("ring-keys", ring=4)),
+    *(of("token_ring", ring=4), of("wallfacer-2-queries", ring=4), of("usp", ring=2, ulysses=2)),
 ]
+"""Through the pairwise-covering sample."""
+BRIEF = [
+    *(of("ring", ring=1), of("ulysses", ulysses=1), of("ring-keys", ring=2), of("token_ring", ring=2)),
+    *(of("all_gather", ring=2), of("ring-queries", ring=4), of("all_gather", ring=4), of("ulysses", ulysses=4)),
+    *(of("wallfacer-1", ring=4), of("wallfacer-2", ring=4), of("wallfacer-2-p2p", ring=4)),
+    *(of("wallfacer-2-keys", ring=4), of("ulysses+token_ring", ring=2, ulysses=2)),
+    *(of("ulysses+all_gather", ring=2, ulysses=2), of("ring-queries", ring=2, tp=2)),
+    *(of("ring", ring=8), of("ring-keys", ring=8), of("ring-queries", ring=8), of("token_ring", ring=8)),
+    *(of("ulysses", ulysses=8), of("usp", ring=2, ulysses=4), of("usp", ring=4, ulysses=2)),
+    *(of("ulysses+token_ring", ring=4, ulysses=2), of("all_gather", ring=8)),
+    *(of("wallfacer-2", ring=8), of("wallfacer-2-p2p", ring=8), of("wallfacer-2-queries", ring=8)),
+    *(of("ulysses+wallfacer", ring=4, ulysses=2), of("ring", shard=2, ring=4), of("wallfacer-2", shard=2, ring=4)),
+]
+"""Through a brief one that has every mask, layout, (H, K), dtype and so on once; a different one each."""
+SIXTEEN = [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16), of("wallfacer-2-keys", ring=16)]
+SUITE = [*((composition, None) for composition in THOROUGH), *((made, number) for number, made in enumerate(BRIEF))]
 
 
 def named(axes: dict[str, int]) -> str:
@@ -32,10 +62,9 @@ def named(axes: dict[str, int]) -> str:
 
 def build(axes: dict[str, int]):
     """The method that runs over these axes, as this rank sees it."""
-    ring = Ring(mesh(**axes)["ring"]) if "ring" in axes else None
-    if "ulysses" not in axes:
-        return ring or Local()
-    return Ulysses(mesh(**axes)["ulysses"], inner=ring) if ring else Ulysses(mesh(**axes)["ulysses"])
+    if "ulysses" in axes:
+        return of("usp" if "ring" in axes else "ulysses", **axes).build()
+    return of("ring" if axes else "local", **axes).build()
 
 
 def failures_of(attend, chosen, seeds: int = 0) -> list[str]:
@@ -49,15 +78,125 @@ def failures_of(attend, chosen, seeds: int = 0) -> list[str]:
     return failed
 
 
-def conform(axes: dict[str, int]) -> list[str]:
+def conform(composition: Composition, brief: int | None) -> list[str]:
     """Ranks that only differ on the outer axes hold different data, as replicas do."""
-    replica = 10 * mesh(**axes)["shard"].get_local_rank() + mesh(**axes)["tp"].get_local_rank()
-    return failures_of(build(axes), cases(), seeds=1000 * replica)
+    axes = mesh(**dict(composition.axes))
+    replica = 10 * axes["shard"].get_local_rank() + axes["tp"].get_local_rank()
+    return failures_of(composition.build(), cases(brief=brief), seeds=100_000 * replica)
 
 
-@pytest.mark.parametrize("axes", COMPOSITIONS, ids=named)
-def test_conformance(worlds, axes):
-    assert not [failure for rank in worlds(prod(axes.values())).run(conform, axes) for failure in rank]
+@pytest.mark.parametrize(("composition", "brief"), SUITE, ids=lambda value: str(value) if value is not None else "full")
+def test_conformance(worlds, composition, brief):
+    assert not [failure for rank in worlds(composition.ranks).run(conform, composition, brief) for failure in rank]
+
+
+def test_teams_of_four_and_rings_of_teams_of_two_on_sixteen_ranks(worlds):
+    for brief, composition in enumerate(SIXTEEN):
+        assert not [failure for rank in worlds(16).run(conform, composition, brief) for failure in rank]
+
+
+def test_all_methods_of_the_table_are_in_the_suite():
+    assert {composition.method for composition in THOROUGH + BRIEF + SIXTEEN} | {"wallfacer"} >= set(METHODS)
+
+
+# -- a search -------------------------------------------------------------------------------------------------------
+
+edges = st.none() | st.integers(0, 12)
+
+
+@st.composite
+def masks(draw, length: int, keys: int, batch: int) -> AttentionMask:
+    cuts = st.sets(st.integers(1, length - 1), max_size=6).map(lambda inner: (0, *sorted(inner), length))
+    rows = st.tuples(*[cuts] * batch)
+    documents = draw(st.none() | cuts | rows) if keys == length else None
+    return AttentionMask(draw(st.booleans()), draw(st.none() | st.tuples(edges, edges)), documents)
+
+
+@st.composite
+def any_case(draw) -> Case:
+    batch, length, group, kv_heads = (draw(st.integers(*ends)) for ends in ((1, 3), (4, 40), (1, 4), (1, 4)))
+    keys = draw(st.just(length) | st.integers(4, 40))
+    return Case(
+        batch=batch,
+        length=length,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 20)),
+        value_dim=draw(st.integers(1, 20)),
+        dtype=torch.float64,
+        mask=draw(masks(length, keys, batch)),
+        kind=draw(st.sampled_from(KINDS)),
+        key_length=None if keys == length else keys,
+        key_kind=draw(st.none() | st.sampled_from(KINDS)),
+        sinks=draw(st.booleans()),
+        softcap=draw(st.none() | st.floats(0.5, 8)),
+        memory=draw(st.sampled_from(["plain", "transposed", "packed"])),
+    )
+
+
+def searched(composition: Composition, case: Case) -> list[str]:
+    return failures_of(composition.build(), [case])
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(composition=st.sampled_from(compositions(list(METHODS), [4])), case=any_case())
+def test_nothing_that_a_search_comes_up_with_is_wrong(worlds, composition, case):
+    case = replace(case, heads=case.heads * 4, kv_heads=case.kv_heads) if case.heads < 4 else case
+    assert worlds(4).run(searched, composition, case) == [[]] * 4
+
+
+# -- adding a method needs one new file -----------------------------------------------------------------------------
+
+
+class Summed(Method):
+    """The simplest method there could be: every rank gathers all keys, by summing what each holds."""
+
+    def __init__(self, axis) -> None:
+        self.axis = Axis.of(axis)
+        self.shards = self.sequence_shards = self.axis.size
+        self.shard = self.axis.rank
+
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        return getattr(SequenceLayout, kind)(length, self.shards)
+
+    def forward(self, q, k, v, call: Call):
+        merged = Merge.of(q, v)
+        for shard, (keys, values) in enumerate(self._gather(k, v, call)):
+            Cell(call, self.shard, shard).forward(q, keys, values, merged)
+        out, lse = merged.result()
+        return out, Saved(q, k, v, out, lse)
+
+    def backward(self, dout, saved: Saved, call: Call):
+        dq, mine = Sum.like(saved.q), []
+        for shard, (k, v) in enumerate(self._gather(saved.k, saved.v, call)):
+            dk, dv = Sum.like(k), Sum.like(v)
+            Cell(call, self.shard, shard).backward(dout, saved._replace(k=k, v=v), dq, dk, dv)
+            for share in (dk.value().contiguous(), dv.value().contiguous()):
+                dist.all_reduce(share, group=self.axis.group)
+                mine += [share] * (shard == self.shard)
+        return dq.value(), *mine
+
+    def _gather(self, k, v, call: Call):
+        for shard, tokens in enumerate(call.key_layout.sizes):
+            here = shard == self.shard
+            both = [x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
+            for x, own in zip(both, (k, v), strict=True):
+                x.copy_(own) if here else None
+                dist.all_reduce(x, group=self.axis.group)
+            yield both
+
+
+def summed(axes: dict[str, int], brief: int | None) -> list[str]:
+    attend = Summed(mesh(**axes)["ring"])
+    return failures_of(Ulysses(mesh(**axes)["ulysses"], attend) if "ulysses" in axes else attend, cases(brief=brief))
+
+
+@pytest.mark.parametrize(("axes", "brief"), [({"ring": 2}, None), ({"ring": 4}, 1), ({"ring": 2, "ulysses": 2}, 2)])
+def test_a_method_defined_here_conforms_under_all_masks_alone_and_inside_another(worlds, axes, brief):
+    assert worlds(prod(axes.values())).run(summed, axes, brief) == [[]] * prod(axes.values())
+
+
+# -- what holds for every method ------------------------------------------------------------------------------------
 
 
 def gradient_of_lse(axes: dict[str, int]) -> str:
@@ -95,18 +234,18 @@ def test_the_layout_may_be_that_of_the_sequence_axis(worlds, axes):
     assert all(worlds(prod(axes.values())).run(with_either_layout, axes))
 
 
-@pytest.mark.parametrize("axes", COMPOSITIONS[1:12], ids=named)
-def test_the_layout_of_a_method_covers_its_ranks(worlds, axes):
-    size = prod(axes.values())
-    answers = worlds(size).run(layout_and_shard, axes)
+@pytest.mark.parametrize("composition", compositions(list(METHODS), [4]), ids=str)
+def test_the_layout_of_a_method_covers_its_ranks(worlds, composition):
+    answers = worlds(composition.ranks).run(layout_and_shard, composition)
     layouts, shards = zip(*answers, strict=True)
-    assert sorted(shards) == list(range(size)) and set(layouts) == {layouts[0]}
-    ring = SequenceLayout.striped(53, axes.get("ring", 1))
-    assert layouts[0] == ring.refine(axes.get("ulysses", 1))
+    assert sorted(shards) == list(range(composition.ranks)) and set(layouts) == {layouts[0]}
+    if "wallfacer" not in composition.method:
+        axes = dict(composition.axes)
+        assert layouts[0] == SequenceLayout.striped(53, axes.get("ring", 1)).refine(axes.get("ulysses", 1))
 
 
-def layout_and_shard(axes: dict[str, int]) -> tuple[SequenceLayout, int]:
-    attend = build(axes)
+def layout_and_shard(composition: Composition) -> tuple[SequenceLayout, int]:
+    attend = composition.build()
     return attend.layout(53, kind="striped"), attend.shard
 
 
@@ -139,6 +278,15 @@ def refusal(axes: dict[str, int], wrong: str) -> str:
         given["layout"] = SequenceLayout.contiguous(24, 3)
     if wrong == "no layout":
         del given["layout"]
+    given |= {
+        "sinks": {"sinks": torch.zeros(3)},
+        "softcap": {"softcap": 2.0, "kernel": "cpu_flash"},
+        "kernel": {"kernel": "abacus"},
+        "key shards": {"key_layout": SequenceLayout.contiguous(24, 3)},
+        "key layout": {"key_layout": attend.layout(48, kind="zigzag")},
+        "documents": {"mask": AttentionMask(documents=(0, 9, 31))},
+        "rows": {"mask": AttentionMask(documents=((0, 24),) * 3)},
+    }.get(wrong, {})
     try:
         attend.layout(24, kind="spiral") if wrong == "kind" else attend(q, k, v, **given)
     except ValueError as refused:
@@ -161,6 +309,13 @@ def refusal(axes: dict[str, int], wrong: str) -> str:
         *((axes, "dtypes", ["float32", "float64"]) for axes in FOUR),
         *((axes, "no layout", ["layout"]) for axes in FOUR),
         *((axes, "kind", ["spiral", "zigzag"]) for axes in FOUR),
+        *((axes, "sinks", ["(3,)", "8"]) for axes in FOUR),
+        *((axes, "softcap", ["cpu_flash", "softcap"]) for axes in FOUR),
+        *((axes, "kernel", ["abacus", "dense"]) for axes in FOUR),
+        *((axes, "key shards", ["3", "shards", str(axes.get("ring", 1))]) for axes in FOUR),
+        *((axes, "key layout", ["12", "6"]) for axes in FOUR),
+        *((axes, "documents", ["31", "24"]) for axes in FOUR),
+        *((axes, "rows", ["3", "2"]) for axes in FOUR),
     ],
     ids=lambda value: value if isinstance(value, str) else named(value) if isinstance(value, dict) else "",
 )
@@ -264,12 +419,12 @@ def part(q, k, v, visible, scale) -> tuple[torch.Tensor, torch.Tensor]:
     return (logits - lse).exp().nan_to_num() @ v, lse
 
 
-SAME_DIMS = cases(value_dims=(0,))
+PLAIN = {"keys": ["own"], "sinks": [False], "softcaps": [None]}  # what the toys know
+SAME_DIMS = cases(masks=["full", "causal"], value_dims=(0,), **PLAIN)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_a_right_method_passes(mask):
-    assert not failures_of(Toy(), cases(masks=[mask]))
+def test_a_right_method_passes():
+    assert not failures_of(Toy(), cases(**PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +440,7 @@ def test_a_right_method_passes(mask):
         ("lse in base 2", r"bfloat16 .*: lse off by 0\.44 "),
         ("lse through bfloat16", r"bfloat16 .*: lse off by 0\.00\d+ \(limit 0\.0001\)$"),
         ("causal ignored", r"bfloat16 causal .*: out off by "),
-        ("scale ignored", r"bfloat16 .*scale=0\.5.*: out off by "),
+        ("scale ignored", r"bfloat16 .*scale=0\.\d+.*: out off by "),
         ("key heads taken in turn", r"H8 K2 .* bfloat16.*: out off by "),
         ("unwritten memory", r"bfloat16.*: out off by inf "),
         ("not repeatable", r"float64.*: out differs between two runs"),
@@ -297,6 +452,49 @@ def test_a_right_method_passes(mask):
 def test_a_wrong_method_is_caught_and_named(flaw, says):
     failed = failures_of(Toy(flaw), SAME_DIMS)
     assert any(re.search(says, failure) for failure in failed), failed
+
+
+class Tampered:
+    """A right method that is called wrongly."""
+
+    def __init__(self, attend: Method, flaw: str) -> None:
+        self.attend, self.flaw, self.shard, self.layout = attend, flaw, attend.shard, attend.layout
+
+    def __call__(self, q, k, v, *, sinks=None, softcap=None, key_layout=None, **given):
+        if sinks is not None and self.flaw == "sinks ignored":
+            sinks = sinks * 0 - torch.inf
+        if sinks is not None and self.flaw == "dsinks twice as large":
+            sinks = sinks + (sinks - sinks.detach())
+        if self.flaw == "softcap ignored":
+            softcap = None
+        if self.flaw == "layout of the keys ignored" and k.shape[1] == q.shape[1]:
+            key_layout = None
+        return self.attend(q, k, v, sinks=sinks, softcap=softcap, key_layout=key_layout, **given)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "says"),
+    [
+        ("sinks ignored", r"float32 .* sinks .*: out off by .*, dsinks off by "),
+        ("dsinks twice as large", r"bfloat16 .* sinks .*: dsinks off by 1 \(limit 0\.0\d+\)$"),
+        ("softcap ignored", r"bfloat16 .* softcap=1\.5 .*: out off by "),
+    ],
+)
+def test_a_method_that_leaves_out_what_it_was_given_is_caught(flaw, says):
+    failed = failures_of(Tampered(Local(), flaw), cases())
+    assert any(re.search(says, failure) for failure in failed), failed
+    assert all(" sinks " in failure or " softcap=" in failure for failure in failed)
+
+
+def tampered_ring(flaw: str) -> list[str]:
+    chosen = [Case(mask=AttentionMask(documents=(0, 11, 40)), length=40, key_kind=kind) for kind in KINDS]
+    return failures_of(Tampered(of("ring", ring=4).build(), flaw), chosen)
+
+
+def test_a_method_that_takes_the_keys_to_lie_as_the_queries_do_is_caught(worlds):
+    assert worlds(4).run(tampered_ring, "") == [[]] * 4
+    for failed in worlds(4).run(tampered_ring, "layout of the keys ignored"):
+        assert len(failed) == 2 and all("zigzag keys=40," in failure for failure in failed)
 
 
 class Everything:
@@ -340,7 +538,8 @@ def gathered(x, layout, shard, alone: bool = False) -> torch.Tensor:
 
 
 def everything(flaw: str = "") -> list[str]:
-    chosen = cases(dtypes=[torch.float64, torch.float32], lengths=[24, 64], heads=[(8, 2)], value_dims=[0])
+    few = {"masks": ["full", "causal"], "lengths": [24, 64], "heads": [(8, 2)], "value_dims": [0], **PLAIN}
+    chosen = cases(dtypes=[torch.float64, torch.float32], **few)
     return failures_of(Everything(flaw), chosen)
 
 
@@ -356,18 +555,93 @@ def test_a_method_that_confuses_ranks_is_caught_on_each(worlds, flaw, says):
 # -- the sample -----------------------------------------------------------------------------------------------------
 
 
+def settings_of(case: Case) -> dict:
+    """Which setting of each factor a case has."""
+    mask = case.mask
+    return {
+        "mask": (mask.causal, mask.window is not None, mask.documents is not None, mask.per_row),
+        "heads": (case.heads, case.kv_heads),
+        "wider": case.value_dim - case.head_dim,
+        "keys": case.crosses,
+        "scale": case.scale is None,
+        **{name: getattr(case, name) for name in ("batch", "length", "head_dim", "dtype", "kind", "memory")},
+        **{name: getattr(case, name) for name in ("sinks", "softcap")},
+    }
+
+
 def test_any_two_settings_of_any_two_factors_meet_in_a_case():
-    factors = ("batch", "length", "heads", "head_dim", "dtype", "mask", "kind", "scale", "memory")
-    met = {(f, getattr(case, f), g, getattr(case, g)) for case in cases() for f, g in combinations(factors, 2)}
-    levels = {f: {getattr(case, f) for case in cases()} for f in factors}
-    assert met >= {(f, a, g, b) for f, g in combinations(factors, 2) for a in levels[f] for b in levels[g]}
-    assert len(levels["heads"]) == 3 and len(levels["mask"]) == 2 and len(levels["dtype"]) == 3
+    found = [settings_of(case) for case in cases()]
+    levels = {factor: {each[factor] for each in found if each["head_dim"] <= 40} for factor in found[0]}
+    met = {(f, each[f], g, each[g]) for each in found for f, g in combinations(levels, 2)}
+    assert met >= {(f, a, g, b) for f, g in combinations(levels, 2) for a in levels[f] for b in levels[g]}
+    assert {factor: len(levels[factor]) for factor in ("mask", "heads", "dtype", "kind", "keys", "sinks")} == {
+        "mask": 6,
+        "heads": 5,
+        "dtype": 3,
+        "kind": 3,
+        "keys": 2,
+        "sinks": 2,
+    }
+    assert {case.head_dim for case in cases()} >= {8, 64, 128, 256}
+    assert {(case.keys > case.length) - (case.keys < case.length) for case in cases()} == {-1, 0, 1}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_brief_sample_has_each_setting_once(number):
+    def levels(chosen):
+        return {(factor, setting) for case in chosen for factor, setting in settings_of(case).items()}
+
+    large = {("head_dim", dim) for dim in (64, 128, 256)}
+    assert levels(cases(brief=number)) >= levels(cases()) - large and len(cases(brief=number)) < 12
 
 
 def test_cases_are_the_same_every_time_and_differ_from_one_another():
-    assert cases() == cases() and len(set(cases())) == len({str(case) for case in cases()}) == len(cases()) < 40
+    for chosen in (cases(), [*cases(brief=1), *cases(brief=2)], list(product_cases(1, [torch.float64]))):
+        assert len(set(chosen)) == len({str(case) for case in chosen}) == len(chosen)
+    assert cases() == cases() and cases(brief=3) == cases(brief=3) and len(cases()) < 50
+    assert list(product_cases(2)) == list(product_cases(2)) != list(product_cases(3))
+
+
+def test_the_product_has_every_mask_layout_heads_and_dtype():
+    made = [settings_of(case) for case in product_cases()]
+    assert len({(each["mask"], each["kind"], each["heads"], each["dtype"]) for each in made}) == 6 * 3 * 5 * 3
 
 
 def test_errors_are_numbers_for_what_the_case_needs():
     assert set(errors(Toy(), Case(needs="kv"))) == {"out", "lse", "dk", "dv"}
     assert set(errors(Toy(), Case(needs=""))) == {"out", "lse"}
+    assert set(errors(Local(), Case(sinks=True, needs="s"))) == {"out", "lse", "dsinks"}
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_reports_what_it_ran(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    arguments = ["--ranks", "1", "2", "--method", "local", "ring-keys", "--sample", "6", "--json", str(file)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\[2/2\] ring-keys-ring2: 3 cases, 0 failed", said) and "6 cases, 0 failed" in said
+    rows = json.loads(file.read_text())["rows"]
+    assert sum(row["cases"] for row in rows) == 6 and all(0 < row["worst"] < 1 for row in rows)
+
+
+def test_the_command_names_what_failed_and_says_so_to_the_shell(monkeypatch, capsys):
+    monkeypatch.setattr("armillary.attention.conformance.command.judge", judge_badly)
+    assert main(["--ranks", "2", "--method", "ring", "--sample", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "3 cases, 3 failed" in said
+    assert len(re.findall(r"FAILED ring-ring2: B\d.*: rank 1: dq off by 3 \(limit 1\)$", said, re.M)) == 2
+    assert said.count("rank 1 raised:") == 1
+
+
+def judge_badly(composition, chosen):
+    """Wrong on rank 1; and the second of the cases makes it raise."""
+    if dist.get_rank() and any(case == second() for case in chosen):
+        raise RuntimeError("no")
+    failure = "dq off by 3 (limit 1)" if dist.get_rank() else ""
+    return [Verdict(3.0 if failure else 0.5, "dq", failure) for _ in chosen]
+
+
+def second() -> Case:
+    return list(islice(random_cases(), 2))[1]

@@ -51,6 +51,63 @@ def test_out_and_gradients_are_those_of_torch(name, scale):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_a_sink_is_one_more_key_with_value_0_and_a_score_of_its_own(name):
+    q, k, v, dout = tensors()
+    sinks = torch.tensor([-1.0, 0.5, 3.0, 40.0], dtype=torch.float64)
+    i = torch.arange(11)
+    visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
+
+    def with_torch(q, k, v, sinks):
+        q, k, v = (x.transpose(1, 2) for x in (q, F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))))
+        bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf).expand(2, 4, 11, 11)
+        bias = torch.cat([bias, sinks[None, :, None, None].expand(2, 4, 11, 1)], dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True).transpose(1, 2)
+
+    def ours(q, k, v, sinks):
+        return reference_attention(q, k, v, mask=MASKS[name], sinks=sinks)
+
+    def run(attention):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+        out = attention(*leaves)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    for got, expected in zip(run(ours), run(with_torch), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sink_for_each_query_has_a_gradient_for_each_query():
+    q, k, v, dout = tensors()
+    sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    each = sinks.detach().expand(2, 11, 4).clone().requires_grad_()
+    shared, many = (
+        torch.autograd.grad(reference_attention(q, k, v, mask=CAUSAL, sinks=x), x, dout)[0] for x in (sinks, each)
+    )
+    torch.testing.assert_close(many.sum((0, 1)), shared, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sink_that_nobody_notices_changes_nothing_and_one_alone_gives_0():
+    q, k, v, _ = tensors()
+    plain = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
+    ignored = reference_attention(q, k, v, mask=CAUSAL, sinks=torch.full((4,), -torch.inf), return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ignored, strict=True))
+    later, sinks = torch.arange(20, 31), torch.tensor([1.0, 2.0, 3.0, 1000.0])
+    out, lse = reference_attention(q, k, v, mask=CAUSAL, sinks=sinks, key_positions=later, return_lse=True)
+    assert (out == 0).all() and torch.equal(lse, sinks.double().expand(2, 11, 4))
+
+
+def test_softcap_by_hand_and_its_gradients_by_finite_differences():
+    q, k, v, _ = tensors(2, 1, length=4, batch=1)
+    scores = 2 * torch.tanh(torch.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * 0.7 / 2)
+    expected = torch.einsum("bhts,bsd->bthd", scores.softmax(-1), v[:, :, 0])
+    out = reference_attention(q, k, v, mask=FULL, scale=0.7, softcap=2.0)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), torch.randn(2, dtype=torch.float64).requires_grad_()]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, s: reference_attention(q, k, v, mask=CAUSAL, sinks=s, softcap=1.5), leaves
+    )
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 2), (6, 3), (6, 6)])
 def test_query_head_h_meets_kv_head_h_over_the_group_size(heads, kv_heads):
     q, k, v, _ = tensors(heads, kv_heads)

@@ -1,24 +1,34 @@
 """Exact attention over sequences sharded across ranks: Ring, Ulysses, and their compositions."""
 
+from armillary.attention.all_gather import AllGatherKV
 from armillary.attention.build import build_attention
 from armillary.attention.call import Call, Saved
+from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence
 from armillary.attention.local import Local
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
+from armillary.attention.projections import Projections
 from armillary.attention.reference import reference_attention
 from armillary.attention.ring import Ring
 from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
+from armillary.attention.wall_facer import WallFacer
 
 __all__ = [
+    "AllGatherKV",
     "AttentionMask",
     "Call",
     "Local",
     "Method",
+    "Projections",
     "Ring",
     "Saved",
     "TokenRing",
     "Ulysses",
+    "WallFacer",
     "build_attention",
     "reference_attention",
+    "register_transformers",
+    "sdpa_parallel",
+    "sequence",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.merge import wide
+from armillary.core import wide
 from armillary.core.ledger import phase
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A method and a call, found by number as long as somebody holds the plan: the caller, or the autograd graph.
+    """A method, a call and what the method has sent already: found by number as long as somebody holds the plan, which
+    is the caller, or the autograd graph.
 
     Numbers are never used twice, so that a stale one is an error and not another plan.
     """
@@ -33,6 +34,7 @@ class Plan:
     method: Method
     call: Call
     with_lse: bool
+    started: Any = None
     handle: int = field(default_factory=count().__next__)
 
     alive: ClassVar[WeakValueDictionary[int, Plan]] = WeakValueDictionary()
@@ -41,11 +43,8 @@ class Plan:
         self.alive[self.handle] = self
 
 
-def attend(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, with_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """`method` on local tensors, differentiable: (out [B, T, H, Dv], lse [B, T, H]; empty unless `with_lse`)."""
-    plan = Plan(method, call, with_lse)
+def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The plan on local tensors, differentiable: (out [B, T, H, Dv], lse [B, T, H]; empty unless `with_lse`)."""
     out, lse, *_ = _forward(q, k, v, sinks, plan.handle)
     return out, lse
 
@@ -55,7 +54,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -
     """[out, lse, *saved]; saved is there only where the method saves others than q, k, v, out and lse themselves."""
     found = Plan.alive[plan]
     method, call = found.method, found.call
-    out, saved = method.forward(q, k, v, call)
+    out, saved = method.resume(found.started, q, k, v, call)
     # The local lse costs communication where the method moves its tensors: only when it is needed.
     lse = method.local_lse(saved, call) if needs_lse(found, sinks) else saved.lse.new_empty(0)
     if sinks is not None:

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import isqrt
+
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.all_gather import AllGatherKV
 from armillary.attention.local import Local
 from armillary.attention.method import Method
 from armillary.attention.ring import Ring
+from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
+from armillary.attention.wall_facer import WallFacer
+
+SEQUENCE_METHODS: dict[str, Callable[[DeviceMesh], Method]] = {
+    "ring": Ring,
+    "token_ring": TokenRing,
+    "wallfacer": lambda axis: WallFacer(axis, team=largest_team(axis.size())),
+    "all_gather": AllGatherKV,
+}
+HEAD_METHODS: dict[str, Callable[[DeviceMesh, Method], Method]] = {"ulysses": Ulysses}
 
 
 def build_attention(name: str, mesh: DeviceMesh) -> Method:
     """The method `name` on the axes of `mesh` (from `build_mesh`).
 
     Args:
-        name: "local", "ring", "ulysses", or "usp" (Ulysses around Ring).
+        name: "local"; on the sequence axis "ring", "token_ring", "wallfacer" (with the largest team that fits) or
+            "all_gather"; on the head axis "ulysses"; a pair of both, as in "ulysses+wallfacer"; "usp" is
+            "ulysses+ring".
 
     Raises:
         ValueError: an unknown name, or a method that leaves an axis with more than one rank unused.
     """
-    unused = {"local": ("ring", "ulysses"), "ring": ("ulysses",), "ulysses": ("ring",), "usp": ()}
-    if name not in unused:
-        raise ValueError(f"no attention method {name!r}; known: {', '.join(unused)}")
-    for axis in unused[name]:
-        if mesh[axis].size() > 1:
-            raise ValueError(
-                f"{name} would leave axis {axis!r} with {mesh[axis].size()} ranks unused; use usp or {axis}=1"
-            )
-    if name == "local":
-        return Local()
-    if name == "ring":
-        return Ring(mesh["ring"])
-    return Ulysses(mesh["ulysses"], inner=Ring(mesh["ring"]) if name == "usp" else None)
+    head, _, sequence = ("ulysses+ring" if name == "usp" else name).rpartition("+")
+    if not head and sequence in HEAD_METHODS:
+        head, sequence = sequence, "local"
+    if (head and head not in HEAD_METHODS) or (sequence != "local" and sequence not in SEQUENCE_METHODS):
+        raise ValueError(f"no attention method {name!r}; known: {', '.join(names())}")
+    _check_used(name, mesh, "ring", sequence != "local")
+    _check_used(name, mesh, "ulysses", bool(head))
+    inner = Local() if sequence == "local" else SEQUENCE_METHODS[sequence](mesh["ring"])
+    return HEAD_METHODS[head](mesh["ulysses"], inner) if head and mesh["ulysses"].size() > 1 else inner
+
+
+def names() -> list[str]:
+    """Every name that `build_attention` knows."""
+    pairs = [f"{head}+{sequence}" for head in HEAD_METHODS for sequence in SEQUENCE_METHODS]
+    return ["local", *SEQUENCE_METHODS, *HEAD_METHODS, "usp", *pairs]
+
+
+def largest_team(ranks: int) -> int:
+    """The largest C whose square divides the number of ranks."""
+    return max(c for c in range(1, isqrt(ranks) + 1) if ranks % c**2 == 0)
+
+
+def _check_used(name: str, mesh: DeviceMesh, axis: str, used: bool) -> None:
+    ranks = mesh[axis].size()
+    if ranks > 1 and not used:
+        raise ValueError(f"{name} would leave axis {axis!r} with {ranks} ranks unused; use usp, or {axis}=1")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved, head_runs
+from armillary.attention.kernels import Backward, Forward
 from armillary.attention.mask import Window
 from armillary.attention.merge import Merge, Part, Sum
 from armillary.attention.tiles import sees, tiles
@@ -23,20 +24,26 @@ class Cell:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
         """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
-        call = self.call
-        for rows, columns, band in self._kernel_calls(q.shape[0]):
-            into.add(rows, *call.kernel.forward(q[rows], k[columns], v[columns], band, call.scores))
+        calls = tuple(self._kernel_calls(q.shape[0]))
+        pieces = (Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in calls)
+        for i, partial in self.call.kernel.forward_many(pieces, self.call.scores):
+            into.add(calls[i][0], *partial)
+            del partial  # so that the next one does not find it in memory
 
     def backward(self, dout: Tensor, saved: Saved, dq: Sum, dk: Sum, dv: Sum) -> None:
         """Adds the cell's share to dq, dk and dv; `saved` and dout [B, T, H, Dv] are of these queries and keys."""
-        call = self.call
-        for rows, columns, band in self._kernel_calls(dout.shape[0]):
-            q, out, lse = saved.q[rows], saved.out[rows], saved.lse[rows]
-            k, v = saved.k[columns], saved.v[columns]
-            shares = call.kernel.backward(dout[rows], q, k, v, out, lse, band, call.scores)
+        q, k, v, out, lse = saved
+        calls = tuple(self._kernel_calls(dout.shape[0]))
+        pieces = (
+            Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
+            for rows, columns, band in calls
+        )
+        for i, shares in self.call.kernel.backward_many(pieces, self.call.scores):
+            rows, columns, _ = calls[i]
             dq.add(rows, shares[0])
             dk.add(columns, shares[1])
             dv.add(columns, shares[2])
+            del shares
 
     @property
     def visible(self) -> bool:

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.core import merge_, wide
+
 Part = tuple[slice, slice, slice]
 """Rows of the batch, tokens and heads that a partial result is about."""
 
 
 EVERYTHING: Part = (slice(None), slice(None), slice(None))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What results of `dtype` are accumulated in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass
@@ -60,14 +57,6 @@ class Merge:
             self.start()
         assert self.out is not None and self.lse is not None
         return self.out.to(self.dtype), self.lse
-
-
-def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merges (part_out, part_lse) into (out, lse) in place; they must be over disjoint keys."""
-    total = torch.logaddexp(lse, part_lse)
-    pivot = total.masked_fill(total == -torch.inf, 0)  # a row that has seen nothing: weights 0, not NaN
-    out.mul_((lse - pivot).exp_().unsqueeze(-1)).add_(part_out * (part_lse - pivot).exp_().unsqueeze(-1))
-    lse.copy_(total)
 
 
 @dataclass

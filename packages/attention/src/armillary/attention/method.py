@@ -7,14 +7,17 @@ autograd bridge. To add a method, write one file with a subclass; nothing else c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from armillary.attention.bridge import attend
+from armillary.attention.bridge import Plan, attend
 from armillary.attention.call import Call, Saved
+from armillary.attention.dtensor import attend_dtensors
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
+from armillary.attention.projections import Projections
 from armillary.core import SequenceLayout
 
 
@@ -37,6 +40,18 @@ class Method(ABC):
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         """out [B, T, H, Dv] of this rank's queries, and what `backward` needs."""
+
+    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
+        """Starts sending q before there are keys; what it returns goes to `resume`. By default there is nothing to do.
+
+        Args:
+            key_heads, layout: as in `Call`.
+        """
+        return None
+
+    def resume(self, started: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        """`forward`, where `start` has been called with q already."""
+        return self.forward(q, k, v, call)
 
     @abstractmethod
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,11 +151,72 @@ class Method(ABC):
             ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them. Raised before any
                 communication.
         """
+        if any(isinstance(x, DTensor) for x in (q, k, v)):
+            return attend_dtensors(
+                self,
+                q,
+                k,
+                v,
+                mask=mask,
+                layout=layout,
+                key_layout=key_layout,
+                sinks=sinks,
+                return_lse=return_lse,
+                scale=scale,
+                softcap=softcap,
+                kernel=kernel,
+            )
+        out, lse = self._attend(q, k, v, mask, layout, key_layout, scale, sinks, softcap, kernel, return_lse)
+        return (out, lse) if return_lse else out
+
+    def projected(
+        self,
+        x: Tensor,
+        projections: Projections,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        kernel: str | None = None,
+    ) -> Tensor:
+        """Self-attention from hidden states: as calling the method with the projected q, k and v.
+
+        A method that moves queries starts to as soon as they are there, and they travel while keys are multiplied.
+
+        Args:
+            x: [B, T, E], this rank's tokens.
+            projections: from x to q, k and v. All else as in `__call__`.
+
+        Returns:
+            out [B, T, H, Dv].
+        """
+        q = projections.q(x, range(projections.heads))
+        whole = self._sequence_layout(layout, q.shape[1])
+        started = self.start(q.detach(), key_heads_of(projections.heads, projections.key_heads), whole)
+        k, v = projections.kv(x, range(projections.key_heads))
+        return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, False, started)[0]
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        layout: SequenceLayout | None,
+        key_layout: SequenceLayout | None,
+        scale: float | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+        kernel: str | None,
+        return_lse: bool,
+        started: Any = None,
+    ) -> tuple[Tensor, Tensor]:
         self._check_tensors(q, k, v, sinks)
         self.check(q, k, v)
         layout = self._sequence_layout(layout, q.shape[1])
-        key_layout = layout if key_layout is None else key_layout
-        key_layout = self._sequence_layout(key_layout, k.shape[1])
+        key_layout = self._sequence_layout(layout if key_layout is None else key_layout, k.shape[1])
         for length in (layout.length, key_layout.length):
             mask.check(length, q.shape[0])
         call = Call(
@@ -148,11 +224,10 @@ class Method(ABC):
             layout,
             key_layout,
             Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap),
-            key_heads=tuple(h * k.shape[2] // q.shape[2] for h in range(q.shape[2])),
-            kernel=choose_kernel(Inputs.of(q, v, softcap), kernel),
+            key_heads_of(q.shape[2], k.shape[2]),
+            choose_kernel(Inputs.of(q, v, softcap), kernel),
         )
-        out, lse = attend(self, q, k, v, sinks, call, return_lse)
-        return (out, lse) if return_lse else out
+        return attend(Plan(self, call, return_lse, started), q, k, v, sinks)
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -186,6 +261,11 @@ class Method(ABC):
         if tokens != expected:
             raise ValueError(f"shard {self.shard} of {coarse} has {expected} tokens; this rank passed {tokens}")
         return coarse
+
+
+def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
+    """For each query head, its key/value head: h // (H / K)."""
+    return tuple(h * key_heads // heads for h in range(heads))
 
 
 def layout_of(kind: str, length: int, shards: int) -> SequenceLayout:

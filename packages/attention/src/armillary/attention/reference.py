@@ -21,6 +21,8 @@ def reference_attention(
     *,
     mask: AttentionMask,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -35,6 +37,8 @@ def reference_attention(
     *,
     mask: AttentionMask,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     return_lse: Literal[True],
@@ -48,6 +52,8 @@ def reference_attention(
     *,
     mask: AttentionMask,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     return_lse: bool = False,
@@ -62,9 +68,12 @@ def reference_attention(
         v: [B, S, K, Dv].
         mask: who sees whom, in global positions.
         scale: what the logits are multiplied by; 1 / sqrt(D) if not given.
+        sinks: [H], one more logit for each query, whose value is 0. Whatever broadcasts to [B, T, H] will do: with one
+            for each query, so are its gradients.
+        softcap: c of c * tanh(logit / c), which takes the place of each logit but the sink.
         query_positions: [T], global positions of the queries; 0..T-1 if not given.
         key_positions: [S], likewise.
-        return_lse: also return the log-sum-exp of the logits.
+        return_lse: also return the log-sum-exp of the logits, the sink's among them.
 
     Returns:
         out [B, T, H, Dv] in q's dtype; with `return_lse` also lse [B, T, H], -inf where a query sees nothing: float32,
@@ -81,11 +90,16 @@ def reference_attention(
     keys, values = (x.double().repeat_interleave(group, dim=2) for x in (k, v))
     logits = torch.einsum("bthd,bshd->bhts", q.double(), keys) * (q.shape[3] ** -0.5 if scale is None else scale)
 
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    hidden = torch.full((1, 1, 1), -torch.inf, dtype=torch.float64, device=q.device)
+    sink = (hidden if sinks is None else sinks.double()).expand(q.shape[:3]).transpose(1, 2).unsqueeze(-1)
+
     # Invisible logits become 0 *before* exp and their weights 0 after it: no infinity meets a gradient, so no NaN.
-    top = logits.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+    top = torch.cat([logits.detach().masked_fill(~visible, -torch.inf), sink.detach()], -1).amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (logits - top).masked_fill(~visible, 0).exp() * visible
-    total = weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
     some = total > 0
     total = torch.where(some, total, 1)
     out = torch.einsum("bhts,bshd->bthd", weights / total, values).to(q.dtype)

@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
-from armillary.attention.merge import wide
 from armillary.attention.method import Method, layout_of
 from armillary.attention.rotation import Moving, Rotation
-from armillary.core import Axis, SequenceLayout
+from armillary.core import Axis, SequenceLayout, wide
 
 Backward = Literal["auto", "keys", "queries"]
 

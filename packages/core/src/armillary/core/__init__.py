@@ -1,22 +1,43 @@
 """Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on."""
 
 from armillary.core.all_to_all import AllToAll, start_head_to_seq, start_seq_to_head
-from armillary.core.exchange import Exchange, start_exchange
+from armillary.core.exchange import Exchange, Parcels, start_exchange
+from armillary.core.gather import (
+    Collective,
+    merge_,
+    start_gather_seq,
+    start_merge_scatter,
+    start_scatter_sum,
+    wide,
+)
 from armillary.core.layout import SequenceLayout, Spans
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
+from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
 
 __all__ = [
     "AXES",
     "AllToAll",
     "Axis",
+    "Collective",
     "CommLedger",
     "Exchange",
+    "Parcels",
     "SequenceLayout",
     "Spans",
     "build_mesh",
+    "gather_seq",
+    "head_to_seq",
+    "merge_",
+    "merge_scatter",
+    "scatter_sum",
+    "seq_to_head",
     "start_exchange",
+    "start_gather_seq",
     "start_head_to_seq",
+    "start_merge_scatter",
     "start_process_group",
+    "start_scatter_sum",
     "start_seq_to_head",
+    "wide",
 ]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -37,3 +38,9 @@ def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The 2-D mesh of two 1-D meshes cut from one."""
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
+
+
+def all_gather(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts an all-gather of flat tensors. torch 2.13 renames it, and warns of the old name from then on."""
+    current: Any = getattr(dist, "all_gather_single", None)
+    return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))

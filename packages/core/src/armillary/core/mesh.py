@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
@@ -111,10 +112,17 @@ class Axis:
 
         Creates a group, so every rank of the axis must call it, in the same order.
         """
-        if self.size == 1:
-            return self
-        group = dist.new_group(self.ranks(), timeout=self.timeout, use_local_synchronization=True)
-        return replace(self, group=group)
+        return self if self.size == 1 else self.part(range(self.size))
+
+    def part(self, ranks: Sequence[int]) -> Axis:
+        """The axis of some of this one's ranks, in rising order, this rank among them.
+
+        Creates a group, so every rank of the part must call it, in the same order.
+        """
+        everyone = self.ranks()
+        chosen = [everyone[rank] for rank in ranks]
+        group = dist.new_group(chosen, timeout=self.timeout, use_local_synchronization=True)
+        return replace(self, rank=list(ranks).index(self.rank), size=len(chosen), group=group)
 
     def ranks(self) -> list[int]:
         """Global ranks along this axis, in axis order."""

@@ -36,7 +36,7 @@ class ParallelConfig:
     ulysses: int | None = None
     """Head axis; by default as large as ring at most: of 4 ranks, ring 2 x ulysses 2; of 8, ring 4 x ulysses 2."""
     attention: str = "usp"
-    """Attention method: local, ring, ulysses, or usp (ulysses around ring)."""
+    """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, or a pair such as ulysses+wallfacer."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,26 @@ from __future__ import annotations
 from armillary.attention.kernels.cpu_flash import CpuFlash
 from armillary.attention.kernels.cuda_flash import CudaFlash
 from armillary.attention.kernels.dense import Dense
-from armillary.attention.kernels.kernel import Inputs, Kernel, Scores
+from armillary.attention.kernels.flash_attn_2 import FlashAttn2
+from armillary.attention.kernels.flash_attn_3 import FlashAttn3
+from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores
 
-__all__ = ["CpuFlash", "CudaFlash", "Dense", "Inputs", "Kernel", "Scores", "choose_kernel"]
+__all__ = [
+    "KERNELS",
+    "Backward",
+    "CpuFlash",
+    "CudaFlash",
+    "Dense",
+    "FlashAttn2",
+    "FlashAttn3",
+    "Forward",
+    "Inputs",
+    "Kernel",
+    "Scores",
+    "choose_kernel",
+]
 
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), Dense())
+KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn3(), FlashAttn2(), CudaFlash(), Dense())
 """In order of preference."""
 
 

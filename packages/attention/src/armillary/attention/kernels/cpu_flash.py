@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from armillary.attention.kernels.kernel import Inputs, Scores
+from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, refuses_dtype
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
 
@@ -18,7 +18,7 @@ _backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_f
 
 
 @dataclass(frozen=True)
-class CpuFlash:
+class CpuFlash(Kernel):
     """Does full rectangles and causal ones aligned at the top left; other bands are cut into such pieces.
 
     A rectangle bounded from below is a causal one read backwards, so those are flipped.
@@ -29,7 +29,9 @@ class CpuFlash:
     def refuses(self, inputs: Inputs) -> str | None:
         if inputs.device != "cpu":
             return f"runs on the CPU, not on {inputs.device}"
-        return "has no softcap" if inputs.softcap is not None else None
+        if inputs.softcap is not None:
+            return "has no softcap"
+        return refuses_dtype(inputs.dtype, FLOATS)
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return cut_band(tile)

@@ -1,55 +1,92 @@
-"""Plain matrix products with a dense mask: any device, dtype and head dim, at quadratic memory."""
+"""Plain matrix products with a dense mask: any device and head dim, at quadratic cost, in bounded memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Inputs, Scores
+from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, refuses_dtype
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Holds [B, H, T, S] scores: for small tiles and for what no flash kernel takes."""
+class Dense(Kernel):
+    """Scores [B, H, t, S], for blocks of t rows: for small tiles and for what no flash kernel takes.
+
+    Args:
+        score_bytes: of one block's scores, of which backward holds four such tensors; a block has one row at least.
+    """
 
     name: str = "dense"
+    score_bytes: int = 64 * 2**20
 
     def refuses(self, inputs: Inputs) -> str | None:
-        return None if inputs.dtype.is_floating_point else f"takes floating point, not {inputs.dtype}"
+        return refuses_dtype(inputs.dtype, FLOATS)
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return (tile,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-        seen, _ = _scores(q, k, band, scores)
-        lse = seen.logsumexp(-1)
-        out = einsum((seen - lse[..., None]).exp(), v.to(seen.dtype), "b k g t s, b s k d -> b t k g d")
-        return rearrange(out, "b t k g d -> b t (k g) d").to(q.dtype), rearrange(lse, "b k g t -> b t (k g)")
+        blocks = (
+            _forward(q[:, rows], k[:, columns], v[:, columns], block, scores)
+            for rows, columns, block in self._blocks(q, k, band)
+        )
+        outs, lses = zip(*blocks, strict=True)
+        return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        groups, dtype = k.shape[2], lse.dtype
-        dout_, q_, out_ = (rearrange(x.to(dtype), "b t (k g) d -> b t k g d", k=groups) for x in (dout, q, out))
-        k_, v_ = k.to(dtype), v.to(dtype)
-        seen, slope = _scores(q, k, band, scores)
-        p = (seen - rearrange(lse, "b t (k g) -> b k g t 1", k=groups)).exp()
-        dv = einsum(p, dout_, "b k g t s, b t k g d -> b s k d")
-        dp = einsum(dout_, v_, "b t k g d, b s k d -> b k g t s")
-        ds = p * (dp - rearrange((dout_ * out_).sum(-1), "b t k g -> b k g t 1")) * slope
-        dq = rearrange(einsum(ds, k_, "b k g t s, b s k d -> b t k g d"), "b t k g d -> b t (k g) d")
-        dk = einsum(ds, q_, "b k g t s, b t k g d -> b s k d")
-        return dq, dk, dv
+        dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+        dqs: list[Tensor] = []
+        for rows, columns, block in self._blocks(q, k, band):
+            saved = (dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows])
+            shares = _backward(*saved, block, scores)
+            dqs.append(shares[0])
+            dk[:, columns] += shares[1]
+            dv[:, columns] += shares[2]
+        return torch.cat(dqs, 1), dk, dv
+
+    def _blocks(self, q: Tensor, k: Tensor, band: Window) -> Iterator[tuple[slice, slice, Window]]:
+        """(rows, the columns that they see, their band) of each block."""
+        batch, queries, heads, _ = q.shape
+        row_bytes = batch * heads * k.shape[1] * _wide(q).itemsize
+        step = max(1, self.score_bytes // row_bytes)
+        whole = Tile(0, queries, 0, k.shape[1], *band)
+        for start in range(0, queries, step):
+            if block := whole.rows(start, start + step):
+                yield slice(block.q0, block.q1), slice(block.k0, block.k1), block.offsets
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
+    seen, _ = _scores(q, k, band, scores)
+    lse = seen.logsumexp(-1)
+    out = einsum((seen - lse[..., None]).exp(), v.to(seen.dtype), "b k g t s, b s k d -> b t k g d")
+    return rearrange(out, "b t k g d -> b t (k g) d").to(q.dtype), rearrange(lse, "b k g t -> b t (k g)")
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, dtype = k.shape[2], lse.dtype
+    dout_, q_, out_ = (rearrange(x.to(dtype), "b t (k g) d -> b t k g d", k=groups) for x in (dout, q, out))
+    seen, slope = _scores(q, k, band, scores)
+    p = (seen - rearrange(lse, "b t (k g) -> b k g t 1", k=groups)).exp()
+    dv = einsum(p, dout_, "b k g t s, b t k g d -> b s k d")
+    dp = einsum(dout_, v.to(dtype), "b t k g d, b s k d -> b k g t s")
+    ds = p * (dp - rearrange((dout_ * out_).sum(-1), "b t k g -> b k g t 1")) * slope
+    dq = rearrange(einsum(ds, k.to(dtype), "b k g t s, b s k d -> b t k g d"), "b t k g d -> b t (k g) d")
+    return dq, einsum(ds, q_, "b k g t s, b t k g d -> b s k d"), dv
 
 
 def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor | float]:
     """Scores [B, K, H / K, T, S], -inf where not visible, in the accumulation dtype; and their slope over q k."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = _wide(q)
     grouped = rearrange(q.to(dtype), "b t (k g) d -> b t k g d", k=k.shape[2])
     values, slope = einsum(grouped, k.to(dtype), "b t k g d, b s k d -> b k g t s") * scores.scale, scores.scale
     if scores.softcap is not None:
@@ -65,3 +102,7 @@ def _hidden(q: Tensor, k: Tensor, band: Window) -> Tensor:
     hidden = torch.zeros_like(offset, dtype=torch.bool)
     hidden = hidden if low is None else hidden | (offset < low)
     return hidden if high is None else hidden | (offset > high)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What attention is computed in here; narrower ones need scales of their own."""
 
 
 class Scores(NamedTuple):
@@ -21,32 +26,58 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that a kernel may depend on when it says whether it can be used."""
+    """All that a kernel may depend on when it says whether it can be used.
+
+    `capability` is the compute capability of a CUDA device; None: not CUDA, or not to be asked (a fake tensor's).
+    """
 
     device: str
     dtype: torch.dtype
     head_dim: int
     value_dim: int
     softcap: float | None = None
+    capability: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor, softcap: float | None = None) -> Inputs:
-        return cls(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
+        return cls(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap, _capability(q.device))
 
     def __str__(self) -> str:
         cap = "" if self.softcap is None else f", softcap {self.softcap:g}"
         return f"{self.dtype} on {self.device}, head dims {self.head_dim} (q, k) and {self.value_dim} (v){cap}"
 
 
+class Forward(NamedTuple):
+    """What one `Kernel.forward` takes, but for the scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    band: Window
+
+
+class Backward(NamedTuple):
+    """What one `Kernel.backward` takes, but for the scores."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    band: Window
+
+
 class Kernel(Protocol):
-    """Attention of one tile. Stateless; head h of `q` uses head h // (H / K) of `k` and `v`.
+    """Attention of one tile. Stateless; head h of `q` uses head h // (H / K) of `k` and `v`. There is no dropout.
 
     Shapes: q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out and dout [B, T, H, Dv], lse [B, T, H] in the
     accumulation dtype (float32, float64 for float64). Each row of the tile sees at least one column.
+
+    Subclass it: `forward_many` and `backward_many` then need not be written.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def refuses(self, inputs: Inputs) -> str | None:
         """Why these inputs are not for this kernel, or None if they are."""
@@ -65,3 +96,36 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's share of (dq, dk, dv), given the out and lse over *all* keys, not just the tile's."""
         ...
+
+    def forward_many(self, pieces: Iterable[Forward], scores: Scores) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """(index, `forward`) of each piece, in any order that is the same on every run. One by one, unless overridden.
+
+        Lazy: a result that nobody asked for yet takes no memory.
+        """
+        return ((i, self.forward(*piece, scores)) for i, piece in enumerate(pieces))
+
+    def backward_many(
+        self, pieces: Iterable[Backward], scores: Scores
+    ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """(index, `backward`) of each piece, likewise."""
+        return ((i, self.backward(*piece, scores)) for i, piece in enumerate(pieces))
+
+
+def refuses_dtype(dtype: torch.dtype, accepted: tuple[torch.dtype, ...]) -> str | None:
+    """Why a kernel for these dtypes does not take this one, or None if it does."""
+    if dtype in accepted:
+        return None
+    *names, last = (str(known).removeprefix("torch.") for known in accepted)
+    return f"takes {', '.join(names)} and {last}, not {dtype}"
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return _asked(device)
+
+
+@cache
+def _asked(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,197 @@
+"""Forward and backward of every attention method against torch's own context-parallel ring, in one run.
+
+    uv run python benchmarks/attention.py                                   # 2,048 and 8,192 tokens on 1, 2, 4, 8 ranks
+    uv run python benchmarks/attention.py --tokens 2048 --ranks 4 --repeats 5
+
+Contenders take turns within each repeat, each behind a barrier; a turn takes as long as its slowest rank. Figures are
+medians over repeats of ratios within one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.attention.tiles import tiles
+from armillary.core import CommLedger, SequenceLayout
+from armillary.core.testing import World, mesh
+
+sys.path.insert(0, str(Path(__file__).parent))
+import report
+
+HEADS, HEAD_DIM = 8, 64
+MASK = AttentionMask(causal=True)
+METHODS = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "usp")
+Turn = Callable[[], None]
+
+
+def contender(name: str, ranks: int) -> Method:
+    if name == "usp":
+        return build_attention("usp", mesh(ring=ranks // 2, ulysses=2))
+    return build_attention(name, mesh(ulysses=ranks) if name == "ulysses" else mesh(ring=ranks))
+
+
+def turn_of(attend: Method, tokens: int) -> Turn:
+    """One forward and backward of this rank's zigzag shard."""
+    layout = attend.layout(tokens)
+    q, k, v, dout = inputs(layout.sizes[attend.shard])
+
+    def turn() -> None:
+        out = attend(q, k, v, mask=MASK, layout=layout)
+        out.backward(dout)
+
+    return turn
+
+
+def inputs(tokens: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, tokens, HEADS, HEAD_DIM, generator=generator) for _ in range(4))
+    return [*(x.requires_grad_() for x in (q, k, v)), dout]
+
+
+def torch_ring(ranks: int, tokens: int) -> Turn:
+    """torch's private context-parallel ring over the CPU flash op, with its load balance (a zigzag, too)."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as cp
+
+    aten = torch.ops.aten
+    group = mesh(ring=ranks)["ring"].get_group()
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs(tokens // ranks))
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def turn() -> None:
+        out, lse, *_ = cp._templated_ring_attention(group, 2, forward, q, k, v, is_causal=True, dropout_p=0.0)
+        cp._templated_ring_attention_backward(
+            group, 2, backward, dout, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+        )
+
+    return turn
+
+
+def kernels_alone(ranks: int, tokens: int) -> Turn:
+    """The kernel calls that a ring makes on this rank, without exchanges, merges or autograd."""
+    layout = contender("ring", ranks).layout(tokens)
+    rank = dist.get_rank()
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs(layout.sizes[rank]))
+    calls = [tile for shard in range(ranks) for tile in tiles(layout.spans(rank), layout.spans(shard), MASK)]
+    aten = torch.ops.aten
+
+    def turn() -> None:
+        for tile in calls:
+            rows, columns = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            causal = tile.high is not None
+            part = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*part, 0.0, causal)
+            aten._scaled_dot_product_flash_attention_for_cpu_backward(dout[:, :, rows], *part, out, lse, 0.0, causal)
+
+    return turn
+
+
+def measure(ranks: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """On each rank: seconds of each turn by contender, and bytes that each method sends."""
+    torch.manual_seed(0)
+    turns: dict[str, Turn] = {"kernels alone": kernels_alone(ranks, tokens)}
+    if ranks > 1:
+        turns["torch ring"] = torch_ring(ranks, tokens)
+    for name in METHODS if ranks > 1 else ("local",):
+        turns[name] = turn_of(Local() if name == "local" else contender(name, ranks), tokens)
+    sent: dict[str, int] = {}
+    for name, turn in turns.items():  # warm up, and count
+        with CommLedger() as ledger:
+            turn()
+        sent[name] = ledger.bytes()
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(repeats):
+        for name, turn in turns.items():
+            seconds[name].append(timed(turn))
+    return {"seconds": seconds, "sent": sent}
+
+
+def timed(turn: Turn) -> float:
+    """Seconds until all ranks have done with it."""
+    dist.barrier()
+    start = time.perf_counter()
+    turn()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def rows_of(ranks: int, tokens: int, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    seconds = {
+        name: [max(times) for times in zip(*(r["seconds"][name] for r in results), strict=True)]
+        for name in results[0]["seconds"]
+    }
+    base = "torch ring" if ranks > 1 else "kernels alone"
+    return [
+        {
+            "tokens": tokens,
+            "ranks": ranks,
+            "contender": name,
+            "ms": 1000 * median(times),
+            "of torch ring": report.median_ratio(times, seconds["torch ring"]) if ranks > 1 else None,
+            "of kernels alone": report.median_ratio(times, seconds["kernels alone"]),
+            "sent, bytes": results[0]["sent"][name] if name != "torch ring" else None,
+            "of closed form": closed_form_ratio(name, ranks, tokens, results[0]["sent"][name]),
+        }
+        for name, times in seconds.items()
+        if name != base or ranks > 1
+    ]
+
+
+def closed_form_ratio(name: str, ranks: int, tokens: int, sent: int) -> float | None:
+    """Bytes sent by rank 0 over those of the method's closed form (float32, K = H, forward and backward)."""
+    unit = tokens // ranks * HEADS * HEAD_DIM * 4  # B T H D e
+    row = tokens // ranks * HEADS * 4
+    steps = ranks - 1
+    forms = {
+        "ring": steps * (2 + min(4, 4 + row / unit)) * unit,
+        "token_ring": steps * (2 * unit + row + 4 * unit + row),
+        "all_gather": steps * 6 * unit,
+        "ulysses": 2 * 4 * unit * steps / ranks,
+    }
+    return sent / forms[name] if name in forms else None
+
+
+def balance(ranks: int, tokens: int) -> float:
+    """Slowest rank over mean, by tile area, of a causal ring over the zigzag layout; the worst step."""
+    layout = SequenceLayout.zigzag(tokens, ranks)
+    worst = 1.0
+    for step in range(ranks):
+        cells = [tiles(layout.spans(r), layout.spans((r - step) % ranks), MASK) for r in range(ranks)]
+        areas = [sum(tile.area for tile in cell) for cell in cells]
+        worst = max(worst, max(areas) * ranks / sum(areas))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        with World(ranks, timeout=600) as world:
+            for tokens in options.tokens:
+                print(f"{ranks} ranks, {tokens} tokens ...", file=sys.stderr, flush=True)
+                rows += rows_of(ranks, tokens, world.run(measure, ranks, tokens, options.repeats))
+    worst = max(balance(ranks, tokens) for ranks in options.ranks for tokens in options.tokens)
+    notes = [
+        f"batch 1, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag, forward and backward; one thread a rank",
+        f"zigzag balance, slowest rank over mean by tile area, worst step: {worst:.3f}",
+    ]
+    print(report.write("attention", "Attention methods against torch's context-parallel ring", rows, notes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""All-gather of keys and values: what LLaMA-3 was trained with (arXiv 2407.21783, section 3.3.2).
+
+Every rank gathers all keys and values and attends with its own queries. Simple, and frugal where there are few
+key/value heads; but each rank holds the whole sequence of keys, and computes nothing until they are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention.call import Call, Saved
+from armillary.attention.cell import Cell
+from armillary.attention.merge import Merge, Sum
+from armillary.attention.method import Method, layout_of
+from armillary.core import Axis, SequenceLayout, start_gather_seq, start_scatter_sum
+
+
+class AllGatherKV(Method):
+    """All-gather of keys and values over one mesh axis of P ranks.
+
+    Args:
+        axis: a 1-D mesh, such as `mesh["ring"]`.
+
+    Bytes sent, for e bytes an element and a an accumulated gradient element: forward (P - 1) 2 B S K D e, all-gather;
+    backward as much again, and (P - 1) 2 B S K D a, reduce-scatter. Shards of unequal size are gathered as the largest.
+    """
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        self.axis = Axis.of(axis)
+        self.shards = self.sequence_shards = self.axis.size
+        self.shard = self.axis.rank
+
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        return layout_of(kind, length, self.axis.size)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        merged = Merge.of(q, v)
+        k_all, v_all = self._gather(k, v, call)
+        self._cell(call).forward(q, k_all, v_all, merged)
+        out, lse = merged.result()
+        return out, Saved(q, k, v, out, lse)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        k_all, v_all = self._gather(saved.k, saved.v, call)
+        whole = saved._replace(k=k_all, v=v_all)
+        dq, dk, dv = (Sum.like(x) for x in (whole.q, whole.k, whole.v))
+        self._cell(call).backward(dout, whole, dq, dk, dv)
+        moving = [start_scatter_sum(x.value(), self.axis, call.key_layout.sizes) for x in (dk, dv)]
+        dk, dv = (move.wait() for move in moving)
+        return dq.value(), dk, dv
+
+    def _gather(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """All keys and values, [B, N, K, D] in the order of the shards."""
+        moving = [start_gather_seq(x, self.axis, call.key_layout.sizes) for x in (k, v)]
+        k, v = (move.wait() for move in moving)
+        return k, v
+
+    def _cell(self, call: Call) -> Cell:
+        """This rank's queries against all keys, taken as one shard."""
+        together = call.key_layout.coarsen(self.axis.size)
+        return Cell(replace(call, key_layout=together), self.axis.rank, 0)

@@ -1,0 +1,127 @@
+"""The methods that the suite is run on, by name, with the meshes that each can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention.build import HEAD_METHODS, SEQUENCE_METHODS, build_attention, names
+from armillary.attention.method import Method
+from armillary.attention.ring import Backward, Ring
+from armillary.attention.teams import Placement
+from armillary.attention.wall_facer import WallFacer
+from armillary.core.testing import mesh
+
+Axes = Mapping[str, int]
+Meshes = Callable[[int], Iterable[Axes]]
+Build = Callable[[DeviceMesh], Method]
+
+
+class Entry(NamedTuple):
+    """A method of the suite: from a number of ranks to the meshes to try, and from a mesh to the method."""
+
+    meshes: Meshes
+    build: Build
+
+
+def alone(ranks: int) -> Iterable[Axes]:
+    """A single rank."""
+    return [{}] if ranks == 1 else []
+
+
+def line(axis: str, least: int = 2) -> Meshes:
+    """All ranks on one axis, if there are so many."""
+    return lambda ranks: [{axis: ranks}] if ranks >= least else []
+
+
+def grid(ranks: int) -> Iterable[Axes]:
+    """Every ring x ulysses with more than one rank on both."""
+    return [{"ring": ring, "ulysses": ranks // ring} for ring in range(2, ranks) if ranks % ring == 0]
+
+
+def teams(team: int) -> Meshes:
+    """All ranks on the ring axis, where WallFacer can make teams of this size."""
+    return lambda ranks: [{"ring": ranks}] if ranks > 1 and ranks % team**2 == 0 else []
+
+
+def meshes_of(name: str) -> Meshes:
+    """The meshes that a name of `build_attention` stands for."""
+    if name == "local":
+        return alone
+    if name in SEQUENCE_METHODS:
+        return line("ring", least=1)
+    return line("ulysses", least=1) if name in HEAD_METHODS else grid
+
+
+def ring(backward: Backward) -> Entry:
+    """Ring, told what to send round in backward."""
+
+    def build(mesh: DeviceMesh) -> Method:
+        return Ring(mesh["ring"], backward)
+
+    return Entry(line("ring"), build)
+
+
+def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gather_keys: bool = True) -> Entry:
+    """WallFacer with these options."""
+
+    def build(mesh: DeviceMesh) -> Method:
+        return WallFacer(mesh["ring"], team, placement, backward, gather_keys)
+
+    return Entry(teams(team), build)
+
+
+METHODS: dict[str, Entry] = {
+    **{name: Entry(meshes_of(name), partial(build_attention, name)) for name in names() if name != "ulysses+ring"},
+    "ring-keys": ring("keys"),
+    "ring-queries": ring("queries"),
+    "wallfacer-1": wallfacer(1, "collect_intra"),
+    "wallfacer-2": wallfacer(2, "collect_intra"),
+    "wallfacer-2-p2p": wallfacer(2, "p2p_intra"),
+    "wallfacer-2-keys": wallfacer(2, "collect_intra", "keys", gather_keys=False),
+    "wallfacer-2-queries": wallfacer(2, "p2p_intra", "queries", gather_keys=False),
+    "wallfacer-4-keys": wallfacer(4, "p2p_intra", "keys"),
+    "wallfacer-4-queries": wallfacer(4, "collect_intra", "queries", gather_keys=False),
+}
+"""Every name of `build_attention`, and methods with options. To add one to the suite, add a line."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A method of `METHODS` on a mesh of these axes."""
+
+    method: str
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, method: str, **axes: int) -> Composition:
+        return cls(method, tuple(axes.items()))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return prod(size for _, size in self.axes)
+
+    def build(self) -> Method:
+        """The method as this rank of a world of `ranks` sees it, made once for each process."""
+        return _built(self)
+
+    def __str__(self) -> str:
+        return "-".join([self.method, *(f"{axis}{size}" for axis, size in self.axes)])
+
+
+@cache
+def _built(composition: Composition) -> Method:
+    return METHODS[composition.method].build(mesh(**dict(composition.axes)))
+
+
+def compositions(methods: Sequence[str], ranks: Sequence[int]) -> list[Composition]:
+    """Every one of these methods on every mesh of so many ranks that it can have; those with few ranks first."""
+    return [
+        Composition.of(method, **axes) for size in ranks for method in methods for axes in METHODS[method].meshes(size)
+    ]

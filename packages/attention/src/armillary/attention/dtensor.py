@@ -1,0 +1,141 @@
+"""Attention on DTensors: placements are checked, the method attends on local tensors, and DTensors come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from armillary.attention.mask import AttentionMask
+from armillary.core import Axis, SequenceLayout, dtensor
+
+if TYPE_CHECKING:
+    from armillary.attention.method import Method
+
+
+def attend_dtensors(
+    method: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> DTensor | tuple[DTensor, DTensor]:
+    """`method(q, k, v, ...)` on DTensors over a mesh with the method's axes, all three placed alike.
+
+    Placements are `Shard(1)` on the axes of the method, outer ones before inner ones in the mesh; so rank r * U + u of
+    `ring x ulysses` has chunk r * U + u, as it has shard r * U + u of the layout. Heads may be `Shard(2)` on others
+    (tp) that divide H and K, and stay there; the batch may be `Shard(0)`. Global views hold tokens in the order of the
+    layout's shards. Gradients come back placed as what they are gradients of.
+
+    Args:
+        mask: of this rank's rows of the batch, where rows have documents of their own.
+        layout, key_layout: their shards must be as long as DTensor's own chunks, ceil(N / P) first.
+        sinks: [H of this rank], local; or a DTensor [H], `Shard(0)` where heads are sharded and else `Replicate`. The
+            gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
+        options: as `method` takes them.
+
+    Returns:
+        out [B, N, H, Dv], placed as q; with `return_lse` also lse [B, N, H], likewise.
+
+    Raises:
+        ValueError: DTensors with others, or placements, shards or heads that do not fit. Raised before any
+            communication.
+    """
+    q, k, v = _all_dtensors(q, k, v)
+    axes = [axis for axis in axes_of(method) if axis.size > 1]
+    _check_placements(q, axes)
+    _check_heads(q, k)
+    key_layout = layout if key_layout is None else key_layout
+    for x, its in ((q, layout), (k, key_layout)):
+        _check_shards(x, method, axes, its)
+    if isinstance(sinks, DTensor):
+        sinks = _local_sinks(sinks, q)
+    local = (dtensor.local_of(x) for x in (q, k, v))
+    found = cast(Any, method)(
+        *local, mask=mask, layout=layout, key_layout=key_layout, sinks=sinks, return_lse=return_lse, **options
+    )
+    out, lse = found if return_lse else (found, None)
+    out = dtensor.like(q, out, (*q.shape[:3], v.shape[3]))
+    return out if lse is None else (out, dtensor.like(q, lse, q.shape[:3]))
+
+
+def axes_of(method: Method) -> tuple[Axis, ...]:
+    """The mesh axes that a method works on, outermost first: those of its `inner` method, then its own `axis`."""
+    inner: Method | None = getattr(method, "inner", None)
+    axis: Axis | None = getattr(method, "axis", None)
+    return (() if inner is None else axes_of(inner)) + (() if axis is None else (axis,))
+
+
+def _all_dtensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DTensor]:
+    """The three, if they are DTensors of 4 dims, placed alike on one mesh."""
+    if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
+        kinds = ", ".join("DTensor" if isinstance(x, DTensor) else "local" for x in (q, k, v))
+        raise ValueError(f"q, k, v are {kinds}; pass all three as DTensors or all as local tensors")
+    shown = ", ".join(f"{name} {dtensor.show(x)}" for name, x in zip("qkv", (q, k, v), strict=True))
+    if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
+        raise ValueError(f"{shown}: all three must be placed alike on one mesh")
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"{shown}: each needs 4 dims, [batch, tokens, heads, head dim]")
+    return q, k, v
+
+
+def _check_placements(q: DTensor, axes: Sequence[Axis]) -> None:
+    """Tokens sharded over the method's axes and over no others, in the order of its shards."""
+    places = [dtensor.mesh_dim(q, axis) for axis in axes]
+    for place in places:
+        dtensor.check_placement("q", q, place, Shard(1))
+    wanted = [axis.name for axis in axes]
+    if places != sorted(places):
+        raise ValueError(f"the mesh of q has axes {q.device_mesh.mesh_dim_names}; {wanted} must come in this order")
+    for place, found in enumerate(q.placements):
+        if place in places or q.device_mesh.size(place) == 1 or found in (Replicate(), Shard(0), Shard(2)):
+            continue
+        name = (q.device_mesh.mesh_dim_names or ())[place]
+        raise ValueError(
+            f"q is {found!r} on axis {name!r} of {dtensor.show(q)}; the method works on axes {wanted}, and on others "
+            f"only Shard(dim=0), Shard(dim=2) and Replicate() will do"
+        )
+
+
+def _check_heads(q: DTensor, k: DTensor) -> None:
+    """Query and key/value heads cut evenly, so that the ones of a group stay together."""
+    ranks = prod(q.device_mesh.size(i) for i, found in enumerate(q.placements) if found == Shard(2))
+    if q.shape[2] % ranks or k.shape[2] % ranks:
+        raise ValueError(
+            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {dtensor.show(q)} are sharded over {ranks} ranks, "
+            f"which must divide both"
+        )
+
+
+def _check_shards(x: DTensor, method: Method, axes: Sequence[Axis], layout: SequenceLayout | None) -> None:
+    """The layout's shards as long as the DTensor's. A layout over other ranks is left to the method to refuse."""
+    if layout is None or layout.shards not in (method.shards, method.sequence_shards):
+        return
+    fine = layout if layout.shards == method.shards else layout.refine(method.shards // method.sequence_shards)
+    sizes = [x.shape[1]]
+    for axis in axes:
+        sizes = [size for whole in sizes for size in dtensor.chunk_sizes(whole, axis.size)]
+    dtensor.check_chunks("the layout's shards", fine.sizes, sizes, " x ".join(axis.name for axis in axes))
+
+
+def _local_sinks(sinks: DTensor, q: DTensor) -> Tensor:
+    """This rank's sinks. Each rank's gradient is a share of the sum over batch and tokens."""
+    placements: list[Placement] = [Shard(0) if found == Shard(2) else Replicate() for found in q.placements]
+    if sinks.device_mesh != q.device_mesh or any(
+        found != wanted and sinks.device_mesh.size(place) > 1
+        for place, (found, wanted) in enumerate(zip(sinks.placements, placements, strict=True))
+    ):
+        raise ValueError(f"sinks are {dtensor.show(sinks)}; with q {dtensor.show(q)} they must be {placements}")
+    grads = [
+        Partial() if found in (Shard(0), Shard(1)) else of for found, of in zip(q.placements, placements, strict=True)
+    ]
+    return dtensor.local_of(sinks, grads)

@@ -1,0 +1,166 @@
+"""Finding the documents of packed rows from position ids, of which every rank sees only its own.
+
+A token at global position p with position id i lies in the document that starts at p - i. Ranks tell each other the
+starts that they see, with the first and the last token that has each; so all of them find the same documents, or the
+same fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention.integrations.sequence import Documents
+from armillary.attention.mask import AttentionMask
+from armillary.attention.method import Method
+from armillary.core import Axis, SequenceLayout
+from armillary.core.ledger import record
+
+
+class Run(NamedTuple):
+    """Tokens of a row whose document starts at `start`: the first and the last of them, in global positions."""
+
+    row: int
+    start: int
+    first: int
+    last: int
+
+
+REMEDY = "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
+
+
+def find_documents(position_ids: Tensor, layout: SequenceLayout, attend: Method) -> Documents | None:
+    """The documents that position ids [B or 1, T] of all ranks say; None where each row is one document.
+
+    Communicates: every rank of `attend` must call it.
+
+    Raises:
+        ValueError: on every rank, if they neither are global positions nor restart at 0 in each document.
+    """
+    runs = gather(_runs(position_ids, layout.positions(attend.shard)), attend)
+    rows = [[Run(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
+    found = [_boundaries(row, layout.length) for row in rows]
+    _check_not_shards(found, layout)
+    if all(ends == (0, layout.length) for ends in found):
+        return None
+    return found[0] if len(set(found)) == 1 else tuple(found)
+
+
+def check_positions(position_ids: Tensor, layout: SequenceLayout, attend: Method, documents: Documents) -> None:
+    """Refuses position ids [B or 1, T] that neither are global positions nor count from the start of each document.
+
+    Communicates where it can: every rank of `attend` must call it.
+
+    Raises:
+        ValueError: on every rank, if those of one do not fit.
+    """
+    positions = layout.positions(attend.shard)
+    mask = AttentionMask(documents=documents)
+    rows = max(len(position_ids), len(documents) if mask.per_row else 1)
+    mask.check(layout.length, rows)
+    wrong: list[list[int]] = []
+    for row, ids in enumerate(position_ids.cpu().expand(rows, -1)):
+        starts = torch.tensor((mask.boundaries(row) or (0,))[:-1])
+        start = starts[torch.bucketize(positions, starts, right=True) - 1]
+        if not (torch.equal(ids, positions) or torch.equal(ids, positions - start)):
+            wrong.append([attend.shard, row, int(ids[0])])
+    wrong = gather([*wrong, [-1, 0, 0]], attend) if axes(attend) else wrong
+    for shard, row, first in wrong:
+        if shard >= 0:
+            raise ValueError(
+                f"row {row} of shard {shard} has position ids from {first} on, which neither are its global positions, "
+                f"from {layout.spans(shard)[0][0]} on, nor count from the start of each document; {REMEDY}"
+            )
+
+
+def gather(rows: Sequence[Sequence[int]], attend: Method) -> list[list[int]]:
+    """The rows of integers of all ranks of `attend`, each row as long as the others. Every rank must call it."""
+    gathered = [list(row) for row in rows]
+    along = axes(attend)
+    if along is None:
+        raise ValueError(
+            f"{type(attend).__name__} does not say which axes its {attend.shards} ranks are on, so that ranks cannot "
+            "tell each other what they see; pass sequence(documents=...), [0, length] if there is one document"
+        )
+    for axis in along:
+        width = len(gathered[0])
+        mine = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
+        counts = _all_gather(axis, torch.tensor([len(gathered)], device=mine.device))
+        padded = mine.new_zeros((max(int(count) for count in counts), width))
+        padded[: len(mine)] = mine
+        parts = zip(_all_gather(axis, padded), counts, strict=True)
+        gathered = [row for part, count in parts for row in part[: int(count)].tolist()]
+    return gathered
+
+
+def _runs(position_ids: Tensor, positions: Tensor) -> list[Run]:
+    """The runs that this rank sees, a start at a time."""
+    runs: list[Run] = []
+    for row, ids in enumerate(position_ids.cpu().long()):
+        starts, which = (positions - ids).unique(return_inverse=True)
+        first = torch.full_like(starts, 2**62).scatter_reduce(0, which, positions, "amin")
+        last = torch.full_like(starts, -1).scatter_reduce(0, which, positions, "amax")
+        runs += [Run(row, *run) for run in zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)]
+    return runs
+
+
+def _boundaries(runs: Sequence[Run], length: int) -> tuple[int, ...]:
+    """The document boundaries of one row, checked: each run of all ranks together must fill one document."""
+    spans: dict[int, tuple[int, int]] = {}
+    for _, start, first, last in runs:
+        low, high = spans.get(start, (first, last))
+        spans[start] = min(low, first), max(high, last)
+    starts = sorted(spans)
+    ends = (*starts, length)
+    for start, end in pairwise(ends):
+        if spans[start] != (start, end - 1):
+            at = spans[start][0]
+            raise ValueError(
+                f"the token at position {at} of the sequence has position id {at - start}, so that its document would "
+                f"start at {start}, which the other position ids contradict; {REMEDY}"
+            )
+    if starts[0] != 0:
+        raise ValueError(f"no row starts with position id 0: the first document would start at {starts[0]}; {REMEDY}")
+    return ends
+
+
+def _check_not_shards(found: Sequence[tuple[int, ...]], layout: SequenceLayout) -> None:
+    """Positions that start at 0 on every rank are far more often a mistake than documents as long as shards."""
+    shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])
+    firsts = (*(spans[0][0] for spans in shards), layout.length)
+    if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and any(ends == firsts for ends in found):
+        raise ValueError(
+            f"position_ids start at 0 on each of the {layout.shards} ranks, as a model's own do; {REMEDY}. "
+            f"If the documents do end where shards do, say so with `sequence(documents={list(firsts[:4])}...)`"
+        )
+
+
+def axes(attend: Method) -> list[Axis] | None:
+    """The axes that a method and those inside it run on, of more than one rank; None where that cannot be found."""
+    found: list[Axis] = []
+    method: Any = attend
+    while method is not None:
+        axis = getattr(method, "axis", None)
+        found += [axis] if isinstance(axis, Axis) and axis.size > 1 else []
+        method = getattr(method, "inner", None)
+    return found if prod(axis.size for axis in found) == attend.shards else None
+
+
+def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(axis.size)]
+    record(axis.name, "all_gather", (axis.size - 1) * x.nbytes)
+    dist.all_gather(parts, x, group=axis.group)
+    return parts
+
+
+def _device(axis: Axis) -> torch.device:
+    """Where the group of an axis takes tensors: anywhere for gloo, on this rank's accelerator for others."""
+    if dist.get_backend(axis.group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,114 @@
+"""What the FlashAttention kernels for CUDA share: torch's own and those of the flash-attn package, versions 2 and 3."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, refuses_dtype
+from armillary.attention.kernels.packing import Lengths, lengths, packed, packs, unpacked, window
+from armillary.attention.kernels.windows import cut_rows, window_of
+from armillary.attention.mask import Window
+from armillary.attention.tiles import Tile
+
+
+class Flash(Kernel):
+    """float16 and bfloat16, head dims up to 256 in steps of 8, nearly any band in one call, small pieces together.
+
+    A subclass makes the call, of tensors [B, T, H, D], or, with `lengths`, of packed ones [tokens, H, D]. lse then has
+    its heads first: [B, H, T], or [H, tokens].
+    """
+
+    @abstractmethod
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+
+    @abstractmethod
+    def call_backward(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        window: tuple[int, int],
+        scores: Scores,
+        lengths: Lengths | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), from (dout, q, k, v, out, lse)."""
+
+    def refuses(self, inputs: Inputs) -> str | None:
+        if inputs.device != "cuda":
+            return f"runs on CUDA, not on {inputs.device}"
+        if inputs.capability is not None and inputs.capability < (8, 0):
+            return f"needs compute capability 8.0 (Ampere) or above, not {'.'.join(map(str, inputs.capability))}"
+        if inputs.head_dim != inputs.value_dim or inputs.head_dim > 256 or inputs.head_dim % 8:
+            dims = f"{inputs.head_dim} and {inputs.value_dim}"
+            return f"needs one head dim for q, k and v, at most 256 and a multiple of 8, not {dims}"
+        return refuses_dtype(inputs.dtype, (torch.float16, torch.bfloat16))
+
+    def cut(self, tile: Tile) -> tuple[Tile, ...]:
+        return cut_rows(tile)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v = _rows_whole(q, k, v)
+        out, lse = self.call_forward(q, k, v, window_of(band, q.shape[1], k.shape[1]), scores, None)
+        return out, lse.mT
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = _rows_whole(dout, q, k, v, out)
+        tensors = (dout, q, k, v, out, lse.mT.contiguous())
+        return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
+
+    def forward_many(self, pieces: Iterable[Forward], scores: Scores) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        pieces = list(pieces)
+        for indices in packs(pieces):
+            if len(indices) == 1:
+                yield indices[0], self.forward(*pieces[indices[0]], scores)
+            else:
+                yield from zip(indices, self._forward_packed([pieces[i] for i in indices], scores), strict=True)
+
+    def backward_many(
+        self, pieces: Iterable[Backward], scores: Scores
+    ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        pieces = list(pieces)
+        for indices in packs(pieces):
+            if len(indices) == 1:
+                yield indices[0], self.backward(*pieces[indices[0]], scores)
+            else:
+                yield from zip(indices, self._backward_packed([pieces[i] for i in indices], scores), strict=True)
+
+    def _forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
+        queries, keys, values, _ = zip(*pieces, strict=True)
+        q, k, v = packed(queries), packed(keys), packed(values)
+        out, lse = self.call_forward(q, k, v, window(pieces[0]), scores, lengths(pieces))
+        return zip(unpacked(out, queries), unpacked(lse.mT, queries), strict=True)
+
+    def _backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        douts, queries, keys, values, outs, lses, _ = zip(*pieces, strict=True)
+        dout, q, k, v, out = packed(douts), packed(queries), packed(keys), packed(values), packed(outs)
+        tensors = (dout, q, k, v, out, packed(lses).mT.contiguous())
+        dq, dk, dv = self.call_backward(tensors, window(pieces[0]), scores, lengths(pieces))
+        return zip(unpacked(dq, queries), unpacked(dk, keys), unpacked(dv, values), strict=True)
+
+
+@torch.compiler.assume_constant_result
+def installed(module: str) -> bool:
+    """Whether a top-level module can be imported; does not import it."""
+    return found(module)
+
+
+@cache
+def found(module: str) -> bool:
+    """`installed`, asked once: looking takes longer than launching a kernel."""
+    return find_spec(module) is not None
+
+
+def _rows_whole(*tensors: Tensor) -> list[Tensor]:
+    """The kernels want the head dim contiguous; the others may have any strides."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

@@ -1,0 +1,88 @@
+"""Small kernel calls put together: their tensors one after another, as a variable-length kernel takes them.
+
+Documents make many small tiles, none of which keeps a GPU busy. Large ones gain nothing and would cost a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.attention.kernels.kernel import Backward, Forward
+from armillary.attention.kernels.windows import window_of
+
+ALONE = 4096
+"""Tokens from which a piece is a call of its own."""
+FULL = 65536
+"""Tokens from which nothing more is added to a pack: what bounds the memory of its copies."""
+
+
+class Lengths(NamedTuple):
+    """Where each packed sequence begins and ends, int32 [n + 1], and how long the longest is."""
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+@dataclass
+class Pack:
+    """Pieces, by index, for one call."""
+
+    indices: list[int] = field(default_factory=list[int])
+    tokens: int = 0
+
+    def add(self, index: int, tokens: int) -> None:
+        self.indices.append(index)
+        self.tokens += tokens
+
+
+def packs(pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
+    """The pieces, by index, that go into one call together: small ones of one window and the same heads."""
+    growing: dict[object, Pack] = {}
+    for index, piece in enumerate(pieces):
+        tokens = piece.q.shape[0] * max(piece.q.shape[1], piece.k.shape[1])
+        if tokens >= ALONE:
+            yield [index]
+            continue
+        key = (window(piece), piece.q.shape[2:], piece.k.shape[2:])
+        growing.setdefault(key, Pack()).add(index, tokens)
+        if growing[key].tokens >= FULL:
+            yield growing.pop(key).indices
+    yield from (pack.indices for pack in growing.values())
+
+
+def window(piece: Forward | Backward) -> tuple[int, int]:
+    """(left, right) of a piece."""
+    return window_of(piece.band, piece.q.shape[1], piece.k.shape[1])
+
+
+def lengths(pieces: Sequence[Forward] | Sequence[Backward]) -> Lengths:
+    """Of the packed pieces: each row of a piece's batch is a sequence."""
+    queries = [piece.q.shape[1] for piece in pieces for _ in range(piece.q.shape[0])]
+    keys = [piece.k.shape[1] for piece in pieces for _ in range(piece.q.shape[0])]
+    device = pieces[0].q.device
+    return Lengths(_ends(queries, device), _ends(keys, device), max(queries), max(keys))
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """[sum of b t, ...], from a list of [b, t, ...]."""
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def unpacked(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `packed`: parts [b, t, ...] with the batch and tokens of `like`."""
+    parts = whole.split([x.shape[0] * x.shape[1] for x in like])
+    return [part.unflatten(0, x.shape[:2]) for part, x in zip(parts, like, strict=True)]
+
+
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    """On the device without waiting for it, hence from pinned memory."""
+    ends = torch.zeros(len(counts) + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    torch.cumsum(torch.tensor(counts, dtype=torch.int32), 0, dtype=torch.int32, out=ends[1:])
+    return ends.to(device, non_blocking=True)

@@ -1,0 +1,58 @@
+"""Who sits where in WallFacer (arXiv 2407.00611): pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Literal
+
+Placement = Literal["collect_intra", "p2p_intra"]
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Who is who: P ranks of an axis as P / C teams of C members, R consecutive teams to a group, C groups.
+
+    `collect_intra` makes the members of a team neighbours on the axis, so that gathers stay within a node; `p2p_intra`
+    makes the ranks of a ring neighbours.
+    """
+
+    ranks: int
+    team: int
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        if self.placement not in ("collect_intra", "p2p_intra"):
+            raise ValueError(f"placement={self.placement!r}; known: collect_intra, p2p_intra")
+        if self.team < 1 or self.ranks % self.team**2:
+            fitting = [c for c in range(1, isqrt(self.ranks) + 1) if self.ranks % c**2 == 0]
+            raise ValueError(f"team={self.team}: its square must divide the {self.ranks} ranks; possible: {fitting}")
+
+    @property
+    def ring(self) -> int:
+        """R, ranks in a ring: teams in a group."""
+        return self.ranks // self.team**2
+
+    def rank(self, team: int, member: int) -> int:
+        """The rank on the axis of one member of one team."""
+        if self.placement == "collect_intra":
+            return team * self.team + member
+        group, place = divmod(team, self.ring)
+        return (group * self.team + member) * self.ring + place
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """(team, member) of a rank."""
+        if self.placement == "collect_intra":
+            return divmod(rank, self.team)
+        rest, place = divmod(rank, self.ring)
+        group, member = divmod(rest, self.team)
+        return group * self.ring + place, member
+
+    def keeper(self, team: int, member: int) -> int:
+        """The rank to which this member of a team sends the team's keys (step 2)."""
+        return self.rank(member * self.ring + team // self.team, team % self.team)
+
+    def kept(self, team: int, member: int) -> tuple[int, int]:
+        """(team, member) whose keys this member of a team is sent: the inverse of `keeper`."""
+        group, place = divmod(team, self.ring)
+        return place * self.team + member, group

@@ -1,0 +1,176 @@
+"""WallFacer (arXiv 2407.00611; later named StarTrail): teams of ranks that share a ring's work.
+
+P ranks form teams of C, and R = P / C^2. Rank (team t, member a) does, in the order of the paper:
+
+    1. gather   q, k, v of the team: every member has the queries and keys of C shards
+    2. place    the team's k, v go to group a, team a R + t // C, member t % C
+    3. ring     R ranks, one of each team of a group, pass keys on: together a team's members see all P / C teams
+    4. scatter  partial results are merged by log-sum-exp, each member keeps its own tokens
+
+C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring makes R - 1 steps where Ring Attention makes P - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention import rotate_keys, rotate_queries
+from armillary.attention.call import Call, Saved
+from armillary.attention.method import Method, layout_of
+from armillary.attention.ring import Backward, check_backward, fewer_bytes
+from armillary.attention.rotation import Moving, Rotation, empty, packed
+from armillary.attention.teams import Placement, Teams
+from armillary.core import (
+    Axis,
+    Parcels,
+    SequenceLayout,
+    start_exchange,
+    start_gather_seq,
+    start_merge_scatter,
+    start_scatter_sum,
+)
+
+Gathering = Callable[[], tuple[Tensor, ...]]
+"""Waits for tensors that are being gathered."""
+
+
+class WallFacer(Method):
+    """WallFacer over one mesh axis of P ranks, in teams of C; C^2 divides P.
+
+    Args:
+        axis: a 1-D mesh, such as `mesh["ring"]`. Communicators are made for it and for its teams, so every rank of the
+            axis must construct the method; construct it once and share it between layers.
+        team: C.
+        placement: "collect_intra" makes a team's members neighbours, "p2p_intra" those of a ring.
+        backward: what goes round in backward: keys or (as published) queries; "auto" takes what sends fewer bytes.
+        gather_keys: as published, gather the team's keys and send them on together. Otherwise each rank sends its own
+            keys to the C ranks that its team's go to: (C - 1) 2 B T K D e less within teams, as much between them.
+
+    Bytes sent, forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e for each of up to R exchanges p2p,
+    (C - 1) (B T H D e + 4 B T H) reduce-scatter. Backward: (C - 1) (3 B T H D e + 4 B T H) all-gather, keys brought and
+    placed again, the ring with C times what `Ring` sends a step, then (C - 1) 2 B T K D a and C 2 B T K D a to bring dk
+    and dv home, and (C - 1) B T H D a for dq.
+
+    Raises:
+        ValueError: C^2 does not divide P, or an unknown placement or backward.
+    """
+
+    def __init__(
+        self,
+        axis: DeviceMesh,
+        team: int,
+        placement: Placement = "collect_intra",
+        backward: Backward = "auto",
+        gather_keys: bool = True,
+    ) -> None:
+        self.axis = Axis.of(axis)
+        self.teams = Teams(self.axis.size, team, placement)
+        self.seat = self.teams.seat(self.axis.rank)
+        self.back = self.axis.twin()
+        self.mates = self.axis.part([self.teams.rank(self.seat[0], a) for a in range(team)])
+        self.gather_keys = gather_keys
+        self.backward_moves: Backward = check_backward(backward)
+        self.shards = self.sequence_shards = self.axis.size
+        self.shard = self.axis.rank
+
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        """Each team holds what a rank of a ring of P / C would, cut in C."""
+        cut = layout_of(kind, length, self.axis.size // self.teams.team).refine(self.teams.team)
+        seats = (self.teams.seat(rank) for rank in range(self.axis.size))
+        return SequenceLayout([cut.spans(team * self.teams.team + member) for team, member in seats])
+
+    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Gathering:
+        return self._gather((q,), layout)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        return self.resume(None, q, k, v, call)
+
+    def resume(self, started: Gathering | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        queries = started or self._gather((q,), call.layout)
+        (k_placed, v_placed), (q_team,) = self._place_keys(k, v, call), queries()
+        out, lse = rotate_keys.forward(q_team, k_placed, v_placed, self.rotation("keys"), self._by_teams(call))
+        out, lse = start_merge_scatter(out, lse, self.mates, self._sizes(call.layout)).wait()
+        return out, Saved(q, k, v, out, lse)
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        gathered = self._gather((saved.q, saved.out, dout, saved.lse), call.layout)
+        k, v = self._place_keys(saved.k, saved.v, call)
+        q, out, dout, lse = gathered()
+        team, moving = Saved(q, k, v, out, lse), fewer_bytes(self.backward_moves, saved, call)
+        if moving == "keys":
+            dq, dk, dv = rotate_keys.backward(dout, team, self.rotation(moving), self._by_teams(call))
+        else:
+            dq, dk, dv = rotate_queries.backward(dout, team, self.rotation(moving), self._by_teams(call), direct=False)
+        queries = start_scatter_sum(dq, self.mates, self._sizes(call.layout))
+        dk, dv = self._bring_home((dk, dv), call)
+        return queries.wait(), dk, dv
+
+    def rotation(self, moving: Moving) -> Rotation:
+        """The ring of this rank: one member of each team of its group. Shards are teams."""
+        teams, (team, member) = self.teams, self.seat
+        group, place = divmod(team, teams.ring)
+        mates = tuple(group * teams.ring + j for j in range(teams.ring))
+        circle = tuple(teams.rank(mate, member) for mate in mates)
+        keys = tuple(j * teams.team + member for j in range(teams.ring))
+        residents, travellers = (mates, keys) if moving == "keys" else (keys, mates)
+        return Rotation(self.axis, self.back, circle, place, residents, travellers, moving)
+
+    def _by_teams(self, call: Call) -> Call:
+        """The call over teams as shards."""
+        return replace(call, layout=self._team_layout(call.layout), key_layout=self._team_layout(call.key_layout))
+
+    def _team_layout(self, layout: SequenceLayout) -> SequenceLayout:
+        members = range(self.teams.team)
+        every = range(self.axis.size // self.teams.team)
+        return SequenceLayout([[s for a in members for s in layout.spans(self.teams.rank(t, a))] for t in every])
+
+    def _sizes(self, layout: SequenceLayout, team: int | None = None) -> tuple[int, ...]:
+        """Tokens of each member of a team, by default this rank's."""
+        team = self.seat[0] if team is None else team
+        return tuple(layout.sizes[self.teams.rank(team, a)] for a in range(self.teams.team))
+
+    def _gather(self, tensors: Sequence[Tensor], layout: SequenceLayout) -> Gathering:
+        """Step 1: starts gathering the team's tokens; the result waits for them."""
+        moving = [start_gather_seq(x, self.mates, self._sizes(layout)) for x in tensors]
+        return lambda: tuple(move.wait() for move in moving)
+
+    def _place_keys(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Steps 1 and 2 for keys: from this rank's own to those of the team that it keeps."""
+        teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
+        sizes = self._sizes(call.key_layout, kept_team)
+        if self.gather_keys:
+            mine = self._gather((k, v), call.key_layout)()
+            send = {teams.keeper(*self.seat): mine}
+            ((k, v),) = self._swap(send, {teams.rank(kept_team, kept_member): empty((k, v), sum(sizes))})
+            return k, v
+        members = range(teams.team)
+        send = {teams.keeper(self.seat[0], a): (k, v) for a in members}
+        parts = self._swap(send, {teams.rank(kept_team, a): empty((k, v), sizes[a]) for a in members})
+        return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)
+
+    def _bring_home(self, grads: Sequence[Tensor], call: Call) -> Sequence[Tensor]:
+        """Step 2 backwards: from sums for the keys that this rank keeps to those for its own."""
+        teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
+        mine, kept = self._sizes(call.key_layout), self._sizes(call.key_layout, kept_team)
+        if self.gather_keys:
+            receive = {teams.keeper(*self.seat): empty(grads, sum(mine))}
+            (team,) = self._swap({teams.rank(kept_team, kept_member): grads}, receive)
+            moving = [start_scatter_sum(x, self.mates, mine) for x in team]
+            return [move.wait() for move in moving]
+        members = range(teams.team)
+        pieces = list(zip(*(x.split(kept, dim=1) for x in grads), strict=True))
+        send = {teams.rank(kept_team, a): pieces[a] for a in members}
+        parts = self._swap(send, {teams.keeper(self.seat[0], a): empty(grads, mine[self.seat[1]]) for a in members})
+        return [torch.stack(shares).sum(0) for shares in zip(*parts, strict=True)]
+
+    def _swap(self, send: Parcels, receive: Parcels) -> tuple[Sequence[Tensor], ...]:
+        """What arrives, in the order of `receive`; what this rank sends itself stays where it is."""
+        me = self.axis.rank
+        others = {rank: buffers for rank, buffers in receive.items() if rank != me}
+        start_exchange(self.axis, {rank: packed(x) for rank, x in send.items() if rank != me}, others).wait()
+        return tuple(send[me] if rank == me else receive[rank] for rank in receive)

@@ -1,0 +1,210 @@
+"""Attention on DTensors gives what it gives on local tensors, with placements said."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, reference_attention
+from armillary.attention.dtensor import attend_dtensors, axes_of
+from armillary.core import CommLedger, SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+EXACT = 1e-10
+B, H, K, D, DV = 2, 8, 4, 16, 8
+TOKENS, HEADS = Shard(1), Shard(2)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(length: int) -> list[Tensor]:
+    """Global q, k, v, dout."""
+    shapes = ((H, D), (K, D), (K, DV), (H, DV))
+    return [random(i, B, length, heads, dim) for i, (heads, dim) in enumerate(shapes)]
+
+
+def expected(length: int, mask: AttentionMask) -> list[Tensor]:
+    """Global out, lse, dq, dk, dv."""
+    *qkv, dout = whole(length)
+    leaves = [x.requires_grad_() for x in qkv]
+    out, lse = reference_attention(*leaves, mask=mask, return_lse=True)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def build(name: str, axes: DeviceMesh) -> Method:
+    match name:
+        case "local":
+            return Local()
+        case "ring":
+            return Ring(axes["ring"])
+        case "ulysses":
+            return Ulysses(axes["ulysses"])
+        case _:
+            return Ulysses(axes["ulysses"], inner=Ring(axes["ring"]))
+
+
+def distributed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """The global tensor in the order of the layout's shards."""
+    order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
+    return distribute_tensor(x[:, order], over, placements)
+
+
+def attended(
+    name: str, sizes: dict[str, int], placed: dict[str, Placement], length: int, kind: str
+) -> tuple[float, float]:
+    """(worst error against the oracle, worst difference from the same call on local tensors)."""
+    over = mesh(**sizes)[tuple(placed)]
+    attend, placements = build(name, mesh(**sizes)), list(placed.values())
+    layout, mask = attend.layout(length, kind=kind), AttentionMask(window=(length // 2, None))
+    *qkv, dout = (distributed(x, layout, over, placements) for x in whole(length))
+    leaves = [x.requires_grad_() for x in qkv]
+    out, lse = attend_dtensors(attend, *leaves, mask=mask, layout=layout, return_lse=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    results = [out, lse, *grads]
+    assert all(isinstance(x, DTensor) and list(x.placements) == placements for x in results)
+    assert out.shape == (B, length, H, DV)
+
+    local = [x.to_local().detach().requires_grad_() for x in leaves]
+    plain, plain_lse = attend(*local, mask=mask, layout=layout, return_lse=True)
+    same = [plain, plain_lse, *torch.autograd.grad(plain, local, dout.to_local())]
+    order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
+    wanted = [x[:, order] for x in expected(length, mask)]
+    return (
+        max(relative_error(a.full_tensor().detach(), b) for a, b in zip(results, wanted, strict=True)),
+        max(relative_error(a.to_local().detach(), b.detach()) for a, b in zip(results, same, strict=True)),
+    )
+
+
+ON_EIGHT: dict[str, tuple[str, dict[str, int], dict[str, Placement]]] = {
+    "usp with tp": ("usp", {"ring": 2, "ulysses": 2, "tp": 2}, {"ring": TOKENS, "ulysses": TOKENS, "tp": HEADS}),
+    "usp with data": (
+        "usp", {"shard": 2, "ring": 2, "ulysses": 2}, {"shard": Shard(0), "ring": TOKENS, "ulysses": TOKENS},
+    ),
+    "usp, tp replicated": (
+        "usp", {"ring": 2, "ulysses": 2, "tp": 2}, {"ring": TOKENS, "ulysses": TOKENS, "tp": Replicate()},
+    ),
+    "ring with tp": ("ring", {"ring": 4, "tp": 2}, {"ring": TOKENS, "tp": HEADS}),
+    "ulysses with data and tp": (
+        "ulysses", {"shard": 2, "ulysses": 2, "tp": 2}, {"shard": Shard(0), "ulysses": TOKENS, "tp": HEADS},
+    ),
+    "axes of one rank": (
+        "usp", {"shard": 2, "ring": 4}, {"shard": Shard(0), "ring": TOKENS, "ulysses": Replicate(), "tp": HEADS},
+    ),
+    "local": ("local", {"shard": 2, "tp": 4}, {"shard": Shard(0), "tp": HEADS}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON_EIGHT)
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_dtensors_give_what_local_tensors_give(worlds, case, kind):
+    name, sizes, placed = ON_EIGHT[case]
+    for error, difference in worlds(8).run(attended, name, sizes, placed, 24, kind):
+        assert error <= EXACT
+        assert difference == 0.0
+
+
+@pytest.mark.parametrize("length", [11, 15])
+def test_uneven_shards_that_dtensor_would_cut_too(worlds, length):
+    placed = {"ring": TOKENS, "ulysses": TOKENS}
+    for error, difference in worlds(4).run(attended, "usp", {"ring": 2, "ulysses": 2}, placed, length, "contiguous"):
+        assert error <= EXACT
+        assert difference == 0.0
+
+
+def with_sinks() -> float:
+    """Sinks sharded over tp: their gradient is to be summed over the axes that shard tokens."""
+    built = mesh(ring=2, ulysses=2, tp=2)
+    over, attend = built["ring", "ulysses", "tp"], build("usp", built)
+    layout, mask = attend.layout(16), AttentionMask()
+    *qkv, dout = (distributed(x, layout, over, [TOKENS, TOKENS, HEADS]) for x in whole(16))
+    sinks = distribute_tensor(random(9, H), over, [Replicate(), Replicate(), Shard(0)]).requires_grad_()
+    out = attend_dtensors(attend, *qkv, mask=mask, layout=layout, sinks=sinks)
+    assert isinstance(out, DTensor)
+    (dsinks,) = torch.autograd.grad(out, sinks, dout)
+    assert list(dsinks.placements) == [Partial(), Partial(), Shard(0)]
+    leaf = random(9, H).requires_grad_()
+    q, k, v, up = whole(16)
+    (wanted,) = torch.autograd.grad(reference_attention(q, k, v, mask=mask, sinks=leaf), leaf, up)
+    return relative_error(dsinks.full_tensor(), wanted)
+
+
+def test_sinks(worlds):
+    assert max(worlds(8).run(with_sinks)) <= EXACT
+
+
+def axis_names() -> list[list[str]]:
+    built = mesh(ring=2, ulysses=2)
+    return [[axis.name for axis in axes_of(build(name, built))] for name in ("local", "ring", "ulysses", "usp")]
+
+
+def test_axes_of_a_method_are_outermost_first(worlds):
+    assert worlds(4).run(axis_names)[0] == [[], ["ring"], ["ulysses"], ["ring", "ulysses"]]
+
+
+def refused() -> list[str]:
+    built = mesh(ring=2, ulysses=2, tp=2)
+    three = built["ring", "ulysses", "tp"]
+    usp, ring = build("usp", built), build("ring", built)
+    placed = [TOKENS, TOKENS, HEADS]
+
+    def of(placements: list[Placement], length: int = 16, heads: int = H, over: DeviceMesh = three) -> DTensor:
+        return distribute_tensor(torch.zeros(B, length, heads, D), over, placements)
+
+    def call(attend: Method, *qkv: Tensor, length: int = 16, **options: Any) -> Callable[[], object]:
+        layout = attend.layout(length, kind="contiguous")
+        return lambda: attend_dtensors(attend, *qkv, mask=AttentionMask(), layout=layout, **options)
+
+    x, rows = of(placed), [TOKENS, Replicate(), HEADS]
+    four = mesh(ring=4, tp=2)
+    ten = of([TOKENS, HEADS], length=10, over=four["ring", "tp"])
+    calls = [
+        call(usp, x, x.to_local(), x),
+        call(usp, x, x, of(rows)),
+        call(usp, *[of(rows)] * 3),
+        call(usp, *[of([Replicate(), TOKENS, HEADS])] * 3),
+        call(ring, *[x] * 3),
+        call(usp, *[of([TOKENS, TOKENS, Shard(3)])] * 3),
+        call(usp, *[of(placed, heads=3)] * 3),
+        call(usp, x, *[of(placed, heads=1)] * 2),
+        call(build("ring", four), *[ten] * 3, length=10),
+        call(usp, *[x] * 3, length=20),
+        call(usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
+        call(build("usp", mesh(ring=4, ulysses=2)), *[x] * 3),
+    ]
+    found: list[str] = []
+    with CommLedger() as ledger:
+        for refusal in calls:
+            with pytest.raises(ValueError) as error:
+                refusal()
+            found.append(str(error.value))
+    assert ledger.bytes() == 0
+    return found
+
+
+def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
+    parts = [
+        "q, k, v are DTensor, local, DTensor; pass all three as DTensors or all as local tensors",
+        "all three must be placed alike on one mesh",
+        "q is Replicate() on axis 'ulysses' of DTensor [2, 16, 8, 16] over (ring Shard(dim=1), ulysses Replicate(), "
+        "tp Shard(dim=2)); it must be Shard(dim=1) there",
+        "q is Replicate() on axis 'ring'",
+        "q is Shard(dim=1) on axis 'ulysses' of DTensor [2, 16, 8, 16] over (ring Shard(dim=1), ulysses Shard(dim=1), "
+        "tp Shard(dim=2)); the method works on axes ['ring'], and on others only",
+        "q is Shard(dim=3) on axis 'tp'",
+        "3 query and 3 key/value heads of",
+        "8 query and 1 key/value heads of",
+        "the layout's shards (3, 3, 2, 2) over axis 'ring' are not the shards of a DTensor, which cuts 10 as "
+        "(3, 3, 3, 1)",
+        "cuts 16 as (4, 4, 4, 4)",
+        "with q DTensor",
+        "over other ranks than",
+    ]
+    for found in worlds(8).run(refused):
+        for message, part in zip(found, parts, strict=True):
+            assert part in message

@@ -1,0 +1,387 @@
+"""Every kernel: its pieces are a tile's pairs exactly, its numbers are float64's, and what it can't do it refuses."""
+
+import inspect
+import sys
+from importlib.util import find_spec
+from itertools import product
+
+import flash_stub
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from armillary.attention.call import Call, Saved
+from armillary.attention.cell import Cell
+from armillary.attention.kernels import (
+    KERNELS,
+    Backward,
+    CpuFlash,
+    CudaFlash,
+    Dense,
+    FlashAttn2,
+    FlashAttn3,
+    Forward,
+    Inputs,
+    Scores,
+    choose_kernel,
+)
+from armillary.attention.kernels.flash import found
+from armillary.attention.kernels.windows import window_of
+from armillary.attention.mask import AttentionMask
+from armillary.attention.merge import Merge, Sum
+from armillary.attention.tiles import Tile
+from armillary.core import SequenceLayout
+
+EMULATED = (CudaFlash(), FlashAttn2(), FlashAttn3())
+
+
+@pytest.fixture(autouse=True)
+def emulation(monkeypatch):
+    flash_stub.install(monkeypatch, 2, 3)
+    yield
+    monkeypatch.undo()
+    found.cache_clear()
+
+
+@st.composite
+def band_tiles(draw, longest: int = 12) -> Tile:
+    queries, keys = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    bound = st.none() | st.integers(-queries, keys)
+    q0, k0 = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    low, high = (None if x is None else x + k0 - q0 for x in (draw(bound), draw(bound)))
+    tile = Tile(q0, q0 + queries, k0, k0 + keys, low, high).trimmed()
+    return tile or Tile(q0, q0 + queries, k0, k0 + keys)
+
+
+def pairs(tile: Tile) -> list[tuple[int, int]]:
+    return list(grid(range(tile.q0, tile.q1), range(tile.k0, tile.k1), tile.low, tile.high))
+
+
+def grid(rows, columns, low, high):
+    for a, b in product(rows, columns):
+        if (low is None or b - a >= low) and (high is None or b - a <= high):
+            yield a, b
+
+
+def sizes(tile: Tile) -> tuple[int, int]:
+    return tile.q1 - tile.q0, tile.k1 - tile.k0
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def in_one_call(kernel, piece: Tile) -> bool:
+    """Whether the kernel, called once, does this piece and nothing else."""
+    (queries, keys), (low, high) = sizes(piece), piece.offsets
+    if isinstance(kernel, CpuFlash):
+        return (low is None and high in (None, 0)) or (high is None and low == keys - queries)
+    return isinstance(kernel, Dense) or made_visible(piece, 3 if isinstance(kernel, FlashAttn3) else 2)
+
+
+def made_visible(piece: Tile, version: int, longer: int = 0) -> bool:
+    """Whether the window of a piece makes its pairs visible, also packed with sequences that are longer."""
+    queries, keys = sizes(piece)
+    window = window_of(piece.offsets, queries, keys)
+    bounds = flash_stub.band(window, queries, keys, queries + longer, keys + longer, version)
+    return pairs(Tile(0, queries, 0, keys, *bounds)) == pairs(Tile(0, queries, 0, keys, *piece.offsets))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@given(tile=band_tiles())
+@settings(max_examples=150, deadline=None)
+def test_a_tile_is_cut_into_pieces_that_the_kernel_does_in_one_call(kernel, tile):
+    pieces = kernel.cut(tile)
+    assert sorted(pair for piece in pieces for pair in pairs(piece)) == pairs(tile)
+    for piece in pieces:
+        assert piece == piece.trimmed() and in_one_call(kernel, piece), piece
+
+
+def test_windows_are_exact_after_flash_attention_has_rewritten_them():
+    tiles = {
+        tile
+        for queries, keys in product(range(1, 9), repeat=2)
+        for low, high in product([None, *range(-queries, keys)], repeat=2)
+        if (tile := Tile(0, queries, 0, keys, low, high).trimmed())
+    }
+    for tile in tiles:
+        pieces = CudaFlash().cut(tile)
+        assert all(made_visible(piece, *case) for piece in pieces for case in product((2, 3), (0, 1, 5))), tile
+        assert len(pieces) == 1 or not made_visible(tile, 2) or tile.low is not None, f"{tile} needs no cut"
+
+
+def test_the_emulated_rule_drops_a_right_bound_and_top_rows_where_queries_outnumber_keys():
+    assert not made_visible(Tile(0, 4, 0, 2, None, 0), 2)
+    assert not made_visible(Tile(0, 7, 0, 3, -4, None), 2)
+    assert CudaFlash().cut(Tile(0, 4, 0, 2, None, 0)) == (Tile(0, 1, 0, 1), Tile(1, 4, 0, 2))
+    assert CudaFlash().cut(Tile(0, 64, 0, 64, -8, 0)) == (Tile(0, 64, 0, 64, -8, 0),)
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def softmax_parts(q, k, v, seen, more, scores, dout):
+    """(out, lse) over the keys seen, and over more keys too: out, lse, and the gradients by the first keys' scores."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+
+    def score(queries, keys):
+        values = torch.einsum("bthd,bshd->bhts", queries, keys.repeat_interleave(groups, 2)) * scores.scale
+        return values if scores.softcap is None else scores.softcap * (values / scores.softcap).tanh()
+
+    own = score(q, k).masked_fill(~seen, -torch.inf)
+    every = torch.cat([own, score(q.detach(), more[0])], -1)
+    values = torch.cat([v, more[1]], 1).repeat_interleave(groups, 2)
+    out = torch.einsum("bhts,bshd->bthd", every.softmax(-1), values)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    alone = torch.einsum("bhts,bshd->bthd", own.softmax(-1), v.repeat_interleave(groups, 2))
+    return (alone.detach(), own.detach().logsumexp(-1).mT), (out.detach(), every.detach().logsumexp(-1).mT), grads
+
+
+def pieces_of(kernel, tile: Tile):
+    for piece in kernel.cut(tile):
+        rows, columns = (slice(piece.q0, piece.q1), slice(piece.k0, piece.k1))
+        yield (slice(None), rows, slice(None)), (slice(None), columns, slice(None)), piece.offsets
+
+
+def run_kernel(kernel, tile, q, k, v, dout, out, lse, scores):
+    """(out, lse, dq, dk, dv) of a tile, as a cell adds them up."""
+    parts, merge = list(pieces_of(kernel, tile)), Merge.of(q, v)
+    for i, partial in kernel.forward_many((Forward(q[a], k[b], v[b], band) for a, b, band in parts), scores):
+        merge.add(parts[i][0], *partial)
+    sums = [Sum.like(x) for x in (q, k, v)]
+    pieces = (Backward(dout[a], q[a], k[b], v[b], out[a], lse[a], band) for a, b, band in parts)
+    for i, shares in kernel.backward_many(pieces, scores):
+        for total, part, share in zip(sums, (parts[i][0], parts[i][1], parts[i][1]), shares, strict=True):
+            total.add(part, share)
+    return *merge.result(), *(total.value() for total in sums)
+
+
+KERNELS_HERE = (CpuFlash(), Dense(), Dense(score_bytes=600), *EMULATED)
+LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
+
+
+@pytest.mark.parametrize(
+    "kernel", KERNELS_HERE, ids=lambda kernel: f"{kernel.name}{getattr(kernel, 'score_bytes', '')}"
+)
+@given(tile=band_tiles(9), kv_heads=st.sampled_from([1, 2, 4]), values=st.sampled_from([8, 5]), capped=st.booleans(),
+       dtype=st.sampled_from(list(LIMITS)), seed=st.integers(0, 99))  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_tile_that_is_part_of_the_keys_of_its_rows(kernel, tile, kv_heads, values, capped, dtype, seed):
+    torch.manual_seed(seed)
+    tile = Tile(0, tile.q1 - tile.q0, 0, tile.k1 - tile.k0, *tile.offsets)
+    values = 8 if kernel in EMULATED else values
+    scores = Scores(0.3, 1.5 if capped and not isinstance(kernel, CpuFlash | CudaFlash) else None)
+    shapes = [(tile.q1, 4, 8), (tile.k1, kv_heads, 8), (tile.k1, kv_heads, values), (tile.q1, 4, values)]
+    q, k, v, dout = (torch.randn(2, *shape).to(dtype) for shape in shapes)
+    more = [torch.randn(2, 3, kv_heads, dim, dtype=torch.float64) for dim in (8, values)]
+    seen = torch.zeros(tile.q1, tile.k1, dtype=torch.bool)
+    seen[tuple(torch.tensor(pairs(tile)).T)] = True
+    exact = softmax_parts(*(x.double() for x in (q, k, v)), seen, more, scores, dout.double())
+    out, lse = exact[1][0].to(dtype), exact[1][1].to(torch.promote_types(dtype, torch.float32))
+    found = run_kernel(kernel, tile, q, k, v, dout, out, lse, scores)
+    for name, got, wanted in zip(("out", "lse", "dq", "dk", "dv"), found, (*exact[0], *exact[2]), strict=True):
+        error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=0.1)
+        assert error <= LIMITS[dtype], f"{name} off by {error:.2g}"
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_dense_holds_no_more_scores_at_once_than_it_is_allowed():
+    q, k, v, dout = (torch.randn(1, 128, heads, 4) for heads in (4, 2, 2, 4))
+    kernel, scores = Dense(score_bytes=4 * 4 * 128 * 16), Scores(0.5)
+    with Largest() as largest:
+        out, lse = kernel.forward(q, k, v, (-40, 0), scores)
+        kernel.backward(dout, q, k, v, out, lse, (-40, 0), scores)
+    assert largest.elements <= 4 * 128 * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", EMULATED, ids=lambda kernel: kernel.name)
+def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel):
+    monkeypatch.undo()
+    found.cache_clear()
+    torch.manual_seed(0)
+    for queries, keys, low, high in product((5, 64, 300), (5, 64, 300), (None, -200, -3), (None, 0, 40)):
+        tile = Tile(0, queries, 0, keys, low, high).trimmed()
+        if tile is None or tile != Tile(0, queries, 0, keys, *tile.offsets):
+            continue
+        q, k, v, dout = (torch.randn(2, n, h, 64).bfloat16().cuda() for n, h in zip(
+            (queries, keys, keys, queries), (4, 2, 2, 4), strict=True))  # fmt: skip
+        if reason := kernel.refuses(Inputs.of(q, v)):
+            pytest.skip(reason)
+        wide = [x.double() for x in (q, k, v, dout)]
+        out, lse = Dense().forward(*wide[:3], tile.offsets, Scores(0.2))
+        exact = (out, lse, *Dense().backward(wide[3], *wide[:3], out, lse, tile.offsets, Scores(0.2)))
+        given_back = run_kernel(kernel, tile, q, k, v, dout, out.bfloat16(), lse.float(), Scores(0.2))
+        for name, got, wanted in zip(("out", "lse", "dq", "dk", "dv"), given_back, exact, strict=True):
+            error = (got.double() - wanted).abs().max() / wanted.abs().max()
+            assert error <= LIMITS[torch.bfloat16], f"{tile}: {name} off by {error:.2g}"
+
+
+# -- small pieces together -------------------------------------------------------------------------------------------
+
+
+def run_cell(kernel, mask, key_heads=(0, 0, 1, 1)):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 64, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    layout = SequenceLayout.zigzag(64, 1)
+    cell = Cell(Call(mask, layout, layout, Scores(0.4), key_heads, kernel), 0, 0)
+    merge, sums = Merge.of(q, v), [Sum.like(x) for x in (q, k, v)]
+    cell.forward(q, k, v, merge)
+    out, lse = merge.result()
+    cell.backward(dout, Saved(q, k, v, out, lse), *sums)
+    return out, lse, *(total.value() for total in sums)
+
+
+PACKED = [
+    ("documents", AttentionMask(documents=[0, 5, 8, 30, 64]), (0, 0, 1, 1), 1),
+    ("documents of each row", AttentionMask(documents=[[0, 5, 30, 64], [0, 9, 11, 64]]), (0, 0, 1, 1), 1),
+    ("some longer than the window", AttentionMask(window=(8, 0), documents=[0, 5, 8, 30, 64]), (0, 0, 1, 1), 2),
+    ("uneven heads", AttentionMask(documents=[0, 5, 8, 30, 64]), (0, 0, 0, 1), 2),
+    ("one tile", AttentionMask(), (0, 0, 1, 1), 1),
+]
+
+
+@pytest.mark.parametrize("kernel", EMULATED, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("mask", "key_heads", "count"), [case[1:] for case in PACKED], ids=[case[0] for case in PACKED]
+)
+def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask, key_heads, count):
+    found, wanted = run_cell(kernel, mask, key_heads), run_cell(CpuFlash(), mask, key_heads)
+    assert flash_stub.calls == sorted(flash_stub.calls, key=lambda call: call.startswith("backward"))
+    assert len(flash_stub.calls) == 2 * count
+    assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
+    for got, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_large_tiles_go_alone_and_packs_are_closed_when_full():
+    from armillary.attention.kernels.packing import ALONE, FULL, packs
+
+    def piece(tokens: int) -> Forward:
+        x = torch.empty(1, 1, 1, 1).expand(1, tokens, 1, 8)
+        return Forward(x, x, x, (None, 0))
+
+    assert list(packs([piece(3), piece(ALONE), piece(4)])) == [[1], [0, 2]]
+    found = list(packs([piece(ALONE - 1)] * 40))
+    assert sorted(i for pack in found for i in pack) == list(range(40))
+    assert max(len(pack) for pack in found) * (ALONE - 1) <= FULL + ALONE
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, pieces):
+    monkeypatch.undo()  # on meta tensors the real ops check their arguments and say what they return
+    shapes = [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)]
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    found = dict(CudaFlash().forward_many([Forward(q, k, v, (None, -1))] * pieces, Scores(0.3)))
+    out, lse = found[0]
+    assert len(found) == pieces and out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = dict(CudaFlash().backward_many([Backward(out, q, k, v, out, lse, (None, -1))] * pieces, Scores(0.3)))
+    assert len(grads) == pieces and [x.shape for x in grads[0]] == [x.shape for x in (q, k, v)]
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def on_cuda(dtype=torch.bfloat16, dims=(64, 64), softcap=None, capability=(9, 0)) -> Inputs:
+    return Inputs("cuda", dtype, *dims, softcap, capability)
+
+
+def on_cpu(dtype, softcap=None) -> Inputs:
+    return Inputs("cpu", dtype, 64, 64, softcap)
+
+
+REFUSED = [
+    (CpuFlash(), on_cuda(), "runs on the CPU, not on cuda"),
+    (CpuFlash(), on_cpu(torch.int32), "takes float16, bfloat16, float32 and float64, not torch.int32"),
+    (CpuFlash(), on_cpu(torch.float8_e4m3fn), "not torch.float8_e4m3fn"),
+    (CpuFlash(), on_cpu(torch.float32, softcap=30.0), "softcap"),
+    (Dense(), on_cpu(torch.int32), "takes float16, bfloat16, float32 and float64, not torch.int32"),
+    (Dense(), on_cuda(torch.float8_e5m2), "not torch.float8_e5m2"),
+    (CudaFlash(), on_cuda(softcap=30.0), "softcap"),
+    *[(kernel, on_cpu(torch.bfloat16), "runs on CUDA, not on cpu") for kernel in EMULATED],
+    *[(kernel, on_cuda(capability=(7, 5)), "capability 8.0 .* not 7.5") for kernel in EMULATED],
+    *[(kernel, on_cuda(torch.float32), "takes float16 and bfloat16, not torch.float32") for kernel in EMULATED],
+    *[(kernel, on_cuda(dims=(64, 128)), "one head dim .* not 64 and 128") for kernel in EMULATED],
+    *[(kernel, on_cuda(dims=(20, 20)), "multiple of 8") for kernel in EMULATED],
+    (FlashAttn3(), on_cuda(capability=(10, 0)), r"capability 9 \(Hopper\), not 10.0"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "inputs", "reason"), REFUSED)
+def test_what_a_kernel_cannot_do_it_refuses_with_the_reason(kernel, inputs, reason):
+    with pytest.raises(ValueError, match=rf"no kernel for .*{kernel.name}: .*{reason}"):
+        choose_kernel(inputs, kernel.name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_float_dtype_has_a_kernel(dtype):
+    assert choose_kernel(on_cpu(dtype)).name == "cpu_flash"
+    assert choose_kernel(on_cpu(dtype, softcap=2.0)).name == "dense"
+    x = torch.randn(1, 3, 2, 8).to(dtype)
+    out, lse = CpuFlash().forward(x, x, x, (None, 0), Scores(0.3))
+    grads = CpuFlash().backward(x, x, x, x, out, lse, (None, 0), Scores(0.3))
+    assert {out.dtype, *(grad.dtype for grad in grads)} == {dtype} and lse.dtype == torch.promote_types(
+        dtype, lse.dtype
+    )
+
+
+PREFERRED = [
+    ((2, 3), on_cuda(), "flash_attn_3"),
+    ((2,), on_cuda(), "flash_attn_2"),
+    ((2, 3), on_cuda(capability=(8, 0)), "flash_attn_2"),
+    ((), on_cuda(), "cuda_flash"),
+    ((2,), on_cuda(softcap=30.0), "flash_attn_2"),
+    ((), on_cuda(softcap=30.0), "dense"),
+    ((2, 3), on_cuda(torch.float32), "dense"),
+    ((2, 3), on_cuda(capability=(7, 5)), "dense"),
+]
+
+
+@pytest.mark.parametrize(("versions", "inputs", "name"), PREFERRED)
+def test_the_fastest_kernel_that_is_there_and_accepts_the_inputs_is_chosen(monkeypatch, versions, inputs, name):
+    flash_stub.install(monkeypatch, *versions)
+    assert choose_kernel(inputs).name == name
+
+
+def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(monkeypatch):
+    flash_stub.install(monkeypatch)
+    assert FlashAttn2().refuses(on_cuda()) == "flash_attn is not installed"
+    assert FlashAttn3().refuses(on_cuda()) == "flash_attn_interface is not installed"
+    names = "cpu_flash, flash_attn_3, flash_attn_2, cuda_flash, dense"
+    with pytest.raises(ValueError, match=rf"no kernel 'flash'; known: {names}"):
+        choose_kernel(on_cuda(), "flash")
+
+
+def test_flash_attn_is_found_without_being_imported(monkeypatch, tmp_path):
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name)
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found.cache_clear()
+    assert FlashAttn2().refuses(on_cuda()) is None and FlashAttn3().refuses(on_cuda()) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "stub"), [("flash_attn.flash_attn_interface", flash_stub.FA2), ("flash_attn_interface", flash_stub.FA3)]
+)
+def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, module, stub):
+    monkeypatch.undo()
+    if find_spec(module.split(".")[0]) is None:
+        pytest.skip(f"{module} is not installed")
+    real = pytest.importorskip(module)
+    for name, function in vars(stub).items():
+        assert list(inspect.signature(getattr(real, name)).parameters) == list(inspect.signature(function).parameters)

@@ -1,0 +1,86 @@
+"""Against somebody else's code: torch's own ring attention, which is private and so may move or go."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+
+from armillary.attention import AttentionMask, Ring, TokenRing
+from armillary.core.testing import mesh
+
+PLACES = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",  # since 2.10 or so
+    "torch.distributed.tensor.experimental._attention",
+)
+NAMES = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6}
+B, T, H, D = 2, 8, 4, 16
+
+
+@cache
+def torch_ring() -> ModuleType | str:
+    """The module that has torch's ring, or why there is none."""
+    missing = []
+    for place in PLACES:
+        try:
+            module = import_module(place)
+        except ImportError as error:
+            missing.append(str(error))
+            continue
+        if all(hasattr(module, name) for name in NAMES):
+            return module
+        missing.append(f"{place} has no {', '.join(name for name in NAMES if not hasattr(module, name))}")
+    return f"torch {torch.__version__} keeps its ring elsewhere: {'; '.join(missing)}"
+
+
+def by_torch(group, q, k, v, dout, causal: bool) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk, dv as torch's ring has them, in our shapes. It sums in float32 unless told not to."""
+    ring = torch_ring()
+    assert isinstance(ring, ModuleType)
+    ring._cp_options.enable_load_balance = False  # contiguous shards
+    ring._cp_options.convert_to_f32 = q.dtype != torch.float64
+    aten = torch.ops.aten
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
+    forward: Callable = aten._scaled_dot_product_flash_attention_for_cpu
+    backward: Callable = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def backward_by_name(grad_out, query, key, value, out, logsumexp, is_causal, **_):
+        return backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+
+    out, lse = ring._templated_ring_attention(group, 2, forward, q, k, v, is_causal=causal)[:2]
+    gradients = ring._templated_ring_attention_backward(
+        *(group, 2, backward_by_name, dout, "grad_out", q, k, v, out, lse), is_causal=causal
+    )
+    return out.transpose(1, 2), lse.transpose(1, 2), *(x.transpose(1, 2) for x in gradients[:3])
+
+
+def both(ranks: int, method: str, dtype: torch.dtype, causal: bool) -> dict[str, float] | str:
+    """How far ours is from torch's on this rank, relative to the size of each. Or why there is nothing to compare."""
+    if isinstance(reason := torch_ring(), str):
+        return reason
+    axis = mesh(ring=ranks)["ring"]
+    attend = TokenRing(axis) if method == "token_ring" else Ring(axis, backward=method)
+    layout = attend.layout(ranks * T, "contiguous")
+    generator = torch.Generator().manual_seed(attend.shard)
+    q, k, v, dout = (torch.randn(B, T, H, D, dtype=dtype, generator=generator) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves, mask=AttentionMask(causal), layout=layout, return_lse=True)
+    ours = (out.detach(), lse, *torch.autograd.grad(out, leaves, dout))
+    with torch.no_grad():
+        theirs = by_torch(axis.get_group(), q, k, v, dout, causal)
+    names = ("out", "lse", "dq", "dk", "dv")
+    return {n: float((a - b).norm() / b.norm()) for n, a, b in zip(names, ours, theirs, strict=True)}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize("method", ["keys", "queries", "token_ring"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_our_rings_agree_with_that_of_torch(worlds, ranks, method, dtype, causal):
+    for rank, found in enumerate(worlds(ranks).run(both, ranks, method, dtype, causal)):
+        if isinstance(found, str):
+            pytest.skip(found)
+        assert all(error <= LIMITS[dtype] for error in found.values()), f"rank {rank}: {found}"

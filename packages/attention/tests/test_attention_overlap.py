@@ -1,0 +1,202 @@
+"""The next shard is on its way while a tile is computed, and what goes back has a communicator of its own.
+
+Proven by order, not by time: on every rank, what starts, what is waited for and which kernels run is written down.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
+from armillary.attention import method as method_module
+from armillary.attention.kernels import choose_kernel
+from armillary.core import exchange
+from armillary.core.testing import mesh
+
+P, TOKENS = 4, 8
+FULL = AttentionMask(causal=False)
+
+
+class Recorder:
+    """What happens on this rank, in order: ("start", exchange), ("kernel", n), ("wait", exchange).
+
+    Exchanges are named "on 0", "on 1", .. and "back 0", .. by their communicator; kernels are counted by step.
+    """
+
+    def __init__(self, forward_group: dist.ProcessGroup) -> None:
+        self.group = forward_group
+        self.events: list[tuple[str, str]] = []
+        self.counts = {"on": 0, "back": 0, "kernel": 0}
+
+    def next(self, kind: str) -> str:
+        self.counts[kind] += 1
+        return f"{kind} {self.counts[kind] - 1}"
+
+    def batch(self, original):
+        def started(operations):
+            name = self.next("on" if operations[0].group is self.group else "back")
+            self.events.append(("start", name))
+            return [RecordedWork(work, name, self.events) for work in original(operations)]
+
+        return started
+
+    def chooser(self, original):
+        def chosen(inputs, name=None):
+            return RecordedKernel(original(inputs, name), self)
+
+        return chosen
+
+
+class RecordedWork:
+    """A `Work` that says when it was waited for."""
+
+    def __init__(self, work, name: str, events: list[tuple[str, str]]) -> None:
+        self.work, self.name, self.events = work, name, events
+
+    def wait(self, *timeout):
+        if ("wait", self.name) not in self.events:
+            self.events.append(("wait", self.name))
+        return self.work.wait(*timeout)
+
+
+class RecordedKernel:
+    """A kernel that says when it runs: once for each cell, however many tiles that has."""
+
+    def __init__(self, kernel, recorder: Recorder) -> None:
+        self.kernel, self.recorder, self.name = kernel, recorder, kernel.name
+        self.cut, self.refuses = kernel.cut, kernel.refuses
+
+    def __hash__(self) -> int:
+        return hash(self.kernel)
+
+    def forward_many(self, pieces, scores):
+        self.recorder.events.append(("kernel", self.recorder.next("kernel")))
+        return self.kernel.forward_many(pieces, scores)
+
+    def backward_many(self, pieces, scores):
+        self.recorder.events.append(("kernel", self.recorder.next("kernel")))
+        return self.kernel.backward_many(pieces, scores)
+
+
+def build(name: str, ranks: int = P):
+    axis = mesh(ring=ranks)["ring"]
+    if name.startswith("wallfacer"):
+        return WallFacer(axis, team=1, backward=name.removeprefix("wallfacer "))
+    return TokenRing(axis) if name == "token_ring" else Ring(axis, backward=name.removeprefix("ring "))
+
+
+def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Events of forward and of backward."""
+    attend = build(name)
+    layout = attend.layout(P * TOKENS, "contiguous")
+    q, k, v = (torch.randn(2, TOKENS, 4, 8, requires_grad=True) for _ in range(3))
+    recorder = Recorder(attend.axis.group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.dist, "batch_isend_irecv", recorder.batch(dist.batch_isend_irecv))
+        patch.setattr(method_module, "choose_kernel", recorder.chooser(choose_kernel))
+        out = attend(q, k, v, mask=mask, layout=layout)
+        forward, recorder.events[:] = list(recorder.events), []
+        recorder.counts |= dict.fromkeys(recorder.counts, 0)
+        out.sum().backward()
+    return forward, list(recorder.events)
+
+
+METHODS = ["ring keys", "ring queries", "token_ring", "wallfacer keys", "wallfacer queries"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_next_shard_is_under_way_while_a_step_is_computed(worlds, name):
+    for events in (events for rank in worlds(P).run(recorded, name) for events in rank):
+        at = {event: index for index, event in enumerate(events)}
+        assert sum(kind == "kernel" for kind, _ in events) == P
+        assert sum(kind == "start" and what.startswith("on") for kind, what in events) == P - 1, events
+        for step in range(P - 1):
+            started, waited = at["start", f"on {step}"], at["wait", f"on {step}"]
+            assert started < at["kernel", f"kernel {step}"] < waited < at["kernel", f"kernel {step + 1}"], events
+
+
+def goes_back(name: str, phase: str) -> bool:
+    return phase == "backward" or name == "token_ring"
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [(name, phase) for name in METHODS for phase in ("forward", "backward") if goes_back(name, phase)],
+)
+def test_what_goes_back_is_under_way_while_the_next_step_is_computed(worlds, name, phase):
+    for rank in worlds(P).run(recorded, name):
+        events = rank[phase == "backward"]
+        at = {event: index for index, event in enumerate(events)}
+        returns = [what for kind, what in events if kind == "start" and what.startswith("back")]
+        assert len(returns) == P - 1, events
+        for step in range(1, P - 1):  # what step computed is sent right after, and waited for after the next kernel
+            started, waited = at["start", f"back {step - 1}"], at["wait", f"back {step - 1}"]
+            assert at["kernel", f"kernel {step}"] < started < at["kernel", f"kernel {step + 1}"] < waited, events
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_that_is_started_is_waited_for(worlds, name):
+    for mask in (FULL, AttentionMask(), AttentionMask(window=(3, None))):
+        for events in (events for rank in worlds(P).run(recorded, name, mask) for events in rank):
+            assert {what for kind, what in events if kind == "start"} == {
+                what for kind, what in events if kind == "wait"
+            }
+
+
+def communicators(name: str) -> tuple[bool, list[int], list[int]]:
+    attend = build(name)
+    group, back = attend.axis.group, attend.back.group
+    return group is back, dist.get_process_group_ranks(group), dist.get_process_group_ranks(back)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_two_directions_have_communicators_of_their_own(worlds, name):
+    for same, ranks, back in worlds(P).run(communicators, name):
+        assert not same and ranks == back == list(range(P))
+
+
+def both_directions() -> list[str]:
+    """Sent on the way back first and received last, a message is still not taken for one that goes on."""
+    attend, mine = Ring(mesh(ring=2)["ring"]), dist.get_rank()
+    other = 1 - mine
+    boxes = {name: torch.empty(1) for name in ("on", "back")}
+    back = exchange.start_exchange(attend.back, {other: (torch.full((1,), 10.0 + mine),)}, {other: (boxes["back"],)})
+    on = exchange.start_exchange(attend.axis, {other: (torch.full((1,), 20.0 + mine),)}, {other: (boxes["on"],)})
+    on.wait()
+    back.wait()
+    return [f"{name} {int(box)}" for name, box in boxes.items()]
+
+
+def test_messages_of_the_two_directions_are_not_mixed_up(worlds):
+    assert worlds(2).run(both_directions) == [["on 21", "back 11"], ["on 20", "back 10"]]
+
+
+def heads_move(ranks: int) -> list[str]:
+    """The order of exchanges and waits of one all-to-all call of Ulysses' forward."""
+    events: list[str] = []
+    attend = Ulysses(mesh(ulysses=ranks)["ulysses"])
+    original = dist.all_to_all_single
+
+    def started(*given, **named):
+        events.append("start")
+        return RecordedAll(original(*given, **named), events)
+
+    q, k, v = (torch.randn(1, TOKENS, 4, 8) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", started)
+        attend(q, k, v, mask=FULL, layout=attend.layout(ranks * TOKENS, "contiguous"))
+    return events
+
+
+class RecordedAll:
+    def __init__(self, work, events: list[str]) -> None:
+        self.work, self.events = work, events
+
+    def wait(self, *timeout):
+        self.events.append("wait")
+        return self.work.wait(*timeout)
+
+
+def test_ulysses_has_q_k_and_v_under_way_at_once(worlds):
+    for events in worlds(2).run(heads_move, 2):
+        assert events == ["start"] * 3 + ["wait"] * 3 + ["start", "wait"]

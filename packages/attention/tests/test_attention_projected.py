@@ -1,0 +1,75 @@
+"""The seam of projected attention: the same result from hidden states, and queries that travel while keys are made."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask, Method, Ring, Ulysses, WallFacer
+from armillary.core.testing import mesh
+
+EVENTS: list[str] = []
+
+
+class Linear(nn.Module):
+    """Plain projections that note when they are called."""
+
+    heads, key_heads = 8, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(32, n * 16, dtype=torch.float64) for n in (8, 2, 2))
+
+    def q(self, x: Tensor, heads: range) -> Tensor:
+        EVENTS.append("q")
+        return self.to_q(x).unflatten(-1, (-1, 16))[:, :, heads.start : heads.stop]
+
+    def kv(self, x: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        EVENTS.append("kv")
+        k, v = (
+            project(x).unflatten(-1, (-1, 16))[:, :, heads.start : heads.stop] for project in (self.to_k, self.to_v)
+        )
+        return k, v
+
+
+def build(name: str) -> Method:
+    if name == "usp":
+        axes = mesh(ring=2, ulysses=2)
+        return Ulysses(axes["ulysses"], inner=Ring(axes["ring"]))
+    return WallFacer(mesh(ring=4)["ring"], team=2)
+
+
+def both_ways(name: str) -> tuple[bool, list[str]]:
+    """Whether results and gradients are the same bits, and the order of events of the projected call."""
+    attend, projections = build(name), Linear()
+    layout, mask = attend.layout(30), AttentionMask(causal=True)
+    x = torch.randn(2, layout.sizes[attend.shard], 32, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *projections.parameters()]
+    q, (k, v) = projections.q(x, range(8)), projections.kv(x, range(2))
+    plain = attend(q, k, v, mask=mask, layout=layout)
+    dout = torch.randn_like(plain)
+    expected = [plain, *torch.autograd.grad(plain, wanted, dout)]
+    EVENTS.clear()
+    noted = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor")
+    with pytest.MonkeyPatch.context() as patch:
+        for operation in (operation for operation in noted if hasattr(dist, operation)):
+            patch.setattr(dist, operation, note(getattr(dist, operation)))
+        out = attend.projected(x, projections, mask=mask, layout=layout)
+    got = [out, *torch.autograd.grad(out, wanted, dout)]
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), EVENTS[:4]
+
+
+def note(collective):
+    def noted(*args, **kwargs):
+        EVENTS.append("sent")
+        return collective(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("name", ["usp", "wall_facer"])
+def test_queries_are_sent_before_keys_are_multiplied(worlds, name):
+    for same, events in worlds(4).run(both_ways, name):
+        assert same
+        assert events[:4] == ["q", "sent", "kv", "sent"]

@@ -1,0 +1,198 @@
+"""Plain modules that call SDPA, on shards: outputs and gradients of the whole sequence on one rank."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from armillary.attention import AttentionMask, Local, Ring, Ulysses
+from armillary.attention.integrations import sdpa_parallel, sequence
+from armillary.attention.reference import visible_pairs
+from armillary.core import SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+AXES = {"ring": 2, "ulysses": 2}
+LENGTH, EMBED, HEADS = 42, 24, 4
+
+
+def usp():
+    return Ulysses(mesh(**AXES)["ulysses"], inner=Ring(mesh(**AXES)["ring"]))
+
+
+class Block(nn.Module):
+    """A pre-norm block; `call` is how it calls SDPA, `key_heads` below HEADS shares them."""
+
+    def __init__(self, call: str, key_heads: int = HEADS, causal: bool = True, scale: float | None = None) -> None:
+        super().__init__()
+        self.call, self.causal, self.scale, self.key_heads = call, causal, scale, key_heads
+        dim = EMBED // HEADS
+        self.norm = nn.LayerNorm(EMBED)
+        self.q, self.kv = nn.Linear(EMBED, EMBED), nn.Linear(EMBED, 2 * key_heads * dim)
+        self.out, self.mlp = nn.Linear(EMBED, EMBED), nn.Linear(EMBED, EMBED)
+
+    def forward(self, x, mask=None):
+        normed = self.norm(x)
+        q = self.q(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = (y.unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for y in self.kv(normed).chunk(2, -1))
+        function = {"attribute": F.scaled_dot_product_attention, "name": scaled_dot_product_attention}[self.call]
+        shared = self.key_heads != HEADS
+        attended = function(
+            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, scale=self.scale, enable_gqa=shared
+        )
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + F.gelu(self.mlp(x))
+
+
+def inputs(batch: int = 2):
+    generator = torch.Generator().manual_seed(5)
+    return (torch.randn(batch, LENGTH, EMBED, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def model(call: str = "attribute", **options):
+    torch.manual_seed(3)
+    return nn.Sequential(Block(call, **options), Block(call, **options)).double()
+
+
+def on_a_shard(kind: str, documents, checkpointed: str, options: dict):
+    """This rank's outputs and its share of the gradients."""
+    attend, blocks = usp(), model(**options)
+    layout = attend.layout(LENGTH, kind)
+    x, dout = (layout.take(y, attend.shard) for y in inputs())
+    with sequence(layout=layout, documents=documents), sdpa_parallel(attend):
+        out = x
+        for block in blocks:
+            reentrant = {"use_reentrant": checkpointed == "reentrant"}
+            out = checkpoint(block, out.requires_grad_(), **reentrant) if checkpointed else block(out)
+        if checkpointed:
+            out.backward(dout)
+    if not checkpointed:
+        out.backward(dout)
+    return out.detach(), [p.grad for p in blocks.parameters()]
+
+
+def on_one_rank(documents, options: dict):
+    blocks, (x, dout) = model(**options), inputs()
+    positions = torch.arange(LENGTH)
+    mask = AttentionMask(causal=options.get("causal", True), documents=documents)
+    out = x
+    for block in blocks:
+        out = block(out, visible_pairs(mask, positions, positions, 2)[:, None])
+    out.backward(dout)
+    return out.detach(), [p.grad for p in blocks.parameters()]
+
+
+PER_ROW = ((0, 5, 6, 30, LENGTH), (0, 20, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("kind", "documents", "checkpointed", "options"),
+    [
+        ("zigzag", None, "", {"call": "attribute"}),
+        ("contiguous", None, "", {"call": "name", "key_heads": 2}),
+        ("striped", PER_ROW[0], "", {"call": "name", "scale": 0.3}),
+        ("zigzag", PER_ROW, "", {"call": "attribute", "causal": False, "key_heads": 1}),
+        ("zigzag", PER_ROW, "non-reentrant", {"call": "attribute"}),
+        ("zigzag", PER_ROW[1], "reentrant", {"call": "name"}),
+    ],
+)
+def test_a_shard_computes_what_one_rank_does(worlds, kind, documents, checkpointed, options):
+    expected, gradients = on_one_rank(documents, options)
+    outs, shares = zip(*worlds(4).run(on_a_shard, kind, documents, checkpointed, options), strict=True)
+    layout = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2)
+    assert relative_error(layout.join(outs), expected) < 1e-12
+    for gradient, *parts in zip(gradients, *shares, strict=True):
+        assert relative_error(torch.stack(parts).sum(0), gradient) < 1e-12
+
+
+def recompute_outside() -> str:
+    attend, (block, _) = usp(), model()
+    layout = attend.layout(LENGTH)
+    x = layout.take(next(inputs()), attend.shard)
+    with sequence(layout=layout), sdpa_parallel(attend):
+        out = checkpoint(block, x, use_reentrant=False)
+    try:
+        out.sum().backward()
+    except CheckpointError as refused:
+        return str(refused)
+    return "accepted"
+
+
+def test_recomputing_outside_of_the_block_is_loud(worlds):
+    assert all("different metadata" in said or "number of" in said for said in worlds(4).run(recompute_outside))
+
+
+def without_layout() -> str:
+    attend = usp()
+    q = torch.zeros(1, 4, 8, 6)
+    try:
+        with sdpa_parallel(attend):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+def test_a_missing_layout_is_refused_with_the_remedy(worlds):
+    assert all("sequence(layout=attend.layout(length))" in said for said in worlds(4).run(without_layout))
+
+
+def test_one_shard_needs_no_layout_and_the_block_ends():
+    q, k, v = torch.randn(3, 2, HEADS, 9, 8, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    calls = []
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return local(*args, **kwargs)
+
+    local = Local()
+    counting.shards, counting.shard, counting.sequence_shards = 1, 0, 1
+    with sdpa_parallel(counting):
+        assert relative_error(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected) < 1e-12
+        assert relative_error(scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True), expected) < 1e-12
+    assert len(calls) == 2
+    F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert len(calls) == 2
+
+
+def test_the_innermost_sequence_holds():
+    q = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    alone = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with sdpa_parallel(Local()), sequence(documents=[0, 3, 6]):
+        split = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        with sequence():
+            whole = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        again = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert relative_error(whole, alone) < 1e-12 and torch.equal(split, again)
+    assert relative_error(split[:, :, 3:], alone[:, :, 3:]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, "documents="),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"key": torch.zeros(2, 2, 9, 8), "value": torch.zeros(2, 2, 9, 8)}, "enable_gqa=True"),
+        ({name: torch.zeros(2, 9, 8) for name in ("query", "key", "value")}, "4 dims"),
+        ({"key": torch.zeros(2, 4, 8, 8), "value": torch.zeros(2, 4, 8, 8)}, "tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(change, said):
+    given = {name: torch.zeros(2, 4, 9, 8) for name in ("query", "key", "value")} | change
+    with sdpa_parallel(Local()), pytest.raises(ValueError, match=said):
+        F.scaled_dot_product_attention(**given)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_modules_that_attend_by_themselves_are_refused(train):
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0).train(train)
+    with torch.set_grad_enabled(train), sdpa_parallel(Local()), pytest.raises(ValueError, match="MultiheadAttention"):
+        layer(torch.zeros(1, 5, 16))
+
+
+def test_documents_must_fit_the_layout():
+    for documents in ([0, 5], [[0, 6], [0, 5]]):
+        with pytest.raises(ValueError, match="end at 5"), sequence(layout=Local().layout(6), documents=documents):
+            pass

@@ -1,0 +1,45 @@
+"""WallFacer's seats: every rank has one, and the keys of each team reach a ring of every group."""
+
+import pytest
+
+from armillary.attention.teams import Teams
+
+WORLDS = [(1, 1), (4, 1), (4, 2), (8, 2), (16, 2), (16, 4), (12, 2), (18, 3), (64, 4)]
+
+
+@pytest.mark.parametrize("placement", ["collect_intra", "p2p_intra"])
+@pytest.mark.parametrize(("ranks", "team"), WORLDS)
+def test_seats_and_keepers(ranks, team, placement):
+    teams = Teams(ranks, team, placement)
+    seats = [teams.seat(rank) for rank in range(ranks)]
+    assert sorted(seats) == [(t, a) for t in range(ranks // team) for a in range(team)]
+    assert [teams.rank(*seat) for seat in seats] == list(range(ranks))
+    keepers = [teams.keeper(*seat) for seat in seats]
+    assert sorted(keepers) == list(range(ranks))  # everybody keeps one team's keys
+    for seat, keeper in zip(seats, keepers, strict=True):
+        assert teams.kept(*teams.seat(keeper)) == seat
+    # Together, the members of a team see all teams: those that the rings of its members start from.
+    for t in range(ranks // team):
+        group = t // teams.ring
+        kept = [teams.kept(group * teams.ring + j, b)[0] for j in range(teams.ring) for b in range(team)]
+        assert sorted(kept) == list(range(ranks // team))
+
+
+def test_neighbours_are_team_mates_or_ring_mates():
+    near = Teams(16, 2, "collect_intra")
+    assert [near.seat(rank)[0] for rank in range(4)] == [0, 0, 1, 1]
+    far = Teams(16, 2, "p2p_intra")
+    assert [far.seat(rank) for rank in range(5)] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, 3, "collect_intra"), r"team=3: its square must divide the 8 ranks; possible: \[1, 2\]"),
+        ((16, 0, "collect_intra"), r"team=0: .* possible: \[1, 2, 4\]"),
+        ((4, 2, "outside"), "placement='outside'; known: collect_intra, p2p_intra"),
+    ],
+)
+def test_teams_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Teams(*arguments)

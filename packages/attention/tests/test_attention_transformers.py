@@ -1,0 +1,326 @@
+"""Unmodified transformers models on shards: logits and parameter gradients of the whole sequence on one rank."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from armillary.attention import AttentionMask, Local, Ring, Ulysses
+from armillary.attention.integrations import register_transformers, sequence
+from armillary.core import SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+AXES = {"ring": 2, "ulysses": 2}
+LENGTH, VOCABULARY = 48, 64
+SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "num_hidden_layers": 3, "pad_token_id": 0}
+SMALL |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+IN_FLOAT64 = {"experts_implementation": "eager"}
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral, narrow": ("Mistral", {"sliding_window": 5}),
+    "mistral, one token": ("Mistral", {"sliding_window": 1}),
+    "mistral, wider than a shard": ("Mistral", {"sliding_window": 17}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", {"sliding_window": 7, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
+    "gpt-oss": (
+        "GptOss",
+        {"sliding_window": 9, "layer_types": ALTERNATING, "num_local_experts": 4} | IN_FLOAT64,
+    ),
+}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def usp():
+    return Ulysses(mesh(**AXES)["ulysses"], inner=Ring(mesh(**AXES)["ring"]))
+
+
+def model(name: str, implementation: str, **changes):
+    """A tiny one with the same random weights wherever it is built, sinks and all."""
+    family, options = MODELS[name]
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+        **SMALL | options | changes, attn_implementation=implementation
+    )
+    torch.manual_seed(0)
+    built = getattr(transformers, f"{family}ForCausalLM")(config).double().train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+    return built
+
+
+def tokens(batch: int = 2):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, VOCABULARY, (batch, LENGTH), generator=generator)
+    return ids, torch.randn(batch, LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+def restarting(documents):
+    """Position ids [1 or rows, LENGTH] that start at 0 in each document."""
+    rows = documents if isinstance(documents[0], tuple) else (documents,)
+    return torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(r)]) for r in rows])
+
+
+class InFloat64(TorchFunctionMode):
+    """Keeps float64 where models round to float32 whatever they are in: eager softmax, Gemma's norms (whose gradients
+    would be sums in float32, in another order on shards)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if func is not F.softmax or k != "dtype"})
+
+
+def on_a_shard(name: str, kind: str, documents, told: str, checkpointed: bool = False, fine: bool = True):
+    """This rank's logits and its share of the gradients. `told`: how documents get there."""
+    attend = usp()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH, kind)
+    ids, dout = (layout.take(x, attend.shard) for x in tokens())
+    position_ids = layout.positions(attend.shard)[None]
+    extra = {}
+    if told == "restarts":
+        position_ids = layout.take(restarting(documents), attend.shard)
+    if told == "cu_seq_lens":
+        extra = {f"cu_seq_lens_{which}": torch.tensor(documents) for which in "qk"}
+    built = model(name, "armillary")
+    if checkpointed:
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+    held = {"layout": layout if fine else layout.coarsen(2), "documents": documents if told == "sequence" else None}
+    with sequence(**held), InFloat64():
+        logits = built(ids, position_ids=position_ids, use_cache=False, **extra).logits
+    logits.backward(dout)
+    return logits.detach(), [p.grad for p in built.parameters()]
+
+
+def on_one_rank(name: str, documents):
+    """Eager, one document at a time."""
+    built, (ids, dout) = model(name, "eager"), tokens()
+    logits = []
+    for row in range(len(ids)):
+        ends = documents[row] if documents and isinstance(documents[0], tuple) else documents or (0, LENGTH)
+        with InFloat64():
+            parts = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
+        logits.append(torch.cat(parts, dim=1))
+    logits = torch.cat(logits)
+    logits.backward(dout)
+    return logits.detach(), [p.grad for p in built.parameters()]
+
+
+def errors(worlds, name, kind, documents, told, **options) -> tuple[float, float]:
+    """Relative error of the logits, and the largest one of a gradient."""
+    expected, gradients = on_one_rank(name, documents)
+    outs, shares = zip(*worlds(4).run(on_a_shard, name, kind, documents, told, **options), strict=True)
+    logits = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2).join(outs)
+    worst = 0.0
+    for gradient, *parts in zip(gradients, *shares, strict=True):
+        if gradient is None or gradient.norm() < 1e-12:  # as of queries that see one key
+            assert not any(part is not None and part.norm() > 1e-12 for part in parts)
+        else:
+            got = sum(part if part is not None else torch.zeros_like(gradient) for part in parts)
+            worst = max(worst, relative_error(got, gradient))
+    print(f"{name}, {kind}, {told}: logits {relative_error(logits, expected):.1e}, gradients {worst:.1e}")
+    return relative_error(logits, expected), worst
+
+
+# Rotary angles are float32 in transformers whatever the model is, but the same on each side.
+TOLERANCE = 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shard_computes_what_one_rank_does(worlds, name):
+    assert max(errors(worlds, name, "zigzag", None, "")) < TOLERANCE
+
+
+ENDS = (0, 3, 4, 25, 40, LENGTH)
+PER_ROW = (ENDS, (0, 12, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "documents", "told"),
+    [
+        ("llama", "zigzag", ENDS, "restarts"),
+        ("llama", "contiguous", PER_ROW, "restarts"),
+        ("gemma3", "striped", ENDS, "restarts"),
+        ("gpt-oss", "zigzag", PER_ROW, "restarts"),
+        ("gpt-oss", "zigzag", ENDS, "sequence"),
+        ("llama", "zigzag", PER_ROW, "sequence"),
+        ("mistral, wider than a shard", "contiguous", ENDS, "cu_seq_lens"),
+    ],
+)
+def test_packed_rows(worlds, name, kind, documents, told):
+    """Rotary positions are relative, so that global ones and restarting ones give the same."""
+    assert max(errors(worlds, name, kind, documents, told)) < (TOLERANCE if told == "restarts" else 1e-5)
+
+
+@pytest.mark.parametrize("told", ["restarts", "sequence"])
+def test_checkpointed_layers_recompute_outside_of_the_block(worlds, told):
+    found = errors(worlds, "gpt-oss", "zigzag", ENDS, told, checkpointed=True, fine=False)
+    assert max(found) < (TOLERANCE if told == "restarts" else 1e-5)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusal(wrong: str) -> str:
+    """What is said of one wrong use, on this rank."""
+    attend = usp()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH, "contiguous")
+    ids, _ = (layout.take(x, attend.shard) for x in tokens())
+    built = model("gemma3" if wrong == "bidirectional" else "llama", "armillary")
+    given = {"position_ids": layout.positions(attend.shard)[None], "use_cache": False}
+    held = {"layout": layout}
+    ones = torch.ones_like(ids)
+    match wrong:
+        case "padding":  # on one rank only
+            given["attention_mask"] = ones.index_fill(1, torch.tensor([0]), int(attend.shard != 2))
+        case "whole padding mask":
+            given["attention_mask"] = torch.ones(2, LENGTH)
+        case "own mask":
+            given["attention_mask"] = torch.zeros(2, 1, LENGTH // 4, LENGTH // 4)
+        case "no layout":
+            held = {}
+        case "layout of others":
+            held = {"layout": SequenceLayout.contiguous(LENGTH, 3)}
+        case "whole sequence":
+            ids, _ = tokens()
+            del given["position_ids"]
+        case "no positions":
+            del given["position_ids"]
+        case "no positions, documents":
+            del given["position_ids"]
+            held["documents"] = [0, LENGTH]
+        case "jumps":
+            given["position_ids"] = given["position_ids"] + 3 * (given["position_ids"] > 30)
+        case "late":
+            given["position_ids"] = given["position_ids"] + 1
+        case "cu_seq_lens of a shard":
+            given["cu_seq_lens_q"] = torch.tensor([0, LENGTH // 4])
+        case "dropout":
+            built = model("llama", "armillary", attention_dropout=0.1)
+        case "weights":
+            built.set_attn_implementation("armillary")
+            given["output_attentions"] = True
+        case "bias":
+            given["position_bias"] = torch.zeros(1)
+        case "bidirectional":
+            built = model("gemma3", "armillary", use_bidirectional_attention=True)
+        case "not causal":
+            given["is_causal"] = False
+        case _:
+            raise AssertionError(wrong)
+    try:
+        with sequence(**held):
+            built(ids, **given)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("padding", "Pack rows"),
+        ("whole padding mask", "no KV cache"),
+        ("own mask", "of its own"),
+        ("no layout", "sequence(layout=attend.layout(length))"),
+        ("layout of others", "3 shards"),
+        ("whole sequence", "layout.take"),
+        ("no positions", "layout.positions(attend.shard)"),
+        ("no positions, documents", "layout.positions(attend.shard)"),
+        ("jumps", "layout.positions(attend.shard)"),
+        ("late", "layout.positions(attend.shard)"),
+        ("cu_seq_lens of a shard", "whole sequence"),
+        ("dropout", "attention_dropout=0"),
+        ("weights", "output_attentions"),
+        ("bias", "position_bias"),
+        ("bidirectional", "mask made of"),
+        ("not causal", "bidirectional"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(worlds, wrong, said):
+    answers = worlds(4).run(refusal, wrong)
+    assert all(said in answer for answer in answers), answers
+
+
+def test_a_filled_cache_is_refused_an_empty_one_is_not():
+    register_transformers(Local())
+    built, (ids, _) = model("llama", "armillary").eval(), tokens()
+    with torch.no_grad():
+        first = built(ids, use_cache=True)
+        assert relative_error(first.logits, model("llama", "sdpa").eval()(ids).logits) < TOLERANCE
+        with pytest.raises(ValueError, match="KV cache"):
+            built(ids[:, :1], past_key_values=first.past_key_values)
+
+
+def test_a_mask_of_ones_is_no_padding():
+    register_transformers(Local())
+    ids, _ = tokens()
+    ones = torch.ones_like(ids)
+    got = model("gpt-oss", "armillary")(ids, attention_mask=ones).logits
+    assert relative_error(got, model("gpt-oss", "eager")(ids, attention_mask=ones).logits) < TOLERANCE
+
+
+def test_cross_attention_and_encoders_are_refused():
+    register_transformers(Local())
+    small = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    config = transformers.BartConfig(
+        **small, decoder_attention_heads=2, vocab_size=VOCABULARY, attn_implementation="armillary", dropout=0.0
+    )
+    with pytest.raises(ValueError, match="bidirectional_mask_function"):
+        transformers.BartModel(config)(tokens()[0])
+
+
+def test_layers_that_mix_tokens_otherwise_are_refused():
+    register_transformers(Local())
+    config = transformers.Lfm2Config(
+        **SMALL, layer_types=["conv", "full_attention", "conv"], attn_implementation="armillary"
+    )
+    with pytest.raises(ValueError, match="conv"):
+        transformers.Lfm2ForCausalLM(config)(tokens()[0])
+
+
+def test_a_layer_that_contradicts_its_mask_is_refused():
+    register_transformers(Local())
+    built = model("gemma3", "armillary")
+    built.model.layers[1].self_attn.sliding_window = 4
+    with pytest.raises(ValueError, match="sliding_window=4, but its mask has no window"):
+        built(tokens()[0])
+
+
+@pytest.mark.parametrize("window", [1, 2, 8])
+def test_windows_mean_what_transformers_says(window):
+    from transformers import masking_utils
+
+    from armillary.attention.integrations.transformers import window_of
+
+    positions = torch.arange(12)
+    function = masking_utils.sliding_window_causal_mask_function(window)
+    dense = function(0, 0, positions[:, None], positions[None, :])
+    assert torch.equal(AttentionMask(window=window_of(function)).visible(positions, positions), dense)
+    chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    for other in (None, partial(function), masking_utils.or_masks(function, function), chunked):
+        with pytest.raises(ValueError, match="only causal attention"):
+            window_of(other)
+
+
+def test_importing_the_package_does_not_import_transformers():
+    import subprocess
+    import sys
+
+    check = "import sys, armillary.attention.integrations; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

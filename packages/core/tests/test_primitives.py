@@ -1,0 +1,529 @@
+"""The differentiable primitives, against one process that has everything, in float64; then DTensors against both."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from armillary.core import CommLedger
+from armillary.core.dtensor import chunk_sizes
+from armillary.core.mesh import Axis
+from armillary.core.primitives import (
+    gather_seq,
+    head_to_seq,
+    merge_scatter,
+    scatter_sum,
+    seq_to_head,
+    start_gather_seq,
+    start_merge_scatter,
+    start_scatter_sum,
+)
+from armillary.core.testing import mesh, relative_error
+
+EXACT = 1e-12
+B, H, D = 2, 6, 4
+SIZES = {"even": (3, 3, 3, 3), "uneven": (5, 1, 4, 2), "empty": (4, 0, 3, 2)}
+HEADS = {
+    "even": [range(2), range(2, 3), range(3, 5), range(5, 6)],
+    "shared": [range(3), range(3), range(3, 6), range(3, 6)],
+    "overlapping": [range(2), range(1, 4), range(3, 6), range(5, 6)],
+    "none for one": [range(2), range(2, 4), range(4, 6), range(6, 6)],
+}
+
+
+@contextmanager
+def poisoned() -> Generator[None]:
+    """NaN in what `torch.empty` returns."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def split(x: Tensor, sizes: tuple[int, ...], rank: int, dim: int = 1) -> Tensor:
+    return x.split(list(sizes), dim)[rank].clone()
+
+
+def errors(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    return [relative_error(a.detach(), b.detach()) for a, b in zip(got, expected, strict=True)]
+
+
+# -- each against one process -----------------------------------------------------------------------------------------
+
+
+def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int, int]:
+    """seq_to_head, then head_to_seq, forward and backward: errors, and bytes of the first forward and backward."""
+    axis = mesh(ulysses=4)["ulysses"]
+    rank, mine = axis.get_local_rank(), heads[axis.get_local_rank()]
+    whole = random(0, B, sum(sizes), H, D).requires_grad_()
+    x = split(whole.detach(), sizes, rank).requires_grad_()
+    ups = [random(1 + r, B, sum(sizes), len(part), D) for r, part in enumerate(heads)]
+    with poisoned(), CommLedger() as ledger:
+        y = seq_to_head(x, axis, sizes=sizes, heads=heads)
+        (dx,) = torch.autograd.grad(y, x, ups[rank])
+    pieces = [whole[:, :, part.start : part.stop] for part in heads]
+    (expected,) = torch.autograd.grad(pieces, whole, ups)
+    found = errors((y, dx), (pieces[rank], split(expected, sizes, rank)))
+
+    z = [random(10 + r, B, sum(sizes), len(part), D).requires_grad_() for r, part in enumerate(heads)]
+    local, up = z[rank].detach().requires_grad_(), random(20, B, sum(sizes), H, D)
+    with poisoned():
+        back = head_to_seq(local, axis, sizes=sizes, heads=heads)
+        (dz,) = torch.autograd.grad(back, local, split(up, sizes, rank))
+    padded = [torch.nn.functional.pad(a, (0, 0, p.start, H - p.stop)) for a, p in zip(z, heads, strict=True)]
+    total = torch.stack(padded).sum(0)
+    found += errors((back, dz), (split(total, sizes, rank), torch.autograd.grad(total, z, up)[rank]))
+    assert len(mine) == y.shape[2]
+    return found, ledger.bytes(kind="all_to_all", phase="forward"), ledger.bytes(kind="all_to_all", phase="backward")
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_all_to_all_and_its_gradient(worlds, sizes, heads):
+    tokens, ranges = SIZES[sizes], HEADS[heads]
+    for rank, (found, forward, backward) in enumerate(worlds(4).run(turned, tokens, ranges)):
+        assert max(found) <= EXACT, found
+        assert forward == B * tokens[rank] * sum(len(p) for r, p in enumerate(ranges) if r != rank) * D * 8
+        assert backward == B * (sum(tokens) - tokens[rank]) * len(ranges[rank]) * D * 8
+
+
+def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float], int, int, int, int]:
+    axis = mesh(ring=4)["ring"]
+    rank = axis.get_local_rank()
+    shape = [batch, 5, 3]
+    shape[dim] = sum(sizes)
+    whole, ups = random(0, *shape).requires_grad_(), [random(1 + r, *shape) for r in range(4)]
+    x = split(whole.detach(), sizes, rank, dim).requires_grad_()
+    with poisoned(), CommLedger() as ledger:
+        y = gather_seq(x, axis, sizes=sizes, dim=dim)
+        (dx,) = torch.autograd.grad(y, x, ups[rank])
+    found = errors((y, dx), (whole, split(sum(ups), sizes, rank, dim)))
+
+    parts = [random(10 + r, *shape) for r in range(4)]
+    local, up = parts[rank].clone().requires_grad_(), random(20, *shape)
+    with poisoned(), CommLedger() as second:
+        z = scatter_sum(local, axis, sizes=sizes, dim=dim)
+        (dz,) = torch.autograd.grad(z, local, split(up, sizes, rank, dim))
+    found += errors((z, dz), (split(sum(parts), sizes, rank, dim), up))
+    kinds = [(ledger, "all_gather", "forward"), (ledger, "reduce_scatter", "backward")]
+    kinds += [(second, "reduce_scatter", "forward"), (second, "all_gather", "backward")]
+    assert ledger.bytes() + second.bytes() == sum(each.bytes(kind=k, phase=p) for each, k, p in kinds)
+    return found, *(each.bytes("ring", k, p) for each, k, p in kinds)
+
+
+@pytest.mark.parametrize(("dim", "batch"), [(1, 2), (1, 1), (0, 7), (2, 2)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gather_and_its_transpose(worlds, sizes, dim, batch):
+    tokens = SIZES[sizes]
+    shape = [batch, 5, 3]
+    row = batch * 5 * 3 // shape[dim] * 8  # bytes of one token
+    for rank, (found, *sent) in enumerate(worlds(4).run(gathered, tokens, dim, batch)):
+        assert max(found) <= EXACT, found
+        gather, scatter = 3 * max(tokens) * row, (sum(tokens) - tokens[rank]) * row
+        assert sent == [gather, scatter, scatter, gather]
+
+
+def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
+    """Partial attention of four ranks. Row 0 has seen nothing anywhere; each rank has rows that it saw nothing for."""
+    made: list[tuple[Tensor, Tensor]] = []
+    for rank in range(4):
+        out, lse = random(rank, batch, sum(sizes), H, D), random(50 + rank, batch, sum(sizes), H) * 3 + shift
+        blind = random(90 + rank, *lse.shape) > 0.5
+        blind[:, 0], blind[:, 1] = True, rank != 2
+        out = out.masked_fill(blind.unsqueeze(-1), 0).to(dtype)
+        made.append((out, lse.masked_fill(blind, -torch.inf).to(torch.promote_types(dtype, torch.float32))))
+    return made
+
+
+def merged_here(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The merge by softmax over the ranks: no log-sum-exp of two, no pivot of ours."""
+    outs, lses = torch.stack([out for out, _ in parts]).double(), torch.stack([lse for _, lse in parts]).double()
+    seen = (lses > -torch.inf).any(0)
+    safe = torch.where(seen, lses, 0)
+    weights = torch.where(seen, safe.softmax(0), 0)
+    return (weights.unsqueeze(-1) * outs).sum(0), torch.where(seen, safe.logsumexp(0), -torch.inf)
+
+
+def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float) -> tuple[list[float], int, int]:
+    axis = mesh(ring=4)["ring"]
+    rank = axis.get_local_rank()
+    parts = partials(sizes, batch, dtype, shift)
+    ups = random(100, *parts[0][0].shape).to(dtype), random(101, *parts[0][1].shape).to(parts[0][1].dtype)
+    local = [x.clone().requires_grad_() for x in parts[rank]]
+    with poisoned(), CommLedger() as ledger:
+        out, lse = merge_scatter(local[0], local[1], axis, sizes=sizes)
+        grads = torch.autograd.grad((out, lse), local, [split(up, sizes, rank) for up in ups])
+    assert (out.dtype, lse.dtype) == tuple(x.dtype for x in parts[rank]) == tuple(g.dtype for g in grads)
+
+    leaves = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in parts]
+    whole_out, whole_lse = merged_here(leaves)
+    seen = whole_lse > -torch.inf
+    expected = torch.autograd.grad(
+        (whole_out, torch.where(seen, whole_lse, 0)), leaves[rank], [up.double() for up in ups]
+    )
+    assert torch.equal(lse == -torch.inf, ~split(seen, sizes, rank))
+    found = errors(
+        (out, lse.masked_fill(lse == -torch.inf, 0), *grads),
+        (split(whole_out, sizes, rank), split(torch.where(seen, whole_lse, 0), sizes, rank), *expected),
+    )
+    return found, ledger.bytes("ring", "reduce_scatter", "forward"), ledger.bytes("ring", "all_gather", "backward")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("shift", [0.0, 2000.0, -2000.0])  # exp of it overflows, and exp of its opposite vanishes
+def test_merge_and_its_gradients(worlds, sizes, batch, shift):
+    tokens = SIZES[sizes]
+    for rank, (found, forward, backward) in enumerate(worlds(4).run(merged, tokens, batch, torch.float64, shift)):
+        assert max(found) <= (1e-11 if shift else EXACT), found
+        assert forward == batch * (sum(tokens) - tokens[rank]) * H * (D * 8 + 8)
+        assert backward == 3 * batch * max(tokens) * H * (D * 8 + 16)
+
+
+def test_merge_in_bfloat16_rounds_once_and_sends_lse_wide(worlds):
+    for found, forward, backward in worlds(4).run(merged, SIZES["even"], 2, torch.bfloat16, 0.0):
+        assert max(found) <= 2**-8
+        assert found[1] <= 1e-6
+        assert (forward, backward) == (3 * 2 * 3 * H * (D * 2 + 4), 3 * 2 * 3 * H * (D * 2 + 8))
+
+
+def sums_in_order() -> bool:
+    """1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1."""
+    axis = mesh(ring=4)["ring"]
+    x = torch.full((1, 4, 2), 1.0 if axis.get_local_rank() == 0 else 2.0**-8, dtype=torch.bfloat16)
+    got = start_scatter_sum(x, Axis.of(axis), (1, 1, 1, 1)).wait()
+    return torch.equal(got, torch.full((1, 1, 2), 1 + 3 * 2.0**-8, dtype=torch.bfloat16).view_as(got))
+
+
+def test_sums_are_taken_in_float32(worlds):
+    assert worlds(4).run(sums_in_order) == [True] * 4
+
+
+def starts_wait_twice() -> bool:
+    axis = Axis.of(mesh(ring=4)["ring"])
+    sizes = SIZES["uneven"]
+    out, lse = partials(sizes, 2, torch.float64)[axis.rank]
+    x = split(out, sizes, axis.rank)
+    moving = start_gather_seq(x, axis, sizes), start_scatter_sum(out, axis, sizes)
+    merging = start_merge_scatter(out, lse, axis, sizes)
+    first = [*(move.wait() for move in moving), *merging.wait()]
+    second = [*(move.wait() for move in moving), *merging.wait()]
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_waiting_twice_gives_the_same(worlds):
+    assert worlds(4).run(starts_wait_twice) == [True] * 4
+
+
+def defaults() -> bool:
+    """Without sizes and heads: equal sizes, heads as torch.tensor_split cuts them."""
+    axis = mesh(ulysses=4)["ulysses"]
+    rank = axis.get_local_rank()
+    whole = random(0, B, 8, 7, D)
+    x = split(whole, (2,) * 4, rank)
+    heads = seq_to_head(x, axis)
+    right = torch.equal(heads, whole.tensor_split(4, dim=2)[rank])
+    even = seq_to_head(x[:, :, :4], axis)
+    right &= torch.equal(head_to_seq(even, axis), x[:, :, :4])
+    right &= torch.equal(gather_seq(x, axis), whole)
+    return right and torch.equal(scatter_sum(whole, axis), 4 * x)
+
+
+def test_defaults(worlds):
+    assert worlds(4).run(defaults) == [True] * 4
+
+
+def alone() -> tuple[bool, int]:
+    axis = mesh()["ring"]
+    out, lse = random(0, B, 5, H, D).requires_grad_(), random(1, B, 5, H).requires_grad_()
+    with CommLedger() as ledger:
+        same = [f(out, axis) for f in (seq_to_head, head_to_seq, gather_seq, scatter_sum)]
+        same.append(merge_scatter(out, lse, axis)[0])
+        grads = [torch.autograd.grad(y, out, torch.ones_like(y))[0] for y in same]
+    right = all(torch.equal(y, out) for y in same) and all(torch.equal(g, torch.ones_like(g)) for g in grads)
+    return right and torch.equal(merge_scatter(out, lse, axis)[1], lse), ledger.bytes()
+
+
+def test_one_rank_communicates_nothing(worlds):
+    assert worlds(1).run(alone) == [(True, 0)]
+
+
+def on_a_part_of_the_world() -> list[float]:
+    """The ulysses axis of a 2 x 2 x 2 mesh; each of its four groups has data of its own."""
+    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
+    axis = whole_mesh["ulysses"]
+    rank, group = axis.get_local_rank(), 2 * whole_mesh.get_local_rank("ring") + whole_mesh.get_local_rank("tp")
+    sizes = (3, 1 + group)
+    whole = random(group, B, sum(sizes), H, D).requires_grad_()
+    x = split(whole.detach(), sizes, rank).requires_grad_()
+    y = seq_to_head(x, axis, sizes=sizes)
+    z = gather_seq(x, axis, sizes=sizes)
+    ups = [random(9 + r, *y.shape) for r in range(2)], [random(11 + r, *z.shape) for r in range(2)]
+    (dx,) = torch.autograd.grad((y, z), x, (ups[0][rank], ups[1][rank]))
+    expected = torch.cat(ups[0], dim=2) + sum(ups[1])
+    return errors((y, z, dx), (whole.tensor_split(2, 2)[rank], whole, split(expected, sizes, rank)))
+
+
+def test_on_one_axis_of_a_larger_mesh(worlds):
+    assert all(max(found) <= EXACT for found in worlds(8).run(on_a_part_of_the_world))
+
+
+def twice() -> tuple[bool, ...]:
+    """Second derivatives of the linear ones, by torch's own check; those of the merge are refused."""
+    axis = mesh(ring=2)["ring"]
+    x, y = random(0, 1, 2, 2, 2).requires_grad_(), random(1, 1, 4, 2, 2)
+    cubes = gather_seq(x, axis).pow(3).sum()
+    (first,) = torch.autograd.grad(cubes, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    out, lse = merge_scatter(y.requires_grad_(), random(2, 1, 4, 2).requires_grad_(), axis)
+    (grad,) = torch.autograd.grad(out.pow(2).sum() + lse.sum(), y, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    return torch.allclose(first, 6 * x**2), torch.allclose(second, 12 * x)
+
+
+def test_second_derivatives_are_right_or_refused(worlds):
+    assert worlds(2).run(twice) == [(True, True)] * 2
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def messages(calls: list[Callable[[], object]]) -> list[str]:
+    """What each call refuses with; nothing may be sent."""
+    found: list[str] = []
+    with CommLedger() as ledger:
+        for call in calls:
+            with pytest.raises(ValueError) as error:
+                call()
+            found.append(str(error.value))
+    assert ledger.bytes() == 0
+    return found
+
+
+def refused() -> list[str]:
+    built = mesh(ring=2, ulysses=2)
+    axis = built["ulysses"]
+    x, lse = torch.zeros(B, 4, H, D), torch.zeros(B, 4, H)
+    return messages(
+        [
+            lambda: seq_to_head(x, built["ring", "ulysses"]),
+            lambda: seq_to_head(x[0], axis),
+            lambda: seq_to_head(x, axis, sizes=(4, 4, 4)),
+            lambda: seq_to_head(x, axis, sizes=(5, 5)),
+            lambda: seq_to_head(x, axis, heads=[range(3)]),
+            lambda: seq_to_head(x, axis, heads=[range(3, 6), range(3)]),
+            lambda: seq_to_head(x, axis, heads=[range(2), range(3, 6)]),
+            lambda: seq_to_head(x, axis, heads=[range(3), range(3, 5)]),
+            lambda: head_to_seq(x[:, :3], axis),
+            lambda: head_to_seq(x, axis, heads=[range(5), range(5, 10)]),
+            lambda: gather_seq(x, axis, dim=4),
+            lambda: scatter_sum(x, axis, sizes=(2, 3)),
+            lambda: merge_scatter(x, lse[:, :3], axis),
+            lambda: merge_scatter(x.bfloat16(), lse.bfloat16(), axis),
+        ]
+    )
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(worlds):
+    expected = [
+        "one mesh axis is needed, got 2 (ring, ulysses)",
+        "x (4, 6, 4) needs 4 dims",
+        "sizes (4, 4, 4): one for each of the 2 ranks of axis 'ulysses'",
+        "x (2, 4, 6, 4) must have 5 tokens on dim 1: sizes are (5, 5)",
+        "heads [range(0, 3)]: one range for each of the 2 ranks",
+        "from 0 on, in order and without gaps",
+        "from 0 on, in order and without gaps",
+        "end at 5; there are 6 heads",
+        "3 tokens are not divided by the 2 ranks of axis 'ulysses'; pass sizes=",
+        "has 6 heads; rank",
+        "x (2, 4, 6, 4) has no dim 4; its dims are 0..3",
+        "must have 5 tokens on dim 1: sizes are (2, 3)",
+        "lse (2, 3, 6) in torch.float32 do not fit together; lse must be (2, 4, 6) in torch.float32",
+        "lse must be (2, 4, 6) in torch.float32",
+    ]
+    for found in worlds(4).run(refused):
+        for message, part in zip(found, expected, strict=True):
+            assert part in message
+
+
+# -- DTensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_those_of_torch():
+    for length in range(20):
+        for ranks in range(1, 6):
+            chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)] if length else []
+            assert chunk_sizes(length, ranks) == tuple(chunks + [0] * (ranks - len(chunks)))
+
+
+def turns_dtensors(length: int, heads: int) -> list[float]:
+    """On one axis a turn is DTensor's own redistribution, and back; so are the gradients."""
+    built = mesh(ulysses=4)["ulysses"]
+    whole = distribute_tensor(random(0, B, length, heads, D), built, [Shard(1)]).requires_grad_()
+    up = distribute_tensor(random(1, B, length, heads, D), built, [Shard(2)])
+    with poisoned(), CommLedger() as ledger:
+        turned = seq_to_head(whole, built)
+        back = head_to_seq(turned, built)
+        (grad,) = torch.autograd.grad(turned, whole, up, retain_graph=True)
+        (grad_back,) = torch.autograd.grad(back, turned, up.redistribute(placements=[Shard(1)]))
+    assert turned.placements == grad_back.placements == (Shard(2),)
+    assert back.placements == grad.placements == (Shard(1),)
+    assert turned.shape == back.shape == whole.shape
+    assert ledger.bytes(kind="all_to_all") == ledger.bytes()
+    pairs = [(turned, whole.redistribute(placements=[Shard(2)])), (back, whole), (grad, up), (grad_back, up)]
+    for got, expected in pairs:
+        assert got.to_local().shape == expected.redistribute(placements=got.placements).to_local().shape
+    return errors(tuple(got.full_tensor() for got, _ in pairs), tuple(expected.full_tensor() for _, expected in pairs))
+
+
+@pytest.mark.parametrize(("length", "heads"), [(8, 8), (11, 6), (9, 5)])
+def test_turning_a_dtensor_is_to_redistribute_it(worlds, length, heads):
+    assert [max(found) for found in worlds(4).run(turns_dtensors, length, heads)] == [0.0] * 4
+
+
+PLACED = [Shard(1), Shard(1), Shard(2)]
+
+
+def dtensors_like_local() -> list[float]:
+    """tp 2 x ring 2 x ulysses 2: the same values and gradients as from local tensors, with explicit placements."""
+    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
+    three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
+    x = distribute_tensor(random(0, B, 12, 8, D), three, PLACED).requires_grad_()
+    local = x.to_local().detach().requires_grad_()
+    turned, plain = seq_to_head(x, axis), seq_to_head(local, axis)
+    back = head_to_seq(turned * 2, axis)
+    plain_back = head_to_seq(plain * 2, axis)
+    assert turned.placements == (Shard(1), Shard(2), Shard(2))
+    assert list(back.placements) == PLACED
+    up = distribute_tensor(random(1, B, 12, 8, D), three, PLACED)
+    (grad,) = torch.autograd.grad(back, x, up)
+    (plain_grad,) = torch.autograd.grad(plain_back, local, up.to_local())
+    assert list(grad.placements) == PLACED
+    got = turned.to_local(), back.to_local(), grad.to_local()
+    found = errors(got, (plain, plain_back, plain_grad))
+    return found + errors((back.full_tensor(), grad.full_tensor()), (2 * x.full_tensor(), 2 * up.full_tensor()))
+
+
+def test_dtensors_on_three_axes(worlds):
+    assert all(max(found) == 0.0 for found in worlds(8).run(dtensors_like_local))
+
+
+def gathers_dtensors(length: int) -> list[float]:
+    """The gradient of a gathered tensor may be replicated, or shares to be summed: both are right."""
+    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
+    three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
+    x = distribute_tensor(random(0, B, length, 8, D), three, PLACED).requires_grad_()
+    y = gather_seq(x, axis)
+    placed = (Shard(1), Replicate(), Shard(2))
+    assert y.placements == placed
+    expected = distribute_tensor(random(0, B, length, 8, D), three, placed)
+
+    up = random(1, B, length, 8, D)
+    with CommLedger() as ledger:
+        (grad,) = torch.autograd.grad(y, x, distribute_tensor(up, three, placed), retain_graph=True)
+    assert ledger.bytes() == 0
+    share = random(2 + axis.get_local_rank(), *y.to_local().shape)
+    both = sum(random(2 + r, *share.shape) for r in range(2))
+    partial = [Shard(1), Partial(), Shard(2)]
+    with CommLedger() as ledger:
+        (summed,) = torch.autograd.grad(y.to_local(grad_placements=partial), x, share)
+    assert ledger.bytes(kind="reduce_scatter", phase="backward") == ledger.bytes() > 0
+    assert list(grad.placements) == list(summed.placements) == PLACED
+    rank = axis.get_local_rank()
+    sizes = chunk_sizes(share.shape[1], 2)
+
+    parts = DTensor.from_local(share, three, partial, shape=x.shape, stride=x.stride()).requires_grad_()
+    scattered = scatter_sum(parts, axis)
+    (spread,) = torch.autograd.grad(scattered, parts, distribute_tensor(up, three, PLACED))
+    assert list(scattered.placements) == PLACED
+    assert spread.placements == placed
+    got = y.to_local(), grad.full_tensor(), summed.to_local(), scattered.to_local(), spread.full_tensor()
+    return errors(got, (expected.to_local(), up, split(both, sizes, rank), split(both, sizes, rank), up))
+
+
+@pytest.mark.parametrize("length", [12, 11])
+def test_gathering_dtensors(worlds, length):
+    assert all(max(found) <= EXACT for found in worlds(8).run(gathers_dtensors, length))
+
+
+def merges_dtensors() -> list[float]:
+    whole_mesh = mesh(ring=4, tp=2)
+    two, axis = whole_mesh["ring", "tp"], whole_mesh["ring"]
+    out, lse = partials((12,), 2, torch.float64)[axis.get_local_rank()]
+    heads = slice(3 * two.get_local_rank("tp"), 3 * two.get_local_rank("tp") + 3)
+    local = [x[:, :, heads].clone().requires_grad_() for x in (out, lse)]
+    placed = [Partial("logsumexp"), Shard(2)]
+    parts = [DTensor.from_local(x, two, placed) for x in local]
+    results = merge_scatter(parts[0], parts[1], axis)
+    plain = merge_scatter(local[0], local[1], axis)
+    assert all(x.placements == (Shard(1), Shard(2)) for x in results)
+    assert (results[0].shape, results[1].shape) == ((2, 12, H, D), (2, 12, H))
+    ups = [random(7 + i, *x.shape) for i, x in enumerate(plain)]
+    grads = torch.autograd.grad([x.to_local() for x in results], local, ups)
+    expected = torch.autograd.grad(plain, local, ups)
+    finite = [x.nan_to_num(neginf=0) for x in (results[1].to_local(), plain[1])]
+    return errors((results[0].to_local(), finite[0], *grads), (plain[0], finite[1], *expected))
+
+
+def test_merging_dtensors(worlds):
+    assert all(max(found) == 0.0 for found in worlds(8).run(merges_dtensors))
+
+
+def refused_dtensors() -> list[str]:
+    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
+    three, ring, ulysses = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ring"], whole_mesh["ulysses"]
+
+    def of(placements: list[object], tokens: int = 8, heads: int = 8) -> DTensor:
+        return distribute_tensor(torch.zeros(B, tokens, heads, D), three, placements)  # type: ignore[arg-type]
+
+    pending = DTensor.from_local(torch.zeros(B, 4, 4, D), three, [Shard(1), Shard(1), Partial()])
+    partial = DTensor.from_local(torch.zeros(B, 8, 8, D), three, [Replicate(), Partial(), Replicate()])
+    lse = DTensor.from_local(torch.zeros(B, 8, 8), three, [Replicate(), Partial(), Replicate()])
+    return messages(
+        [
+            lambda: seq_to_head(of([Shard(1), Replicate(), Shard(2)]), ulysses),
+            lambda: head_to_seq(of(PLACED), ulysses),
+            lambda: gather_seq(of([Shard(1), Shard(0), Shard(2)]), ulysses),
+            lambda: seq_to_head(pending, ulysses),
+            lambda: seq_to_head(of(PLACED), ring),
+            lambda: seq_to_head(of(PLACED), whole_mesh["shard"]),
+            lambda: seq_to_head(of(PLACED), mesh(shard=2, ulysses=4)["ulysses"]),
+            lambda: seq_to_head(of(PLACED, tokens=10), ulysses, sizes=(2, 3)),
+            lambda: seq_to_head(of(PLACED), ulysses, heads=[range(1), range(1, 4)]),
+            lambda: seq_to_head(of(PLACED, heads=6), ulysses),
+            lambda: merge_scatter(partial, lse, ulysses),
+            lambda: merge_scatter(partial, lse.to_local(), ulysses),
+        ]
+    )
+
+
+def test_wrong_placements_are_refused_by_name(worlds):
+    expected = [
+        "x is Replicate() on axis 'ulysses' of DTensor [2, 8, 8, 4] over (ring Shard(dim=1), ulysses Replicate(), "
+        "tp Shard(dim=2)); it must be Shard(dim=1) there",
+        "must be Shard(dim=2) there",
+        "x is Shard(dim=0) on axis 'ulysses'",
+        "x is Partial(sum) on axis 'tp'",
+        "dim 1 of x is sharded over axis 'ulysses' inside axis 'ring'",
+        "axis 'shard' is not one of them",
+        "axis 'ulysses' of the DTensor's mesh is over other ranks than",
+        "sizes (2, 3) over axis 'ulysses' are not the shards of a DTensor, which cuts 5 as (3, 2)",
+        "heads (1, 3) over axis 'ulysses' are not the shards of a DTensor, which cuts 4 as (2, 2)",
+        "6 heads of DTensor",
+        "it must be Partial(logsumexp) there",
+        "one of out and lse is a DTensor and the other is not",
+    ]
+    for found in worlds(8).run(refused_dtensors):
+        for message, part in zip(found, expected, strict=True):
+            assert part in message
