@@ -73,12 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row.add(composition, case, verdicts)
                 failed += any(verdict.failure for verdict in verdicts)
             took = time.monotonic() - start
-            print(
-                f"[{index}/{len(todo)}] {composition}: {len(chosen)} cases, {failed} failed, {took:.0f} s", flush=True
-            )
-    table = [rows[key] for key in sorted(rows, key=lambda key: (list(METHODS).index(key[0]), key[1]))]
-    report(table, time.monotonic() - began, options.json)
-    return int(any(row.failures for row in table))
+            counts = f"{len(chosen)} cases, {failed} failed, {took:.0f} s"
+            print(f"[{index}/{len(todo)}] {composition}: {counts}", flush=True)
+            if options.json:  # so far: a run of an hour may be cut short
+                save(options.json, rows.values(), time.monotonic() - began)
+    order = list(METHODS)
+    report(sorted(rows.values(), key=lambda row: (order.index(row.method), row.dtype)), time.monotonic() - began)
+    return int(any(row.failures for row in rows.values()))
 
 
 def run(world: World, composition: Composition, chosen: Sequence[Case]) -> Iterator[tuple[Case, Sequence[Verdict]]]:
