@@ -56,6 +56,18 @@ def test_a_primitive_takes_one_axis(worlds):
     assert "got 2 (ring, ulysses); pick one, as in mesh['ring']" in worlds(4).run(two_axes)[0]
 
 
+def twins() -> tuple[bool, bool, list[int]]:
+    axis = Axis.of(mesh(ring=4)["ring"])
+    again = Axis.of(mesh(ring=4)["ring"])
+    pair = axis.part([0, 1] if axis.rank < 2 else [2, 3])
+    groups = (axis.group, axis.twin().group, axis.part(range(4)).group)
+    return axis.twin().group is again.twin().group, len(set(groups)) == 3, pair.ranks()
+
+
+def test_a_twin_is_apart_from_its_axis_and_made_once(worlds):
+    assert worlds(4).run(twins) == [(True, True, [0, 1])] * 2 + [(True, True, [2, 3])] * 2
+
+
 def go_round() -> tuple[list[float], int]:
     """Two tensors of unequal sizes go once round the ring."""
     axis = Axis.of(mesh(ring=4)["ring"])

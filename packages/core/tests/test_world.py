@@ -17,6 +17,15 @@ def add_ranks(offset: int) -> int:
     return int(total)
 
 
+def process() -> int:
+    return os.getpid()
+
+
+def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
+    pids = [worlds(2).run(process)[0] for _ in range(20)]
+    assert 2 <= len(set(pids)) <= 4
+
+
 def rank_two_sleeps() -> None:
     if dist.get_rank() == 2:
         time.sleep(60)

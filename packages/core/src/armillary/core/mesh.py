@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from math import prod
 
 import torch.distributed as dist
@@ -110,20 +111,28 @@ class Axis:
     def twin(self) -> Axis:
         """The same axis with a communicator of its own, so that what goes on it waits for nothing on this one.
 
-        Creates a group, so every rank of the axis must call it, in the same order.
+        The first call creates a group, so every rank of the axis must make it, in the same order. Later calls return
+        the same one, so that a method for each layer does not mean a communicator for each layer.
         """
-        return self if self.size == 1 else self.part(range(self.size))
+        return self if self.size == 1 else replace(self, group=_subgroup(self.group, None, self.timeout))
 
     def part(self, ranks: Sequence[int]) -> Axis:
         """The axis of some of this one's ranks, in rising order, this rank among them.
 
-        Creates a group, so every rank of the part must call it, in the same order.
+        The first call creates a group, so every rank of the part must make it, in the same order.
         """
-        everyone = self.ranks()
-        chosen = [everyone[rank] for rank in ranks]
-        group = dist.new_group(chosen, timeout=self.timeout, use_local_synchronization=True)
-        return replace(self, rank=list(ranks).index(self.rank), size=len(chosen), group=group)
+        chosen = tuple(ranks)
+        group = _subgroup(self.group, chosen, self.timeout)
+        return replace(self, rank=chosen.index(self.rank), size=len(chosen), group=group)
 
     def ranks(self) -> list[int]:
         """Global ranks along this axis, in axis order."""
         return dist.get_process_group_ranks(self.group)
+
+
+@cache
+def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A new group of some ranks of another; of all (None) for its twin, which stays apart from the part with all."""
+    everyone = dist.get_process_group_ranks(group)
+    chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
+    return dist.new_group(chosen, timeout=timeout, use_local_synchronization=True)

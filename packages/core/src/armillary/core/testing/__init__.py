@@ -1,6 +1,6 @@
 """Worlds of gloo ranks for tests, on any machine: `with World(4) as world: world.run(function, ...)`.
 
-from armillary.core.testing.plugin import worlds   # in conftest.py: a session-wide fixture of persistent worlds
+from armillary.core.testing.plugin import worlds   # in conftest.py: a fixture for the whole run
 
 def test_sum(worlds):
     assert worlds(4).run(add_ranks) == [6, 6, 6, 6]

@@ -13,7 +13,7 @@ __all__ = ["worlds"]
 
 @pytest.fixture(scope="session")
 def worlds() -> Generator[Worlds]:
-    """Persistent worlds, closed when the tests end."""
+    """Worlds that outlive a test, closed when the tests end."""
     opened = Worlds()
     yield opened
     opened.close()

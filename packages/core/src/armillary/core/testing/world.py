@@ -31,6 +31,10 @@ GRACE = 2.0
 """Seconds that the other ranks get once one has failed: enough to fail for their own reasons, not to wait for it."""
 
 
+FRESH = 8
+"""Calls after which `Worlds` replaces the ranks."""
+
+
 class RankFailed(RuntimeError):
     """A rank raised, died or did not answer in time. Names each, with its traceback or where it stood."""
 
@@ -145,17 +149,27 @@ class World:
 
 
 class Worlds:
-    """Persistent worlds by size: `worlds(4).run(...)` starts four ranks once and reuses them."""
+    """One world at a time, of any size, kept for some calls: `worlds(4).run(...)`.
+
+    The ranks are then replaced by fresh ones, which takes a tenth of a second. For gloo gives each process group a
+    thread that wakes a hundred times a second, and ranks that have built hundreds slow everything on the machine.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[int, World] = {}
+        self._world: World | None = None
+        self._calls = 0
 
     def __call__(self, size: int) -> World:
-        return self._open.setdefault(size, World(size))
+        if self._world is None or self._world.size != size or self._calls == FRESH:
+            self.close()
+            self._world, self._calls = World(size), 0
+        self._calls += 1
+        return self._world
 
     def close(self) -> None:
-        for world in self._open.values():
-            world.close()
+        """Ends the ranks."""
+        if self._world is not None:
+            self._world.close()
 
 
 def _read(connection: Connection) -> tuple[str, Any]:
