@@ -7,6 +7,7 @@ from armillary.core import CommLedger
 from armillary.core.testing import mesh
 
 B, T, H, D, P = 2, 8, 8, 16, 4  # T tokens on each of P ranks
+FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
 DTYPES = ((torch.float32, 4, 4), (torch.bfloat16, 2, 4), (torch.float64, 8, 8))  # with e and a
 
 
@@ -26,8 +27,8 @@ def bytes_sent(name: str, key_heads: int, dtype: torch.dtype, mask: AttentionMas
     return ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
 
 
-def sent(worlds, name: str, key_heads: int, dtype: torch.dtype, causal: bool = True, kind: str = "zigzag"):
-    return worlds(P).run(bytes_sent, name, key_heads, dtype, AttentionMask(causal), kind)
+def sent(worlds, name: str, key_heads: int, dtype: torch.dtype, mask: AttentionMask = FULL, kind: str = "zigzag"):
+    return worlds(P).run(bytes_sent, name, key_heads, dtype, mask, kind)
 
 
 def test_ring_that_rotates_keys(worlds):
@@ -72,15 +73,35 @@ def test_ulysses(worlds):
             assert sent(worlds, "ulysses", key_heads, dtype) == [expected] * P
 
 
-def test_what_no_rank_further_on_sees_is_not_sent(worlds):
-    """Contiguous and causal: keys of shard r are seen by ranks r and up, queries see keys of ranks r and down."""
-    shard = B * T * H * D * 4
-    keys = sent(worlds, "ring keys", H, torch.float32, kind="contiguous")
-    hops = [[r >= s and r < P - 1 for s in range(P - 1)] for r in range(P)]  # rank r still has something to send on
-    assert [forward for forward, _ in keys] == [2 * shard * sum(row) for row in hops]
+def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it(worlds):
+    """Keys of shard r are seen by ranks r and up, queries see keys of ranks r and down: half of all cells."""
+    shard = 2 * B * T * H * D * 4
+    keys = sent(worlds, "ring keys", H, torch.float32, CAUSAL, "contiguous")
+    assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r go on
+    queries = sent(worlds, "ring queries", H, torch.float32, CAUSAL, "contiguous")
+    going, returning = (3 * D * 4 + 4) * B * T * H, D * 4 * B * T * H
+    assert sum(b for _, b in queries) == (going + returning) * P * (P - 1) // 2
     assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
-    lonely = worlds(P).run(bytes_sent, "token_ring", H, torch.float32, AttentionMask(True, window=(0, 0)), "contiguous")
-    assert lonely == [(0, 0)] * P
+
+
+def test_causal_and_zigzag_three_quarters_are_sent(worlds):
+    """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
+    for name in ("ring keys", "ring queries", "token_ring"):
+        for key_heads in (2, 8):
+            whole, part = (sent(worlds, name, key_heads, torch.float32, mask) for mask in (FULL, CAUSAL))
+            for phase in (0, 1):
+                assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in whole), name
+
+
+def test_with_a_window_neighbours_get_the_tokens_within_it(worlds):
+    """A window of 3 back on contiguous shards: the last 3 tokens of a shard go one hop, and their gradients back."""
+    window = AttentionMask(window=(3, None))
+    token = 2 * B * H * D * 4
+    assert sent(worlds, "ring keys", H, torch.float32, window, "contiguous") == [
+        (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
+    ]
+    alone = AttentionMask(window=(0, 0))
+    assert sent(worlds, "token_ring", H, torch.float32, alone, "contiguous") == [(0, 0)] * P
 
 
 def wall_facer_bytes(

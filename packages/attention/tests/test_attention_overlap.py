@@ -10,7 +10,7 @@ import torch.distributed as dist
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
 from armillary.attention import method as method_module
 from armillary.attention.kernels import choose_kernel
-from armillary.core import exchange
+from armillary.core import Parcel, exchange
 from armillary.core.testing import mesh
 
 P, TOKENS = 4, 8
@@ -159,12 +159,13 @@ def both_directions() -> list[str]:
     """Sent on the way back first and received last, a message is still not taken for one that goes on."""
     attend, mine = Ring(mesh(ring=2)["ring"]), dist.get_rank()
     other = 1 - mine
-    boxes = {name: torch.empty(1) for name in ("on", "back")}
-    back = exchange.start_exchange(attend.back, {other: (torch.full((1,), 10.0 + mine),)}, {other: (boxes["back"],)})
-    on = exchange.start_exchange(attend.axis, {other: (torch.full((1,), 20.0 + mine),)}, {other: (boxes["on"],)})
+    boxes = {name: Parcel.like([torch.empty(1)]) for name in ("on", "back")}
+    back_going, on_going = (Parcel.of([torch.full((1,), tens + mine)]) for tens in (10.0, 20.0))
+    back = exchange.start_exchange(attend.back, {other: back_going}, {other: boxes["back"]})
+    on = exchange.start_exchange(attend.axis, {other: on_going}, {other: boxes["on"]})
     on.wait()
     back.wait()
-    return [f"{name} {int(box)}" for name, box in boxes.items()]
+    return [f"{name} {int(box.tensors[0])}" for name, box in boxes.items()]
 
 
 def test_messages_of_the_two_directions_are_not_mixed_up(worlds):

@@ -12,6 +12,7 @@ from armillary.core import (
     AXES,
     Axis,
     CommLedger,
+    Parcel,
     SequenceLayout,
     build_mesh,
     start_exchange,
@@ -71,16 +72,17 @@ def test_a_twin_is_apart_from_its_axis_and_made_once(worlds):
 def go_round() -> tuple[list[float], int]:
     """Two tensors of unequal sizes go once round the ring."""
     axis = Axis.of(mesh(ring=4)["ring"])
-    held = [torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)]
+    held = Parcel.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
     seen: list[float] = []
     with CommLedger() as ledger:
         for step in range(4):
             owner = (axis.rank - step - 1) % 4
-            coming = [torch.empty(2, 3 + owner), torch.empty(1)]
+            coming = Parcel.like(held.tensors[:1], 3 + owner)
+            coming = Parcel.like([*coming.tensors, held.tensors[1]])
             start_exchange(axis, {(axis.rank + 1) % 4: held}, {(axis.rank - 1) % 4: coming}).wait()
             held = coming
-            assert torch.equal(held[0], torch.full((2, 3 + owner), float(owner)))
-            seen.append(held[1].item())
+            assert torch.equal(held.tensors[0], torch.full((2, 3 + owner), float(owner)))
+            seen.append(held.tensors[1].item())
     return seen, ledger.bytes(axis="ring", kind="p2p", phase="forward")
 
 
@@ -91,6 +93,18 @@ def test_exchange_brings_each_shard_round_and_counts_its_bytes(worlds):
     assert {sent for _, sent in results} == {(36 + 4) * 4}
 
 
+def test_a_parcel_is_one_message_without_gaps_and_aligned():
+    tensors = [torch.randn(3, 5), torch.randn(2, 4, 8, dtype=torch.bfloat16), torch.randn(4, 8, 2).transpose(0, 1)]
+    tensors.append(torch.randn(3, dtype=torch.float64))
+    parcel = Parcel.of(tensors)
+    assert parcel.buffer.nbytes == sum(x.nbytes for x in tensors)
+    for view, x in zip(parcel.tensors, tensors, strict=True):
+        assert torch.equal(view, x) and view.is_contiguous()
+        assert view.untyped_storage().data_ptr() == parcel.buffer.untyped_storage().data_ptr()
+    offsets = [view.data_ptr() - parcel.buffer.data_ptr() for view in parcel.tensors]
+    assert offsets[1] % 16 == offsets[2] % 16 == 0
+
+
 def never_comes(done: Path) -> str:
     axis = Axis.of(build_mesh("cpu", ring=2, timeout=timedelta(seconds=1))["ring"])
     if axis.rank == 1:
@@ -98,7 +112,7 @@ def never_comes(done: Path) -> str:
             time.sleep(0.05)
         return ""
     with pytest.raises(TimeoutError) as error:
-        start_exchange(axis, {1: [torch.zeros(2)]}, {1: [torch.empty(2)]}).wait()
+        start_exchange(axis, {1: Parcel.of([torch.zeros(2)])}, {1: Parcel.like([torch.zeros(2)])}).wait()
     done.touch()
     return str(error.value)
 

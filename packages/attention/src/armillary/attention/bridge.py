@@ -63,7 +63,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -
         saved = saved._replace(out=inner_out, lse=inner_lse)
         out, lse = sunk(out, lse, sinks) if method.moves else (inner_out, inner_lse)
     results = [out, lse, *saved] if method.moves else [out, lse]
-    return [x.contiguous() for x in results]
+    return [alone(x) for x in results]
 
 
 def needs_lse(plan: Plan, sinks: Tensor | None) -> bool:
@@ -92,7 +92,14 @@ def _backward(
     found = Plan.alive[plan]
     with phase("backward"):
         dq, dk, dv = found.method.backward(dout, Saved(q, k, v, out, lse), found.call)
-    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+    dq, dk, dv = (alone(dx.to(x.dtype)) for dx, x in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv
+
+
+def alone(x: Tensor) -> Tensor:
+    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one parcel are not."""
+    whole = x.untyped_storage().nbytes() == x.nbytes
+    return x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 @_backward.register_fake

@@ -11,16 +11,21 @@ from armillary.attention.call import Call, Saved, head_runs
 from armillary.attention.kernels import Backward, Forward
 from armillary.attention.mask import Window
 from armillary.attention.merge import Merge, Part, Sum
-from armillary.attention.tiles import sees, tiles
+from armillary.attention.tiles import tiles
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Queries of shard `query` of `call.layout` against keys of shard `key` of `call.key_layout`."""
+    """Queries of shard `query` of `call.layout` against keys of shard `key` of `call.key_layout`.
+
+    Of either shard, only what is seen may be at hand: `first_query` and `first_key` are the first tokens that are.
+    """
 
     call: Call
     query: int
     key: int
+    first_query: int = 0
+    first_key: int = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
         """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
@@ -45,25 +50,18 @@ class Cell:
             dv.add(columns, shares[2])
             del shares
 
-    @property
-    def visible(self) -> bool:
-        """Whether any query of the cell sees any key of it, in any row of the batch."""
-        call = self.call
-        queries, keys = call.layout.spans(self.query), call.key_layout.spans(self.key)
-        rows = len(call.mask.documents or ()) if call.mask.per_row else 1
-        return any(sees(queries, keys, call.mask, row) for row in range(rows))
-
     def _kernel_calls(self, batch: int) -> Iterator[tuple[Part, Part, Window]]:
         """(part of the queries, part of the keys, band) of each kernel call."""
         call = self.call
         queries, keys = call.layout.spans(self.query), call.key_layout.spans(self.key)
+        first, first_key = self.first_query, self.first_key
         for row in range(batch) if call.mask.per_row else (0,):
             rows = slice(row, row + 1) if call.mask.per_row else slice(None)
             for whole in tiles(queries, keys, call.mask, row):
                 for tile in call.kernel.cut(whole):
                     for run in head_runs(call.key_heads):
                         yield (
-                            (rows, slice(tile.q0, tile.q1), slice(run.q0, run.q1)),
-                            (rows, slice(tile.k0, tile.k1), slice(run.k0, run.k1)),
+                            (rows, slice(tile.q0 - first, tile.q1 - first), slice(run.q0, run.q1)),
+                            (rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
                             tile.offsets,
                         )

@@ -12,8 +12,7 @@ from armillary.core import merge_, wide
 Part = tuple[slice, slice, slice]
 """Rows of the batch, tokens and heads that a partial result is about."""
 
-
-EVERYTHING: Part = (slice(None), slice(None), slice(None))
+ALL = slice(None)
 
 
 @dataclass

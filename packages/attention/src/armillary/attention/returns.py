@@ -12,14 +12,18 @@ from typing import Protocol
 from torch import Tensor
 
 from armillary.attention.call import Call
-from armillary.attention.rotation import Rotation, empty, packed
-from armillary.core import Exchange, start_exchange
+from armillary.attention.rotation import Rotation, part
+from armillary.core import Exchange, Parcel, start_exchange
 
 Shares = Sequence[Tensor]
-"""What one rank has computed for one traveller; empty where it has not met it."""
+"""What one rank has computed for some tokens of one traveller; empty where it has nothing to do with them."""
 
 
 class Returns(Protocol):
+    def tokens(self, step: int) -> range:
+        """The tokens that shares are to be about, of the traveller in hand at `step`."""
+        ...
+
     def give(self, step: int, shares: Shares) -> None:
         """Hands over this rank's shares for the traveller that was in hand at `step`. To be called at every step."""
         ...
@@ -30,67 +34,96 @@ class Returns(Protocol):
 
 
 class Along:
-    """Sums follow their traveller one step behind, gathering each rank's share; the last rank sends them home.
+    """Sums follow their traveller one step behind, gathering each rank's share.
 
-    The share of the rank that the traveller set out from waits there. So sums make as many hops as their traveller.
+    The share of the rank that the traveller set out from waits there. Tokens that no rank further on sees are sent home
+    by the last that does. So sums make as many hops as their traveller, token by token.
     """
 
     def __init__(self, walk: Rotation, call: Call) -> None:
-        self.walk, self.hops, self.sizes = walk, walk.reach(call), walk.sizes(call)
+        self.walk, self.needed = walk, walk.needed(call)
         self.own: Shares = ()
-        self.passing: Shares = ()
-        self.returned: Shares = ()
+        self.passing: Parcel | None = None
+        self.targets: Shares = ()  # where in `own` to add what is being returned
+        self.returned: Parcel | None = None
         self.exchange: Exchange | None = None
+
+    def tokens(self, step: int) -> range:
+        return self.needed[self.walk.origin(step)][step]
 
     def give(self, step: int, shares: Shares) -> None:
         if step == 0:
             self.own = shares
             return
         self._wait()
-        _add(shares, self.passing)
-        walk, leaving, coming = self.walk, self.walk.origin(step), self.walk.origin(step + 1)
-        target = walk.ahead(1) if step < self.hops[leaving] else walk.circle[leaving]
-        self.passing = empty(self.own, self.sizes[coming]) if step < self.hops[coming] else ()
+        send = self._outgoing(step, shares)
+        walk, coming = self.walk, self.needed[self.walk.origin(step + 1)][step + 1]
+        self.passing = Parcel.like(self.own, len(coming)) if coming else None
         receive = {walk.ahead(-1): self.passing} if self.passing else {}
-        if step == self.hops[walk.place]:
-            self.returned = empty(self.own, self.sizes[walk.place])
-            receive[walk.ahead(step)] = self.returned
-        self.exchange = start_exchange(walk.back, {target: packed(shares)} if shares else {}, receive)
+        mine = self.needed[walk.place]
+        self.targets = [part(x, mine[0], piece) for piece in _left_out(mine[step], mine[step + 1]) for x in self.own]
+        if self.targets:
+            self.returned = receive[walk.ahead(step)] = Parcel.like(self.targets)
+        self.exchange = start_exchange(walk.back, send, receive)
 
     def home(self) -> Shares:
         self._wait()
-        _add(self.own, self.returned)
         return self.own
+
+    def _outgoing(self, step: int, shares: Shares) -> dict[int, Parcel]:
+        """The sums for the traveller that was in hand: those that go on after it, and those that are complete."""
+        origin, send = self.walk.origin(step), dict[int, Parcel]()
+        held, onward = self.needed[origin][step : step + 2]
+        sums = shares
+        if self.passing:
+            sums = self.passing.tensors
+            _add(sums, shares)
+        if onward:
+            same = self.passing if onward == held else None
+            send[self.walk.ahead(1)] = same or Parcel.of([part(x, held, onward) for x in sums])
+        if complete := [part(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
+            send[self.walk.circle[origin]] = Parcel.of(complete)
+        return send
 
     def _wait(self) -> None:
         if self.exchange:
             self.exchange.wait()
+            self.exchange = None
+        if self.returned:
+            _add(self.targets, self.returned.tensors)
+            self.returned = None
 
 
 class Direct:
     """Each rank sends its share straight to the owner, against the direction of the travellers (TokenRing).
 
     Args:
-        combine: takes the shares of another rank into those of this one; called in the order of steps. Adds, unless
-            given.
+        combine: takes the shares of another rank, for some tokens, into those of this one; called in the order of
+            steps. Adds, unless given.
     """
 
-    def __init__(self, walk: Rotation, call: Call, combine: Callable[[Shares, Shares], None] | None = None) -> None:
-        self.walk, self.call, self.combine = walk, call, combine or _add
+    def __init__(self, walk: Rotation, call: Call, combine: Callable[[range, Shares], None] | None = None) -> None:
+        self.walk, self.call, self.combine = walk, call, combine or self._add
+        self.all = walk.needed(call)[walk.place][0]
         self.own: Shares = ()
-        self.arriving: Shares = ()
+        self.arriving: tuple[range, Parcel] | None = None
         self.exchange: Exchange | None = None
+
+    def tokens(self, step: int) -> range:
+        if step == 0:
+            return self.all
+        return self.walk.seen(self.call, self.walk.place, self.walk.origin(step))
 
     def give(self, step: int, shares: Shares) -> None:
         if step == 0:
             self.own = shares
             return
         self._wait()
-        walk, owner, size = self.walk, self.walk.origin(step), len(self.walk.circle)
-        met = walk.cell(self.call, (walk.place + step) % size, walk.place).visible
-        self.arriving = empty(self.own, self.own[0].shape[1]) if met else ()
-        send = {walk.circle[owner]: packed(shares)} if walk.cell(self.call, walk.place, owner).visible else {}
-        self.exchange = start_exchange(walk.back, send, {walk.ahead(step): self.arriving} if met else {})
+        walk, other = self.walk, (self.walk.place + step) % len(self.walk.circle)
+        theirs = walk.seen(self.call, other, walk.place)
+        self.arriving = (theirs, Parcel.like(self.own, len(theirs))) if theirs else None
+        send = {walk.circle[walk.origin(step)]: Parcel.of(shares)} if shares else {}
+        self.exchange = start_exchange(walk.back, send, {walk.ahead(step): self.arriving[1]} if self.arriving else {})
 
     def home(self) -> Shares:
         self._wait()
@@ -100,10 +133,21 @@ class Direct:
         if self.exchange:
             self.exchange.wait()
             self.exchange = None
-            if self.arriving:
-                self.combine(self.own, self.arriving)
+        if self.arriving:
+            tokens, parcel = self.arriving
+            self.combine(tokens, parcel.tensors)
+            self.arriving = None
+
+    def _add(self, tokens: range, shares: Shares) -> None:
+        _add([part(x, self.all, tokens) for x in self.own], shares)
+
+
+def _left_out(whole: range, kept: range) -> list[range]:
+    """What of `whole` is not in `kept`, which is inside it: at most one range on either side."""
+    pieces = (range(whole.start, kept.start), range(kept.stop, whole.stop)) if kept else (whole,)
+    return [piece for piece in pieces if piece]
 
 
 def _add(into: Shares, shares: Shares) -> None:
-    for total, share in zip(into, shares, strict=bool(shares)):
+    for total, share in zip(into, shares, strict=True):
         total += share

@@ -13,26 +13,28 @@ from armillary.attention.rotation import Rotation
 def forward(q: Tensor, k: Tensor, v: Tensor, walk: Rotation, call: Call) -> tuple[Tensor, Tensor]:
     """(out [B, T, H, Dv], lse [B, T, H]) of the resident queries over the keys of all travellers.
 
-    Bytes sent: B S K (D + Dv) e for each hop of a traveller.
+    Bytes sent: B K (D + Dv) e for each token and hop.
     """
-    merged = Merge.of(q, v)
+    walk, merged = walk.shorter_way(call), Merge.of(q, v)
     for step, hand in walk.walk((k, v), call):
-        if hand:
-            walk.cell(call, walk.place, walk.origin(step)).forward(q, hand[0], hand[1], merged)
+        if hand.tokens:
+            k, v = hand.tensors
+            walk.cell(call, step, hand.tokens.start).forward(q, k, v, merged)
     return merged.result()
 
 
 def backward(dout: Tensor, saved: Saved, walk: Rotation, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(dq of the residents, dk and dv of the traveller that set out from here), in the accumulation dtype.
 
-    Bytes sent: B S K (D + Dv) (e + a) for each hop of a traveller.
+    Bytes sent: B K (D + Dv) (e + a) for each token and hop.
     """
+    walk = walk.shorter_way(call)
     dq, grads = Sum.like(saved.q), Along(walk, call)
     for step, hand in walk.walk((saved.k, saved.v), call):
-        dk, dv = (Sum.like(x) for x in hand or (saved.k, saved.v))
-        if hand:
-            local = saved._replace(k=hand[0], v=hand[1])
-            walk.cell(call, walk.place, walk.origin(step)).backward(dout, local, dq, dk, dv)
-        grads.give(step, (dk.value(), dv.value()) if hand else ())
+        shares = [Sum.like(x) for x in hand.tensors]
+        if hand.tokens:
+            k, v = hand.tensors
+            walk.cell(call, step, hand.tokens.start).backward(dout, saved._replace(k=k, v=v), dq, *shares)
+        grads.give(step, [share.value() for share in shares])
     dk, dv = grads.home()
     return dq.value(), dk, dv

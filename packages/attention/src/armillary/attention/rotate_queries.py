@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.merge import EVERYTHING, Merge, Sum
+from armillary.attention.merge import ALL, Merge, Sum
 from armillary.attention.returns import Along, Direct
 from armillary.attention.rotation import Rotation
 
@@ -15,17 +15,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, walk: Rotation, call: Call) -> tupl
 
     Each rank returns its partial result straight to the owner of the queries.
 
-    Bytes sent: B T H D e for each hop of a traveller, B T H (Dv e + 4) for each rank that sees any of its keys.
+    Bytes sent: B H D e for each token and hop, B H (Dv e + 4) for each token and rank whose keys it sees any of.
     """
-    merged = Merge.of(q, v)
-    parts = Direct(walk, call, lambda _, part: merged.add(EVERYTHING, part[0], part[1]))
+    walk, merged = walk.shorter_way(call), Merge.of(q, v)
+    parts = Direct(walk, call, lambda tokens, part: merged.add((ALL, slice(tokens.start, tokens.stop), ALL), *part))
     for step, hand in walk.walk((q,), call):
-        part = Merge.of(hand[0] if hand else q, v)
-        if hand:
-            walk.cell(call, walk.place, walk.origin(step)).forward(hand[0], k, v, part)
-        if step == 0:
-            merged = part
-        parts.give(step, part.result() if hand else ())
+        tokens, part = parts.tokens(step), ()
+        if tokens:
+            (q_part,) = hand.part(tokens)
+            into = Merge.of(q_part, v) if step else merged
+            walk.cell(call, step, tokens.start).forward(q_part, k, v, into)
+            part = into.result()
+        parts.give(step, part)
     parts.home()
     return merged.result()
 
@@ -36,16 +37,18 @@ def backward(dout: Tensor, saved: Saved, walk: Rotation, call: Call, *, direct: 
     Args:
         direct: return each rank's share of dq straight to its owner, instead of letting the sum follow the queries.
 
-    Bytes sent: B T H ((2 D' + D) e + 4) for each hop of a traveller, with D' = Dv for out and dout, and B T H D a for
-    each hop, or for each rank that sees any of its keys.
+    Bytes sent: B H ((2 Dv + D) e + 4) for each token and hop, and B H D a for each token and hop, or with `direct` for
+    each token and rank whose keys it sees any of.
     """
+    walk = walk.shorter_way(call)
     dk, dv = Sum.like(saved.k), Sum.like(saved.v)
     shares = Direct(walk, call) if direct else Along(walk, call)
     for step, hand in walk.walk((saved.q, saved.out, dout, saved.lse), call):
-        dq = Sum.like(hand[0] if hand else saved.q)
-        if hand:
-            q, out, dout_, lse = hand
-            local = Saved(q, saved.k, saved.v, out, lse)
-            walk.cell(call, walk.place, walk.origin(step)).backward(dout_, local, dq, dk, dv)
-        shares.give(step, (dq.value(),) if hand else ())
+        tokens, dq = shares.tokens(step), ()
+        if tokens:
+            q, out, dout_, lse = hand.part(tokens)
+            share = Sum.like(q)
+            walk.cell(call, step, tokens.start).backward(dout_, Saved(q, saved.k, saved.v, out, lse), share, dk, dv)
+            dq = (share.value(),)
+        shares.give(step, dq)
     return shares.home()[0], dk.value(), dv.value()

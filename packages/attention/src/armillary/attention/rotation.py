@@ -1,23 +1,36 @@
 """Tensors going round a circle of ranks: the walk that both engines share, as data, and its exchanges.
 
 On every rank of a circle something stays (its residents) and something passes by (the travellers): keys go past
-queries, or queries past keys. While a rank computes with the traveller in hand, the next is already on its way.
+queries, or queries past keys. While a rank computes with the traveller in hand, the next is already on its way. Of a
+traveller, no more goes on than what some rank further on sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from armillary.attention.call import Call
 from armillary.attention.cell import Cell
-from armillary.core import Axis, start_exchange
+from armillary.attention.tiles import hull
+from armillary.core import Axis, Parcel, SequenceLayout, start_exchange
 
 Moving = Literal["keys", "queries"]
+
+
+class Hand(NamedTuple):
+    """What a rank has of the traveller at a step: these tokens of its shard, on dim 1 of the tensors."""
+
+    tokens: range
+    tensors: tuple[Tensor, ...]
+
+    def part(self, tokens: range) -> tuple[Tensor, ...]:
+        """Views of some of the tokens."""
+        return tuple(part(x, self.tokens, tokens) for x in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,21 @@ class Rotation:
     travellers: tuple[int, ...]
     moving: Moving
 
+    def shorter_way(self, call: Call) -> Rotation:
+        """This circle or the opposite one, whichever sends fewer tokens; the same choice on every rank.
+
+        With causal masks and zigzag shards, keys that go down visit those who see all of them first, then those who see
+        half: three quarters of what goes up. Where all see all, both ways are equal, and it is this one.
+        """
+        opposite = replace(
+            self,
+            circle=self.circle[::-1],
+            place=len(self.circle) - 1 - self.place,
+            residents=self.residents[::-1],
+            travellers=self.travellers[::-1],
+        )
+        return min((self, opposite), key=lambda way: _hops(way.residents, way.travellers, way.moving, call))
+
     def origin(self, step: int) -> int:
         """The place from which the traveller set out that is in hand at `step`."""
         return (self.place - step) % len(self.circle)
@@ -50,60 +78,82 @@ class Rotation:
         """The rank of the axis that is so many places further round the circle."""
         return self.circle[(self.place + steps) % len(self.circle)]
 
-    def cell(self, call: Call, place: int, origin: int) -> Cell:
-        """What the rank at one place computes with the traveller from another."""
-        return _cell(self.residents[place], self.travellers[origin], self.moving, call)
+    def needed(self, call: Call) -> tuple[tuple[range, ...], ...]:
+        """For the traveller from each place: its tokens that any rank so many steps on, or further, sees.
 
-    def reach(self, call: Call) -> tuple[int, ...]:
-        """How many steps the traveller from each place goes: to the last rank that sees anything of it."""
-        return _reach(self.residents, self.travellers, self.moving, call)
+        All of them at step 0, none at step R, and never more than the step before.
+        """
+        return _needed(self.residents, self.travellers, self.moving, call)
 
-    def sizes(self, call: Call) -> tuple[int, ...]:
-        """Tokens of the traveller from each place."""
-        layout = call.key_layout if self.moving == "keys" else call.layout
-        return tuple(layout.sizes[shard] for shard in self.travellers)
+    def seen(self, call: Call, place: int, origin: int) -> range:
+        """Tokens of the traveller from `origin` that the rank at `place` sees."""
+        return _seen(self.residents[place], self.travellers[origin], self.moving, call)
 
-    def walk(self, tensors: Sequence[Tensor], call: Call) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """(step, the traveller in hand, or nothing) for each step; the next traveller is under way meanwhile.
+    def cell(self, call: Call, step: int, first: int) -> Cell:
+        """What this rank computes at `step` with the traveller in hand, from its token `first` on."""
+        resident, traveller = self.residents[self.place], self.travellers[self.origin(step)]
+        if self.moving == "keys":
+            return Cell(call, resident, traveller, first_key=first)
+        return Cell(call, traveller, resident, first_query=first)
+
+    def walk(self, tensors: Sequence[Tensor], call: Call) -> Iterator[tuple[int, Hand]]:
+        """(step, what is in hand of its traveller) for each step; what is needed next is under way meanwhile.
 
         Args:
             tensors: what sets out from here, tokens on dim 1.
         """
-        hops, sizes = self.reach(call), self.sizes(call)
-        hand: Sequence[Tensor] = packed(tensors)
+        needed, parcel = self.needed(call), None
+        hand = Hand(needed[self.place][0], tuple(tensors))
         for step in range(len(self.circle)):
-            coming = self.origin(step + 1)
-            buffers = empty(tensors, sizes[coming]) if step < hops[coming] else ()
-            send = {self.ahead(1): hand} if step < hops[self.origin(step)] else {}
-            exchange = start_exchange(self.axis, send, {self.ahead(-1): buffers} if buffers else {})
+            leaving, coming = needed[self.origin(step)][step + 1], needed[self.origin(step + 1)][step + 1]
+            if parcel is None or leaving != hand.tokens:
+                parcel = Parcel.of(hand.part(leaving)) if leaving else None
+            buffers = Parcel.like(tensors, len(coming)) if coming else None
+            exchange = start_exchange(
+                self.axis, {self.ahead(1): parcel} if parcel else {}, {self.ahead(-1): buffers} if buffers else {}
+            )
             yield step, hand
             exchange.wait()
-            hand = buffers
-
-
-def _cell(resident: int, traveller: int, moving: Moving, call: Call) -> Cell:
-    return Cell(call, resident, traveller) if moving == "keys" else Cell(call, traveller, resident)
+            parcel, hand = buffers, Hand(coming, buffers.tensors if buffers else ())
 
 
 @lru_cache(maxsize=1024)
-def _reach(residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, call: Call) -> tuple[int, ...]:
-    size = len(residents)
+def _needed(
+    residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, call: Call
+) -> tuple[tuple[range, ...], ...]:
+    size, sizes = len(residents), _layout(moving, call).sizes
 
-    def last(origin: int) -> int:
-        traveller = travellers[origin]
-        steps = (
-            s for s in range(size - 1, 0, -1) if _cell(residents[(origin + s) % size], traveller, moving, call).visible
-        )
-        return next(steps, 0)
+    def of(origin: int) -> tuple[range, ...]:
+        ranges = [range(0)]
+        for step in range(size - 1, 0, -1):
+            seen = _seen(residents[(origin + step) % size], travellers[origin], moving, call)
+            ranges.append(_around(ranges[-1], seen))
+        return (range(sizes[travellers[origin]]), *reversed(ranges))
 
-    return tuple(last(origin) for origin in range(size))
-
-
-def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, contiguous: what is sent must lie in one piece."""
-    return tuple(x.contiguous() for x in tensors)
+    return tuple(of(origin) for origin in range(size))
 
 
-def empty(like: Sequence[Tensor], tokens: int) -> tuple[Tensor, ...]:
-    """Contiguous buffers as `like`, but for their tokens on dim 1."""
-    return tuple(x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in like)
+@lru_cache(maxsize=1024)
+def _hops(residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, call: Call) -> int:
+    """Tokens sent by all ranks of the circle."""
+    return sum(len(tokens) for steps in _needed(residents, travellers, moving, call) for tokens in steps[1:])
+
+
+def _seen(resident: int, traveller: int, moving: Moving, call: Call) -> range:
+    queries, keys = (resident, traveller) if moving == "keys" else (traveller, resident)
+    both = hull(call.layout.spans(queries), call.key_layout.spans(keys), call.mask)
+    return both.keys if moving == "keys" else both.queries
+
+
+def _layout(moving: Moving, call: Call) -> SequenceLayout:
+    return call.key_layout if moving == "keys" else call.layout
+
+
+def _around(a: range, b: range) -> range:
+    """The smallest range with all of both."""
+    return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
+
+
+def part(x: Tensor, held: range, wanted: range) -> Tensor:
+    """Some of the tokens that `x` holds on dim 1."""
+    return x if wanted == held else x.narrow(1, wanted.start - held.start, len(wanted))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from armillary.attention.mask import AttentionMask, Window, cut_at
 from armillary.core import Spans
@@ -90,14 +91,32 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     return (*done, *above)
 
 
-def sees(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> bool:
-    """Whether any query of one shard sees any key of another: as `bool(tiles(...))`, but sooner known."""
+class Hull(NamedTuple):
+    """The fewest neighbouring queries and keys of two shards, as local indices, with every visible pair among them."""
+
+    queries: range
+    keys: range
+
+
+@lru_cache(maxsize=16384)
+def hull(queries: Spans, keys: Spans, mask: AttentionMask) -> Hull:
+    """What two shards have to do with each other, in any row of the batch: two empty ranges if nothing."""
+    rows = len(mask.documents or ()) if mask.per_row else 1
+    bands = [band for row in range(rows) for band in _all_bands(queries, keys, mask, row)]
+    if not bands:
+        return Hull(range(0), range(0))
+    return Hull(
+        range(min(band.q0 for band in bands), max(band.q1 for band in bands)),
+        range(min(band.k0 for band in bands), max(band.k1 for band in bands)),
+    )
+
+
+def _all_bands(queries: Spans, keys: Spans, mask: AttentionMask, row: int) -> Iterator[Tile]:
+    """The tiles before any are joined."""
     key_pieces = _pieces(keys, mask.boundaries(row))
     for document, at, query in _pieces(queries, mask.boundaries(row)):
         inside = ((k_at, key) for k_document, k_at, key in key_pieces if k_document == document)
-        if next(_bands(at, query, inside, mask.bounds()), None):
-            return True
-    return False
+        yield from _bands(at, query, inside, mask.bounds())
 
 
 def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Tile]:

@@ -23,10 +23,11 @@ from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
 from armillary.attention.method import Method, layout_of
 from armillary.attention.ring import Backward, check_backward, fewer_bytes
-from armillary.attention.rotation import Moving, Rotation, empty, packed
+from armillary.attention.rotation import Moving, Rotation
 from armillary.attention.teams import Placement, Teams
 from armillary.core import (
     Axis,
+    Parcel,
     Parcels,
     SequenceLayout,
     start_exchange,
@@ -144,13 +145,13 @@ class WallFacer(Method):
         teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
         sizes = self._sizes(call.key_layout, kept_team)
         if self.gather_keys:
-            mine = self._gather((k, v), call.key_layout)()
+            mine = Parcel.of(self._gather((k, v), call.key_layout)())
             send = {teams.keeper(*self.seat): mine}
-            ((k, v),) = self._swap(send, {teams.rank(kept_team, kept_member): empty((k, v), sum(sizes))})
+            ((k, v),) = self._swap(send, {teams.rank(kept_team, kept_member): Parcel.like((k, v), sum(sizes))})
             return k, v
-        members = range(teams.team)
-        send = {teams.keeper(self.seat[0], a): (k, v) for a in members}
-        parts = self._swap(send, {teams.rank(kept_team, a): empty((k, v), sizes[a]) for a in members})
+        members, mine = range(teams.team), Parcel.of((k, v))
+        send = {teams.keeper(self.seat[0], a): mine for a in members}
+        parts = self._swap(send, {teams.rank(kept_team, a): Parcel.like((k, v), sizes[a]) for a in members})
         return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)
 
     def _bring_home(self, grads: Sequence[Tensor], call: Call) -> Sequence[Tensor]:
@@ -158,19 +159,20 @@ class WallFacer(Method):
         teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
         mine, kept = self._sizes(call.key_layout), self._sizes(call.key_layout, kept_team)
         if self.gather_keys:
-            receive = {teams.keeper(*self.seat): empty(grads, sum(mine))}
-            (team,) = self._swap({teams.rank(kept_team, kept_member): grads}, receive)
+            receive = {teams.keeper(*self.seat): Parcel.like(grads, sum(mine))}
+            (team,) = self._swap({teams.rank(kept_team, kept_member): Parcel.of(grads)}, receive)
             moving = [start_scatter_sum(x, self.mates, mine) for x in team]
             return [move.wait() for move in moving]
         members = range(teams.team)
-        pieces = list(zip(*(x.split(kept, dim=1) for x in grads), strict=True))
+        pieces = [Parcel.of(piece) for piece in zip(*(x.split(kept, dim=1) for x in grads), strict=True)]
         send = {teams.rank(kept_team, a): pieces[a] for a in members}
-        parts = self._swap(send, {teams.keeper(self.seat[0], a): empty(grads, mine[self.seat[1]]) for a in members})
+        own = mine[self.seat[1]]
+        parts = self._swap(send, {teams.keeper(self.seat[0], a): Parcel.like(grads, own) for a in members})
         return [torch.stack(shares).sum(0) for shares in zip(*parts, strict=True)]
 
-    def _swap(self, send: Parcels, receive: Parcels) -> tuple[Sequence[Tensor], ...]:
+    def _swap(self, send: Parcels, receive: Parcels) -> list[tuple[Tensor, ...]]:
         """What arrives, in the order of `receive`; what this rank sends itself stays where it is."""
         me = self.axis.rank
-        others = {rank: buffers for rank, buffers in receive.items() if rank != me}
-        start_exchange(self.axis, {rank: packed(x) for rank, x in send.items() if rank != me}, others).wait()
-        return tuple(send[me] if rank == me else receive[rank] for rank in receive)
+        going, coming = ({rank: x for rank, x in parcels.items() if rank != me} for parcels in (send, receive))
+        start_exchange(self.axis, going, coming).wait()
+        return [(send if rank == me else receive)[rank].tensors for rank in receive]

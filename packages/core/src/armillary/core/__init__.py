@@ -1,7 +1,7 @@
 """Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on."""
 
 from armillary.core.all_to_all import AllToAll, start_head_to_seq, start_seq_to_head
-from armillary.core.exchange import Exchange, Parcels, start_exchange
+from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
     Collective,
     merge_,
@@ -22,6 +22,7 @@ __all__ = [
     "Collective",
     "CommLedger",
     "Exchange",
+    "Parcel",
     "Parcels",
     "SequenceLayout",
     "Spans",

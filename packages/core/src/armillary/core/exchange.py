@@ -4,15 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core.ledger import record
 from armillary.core.mesh import Axis
 
-Parcels = Mapping[int, Sequence[Tensor]]
-"""Tensors by the rank of the axis that they go to, or come from."""
+ALIGNED = 16
+"""Bytes: kernels on CUDA read rows that begin at multiples of it."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors that travel as one message: contiguous views of one flat buffer of bytes, without gaps."""
+
+    buffer: Tensor
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Parcel:
+        """A parcel with these values: copies, but for a contiguous tensor on its own."""
+        if len(tensors) == 1:
+            alone = tensors[0].detach().contiguous()
+            return cls(alone.view(-1).view(torch.uint8), (alone,))
+        parcel = cls.like(tensors)
+        for into, x in zip(parcel.tensors, tensors, strict=True):
+            into.copy_(x.detach())
+        return parcel
+
+    @classmethod
+    def like(cls, tensors: Sequence[Tensor], tokens: int | None = None) -> Parcel:
+        """An empty parcel for tensors like these, on one device; with `tokens`, so many of them on dim 1."""
+        shapes = [x.shape if tokens is None else (x.shape[0], tokens, *x.shape[2:]) for x in tensors]
+        sizes = [prod(shape) * x.element_size() for shape, x in zip(shapes, tensors, strict=True)]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+        views, at = dict[int, Tensor](), 0
+        # Wide elements first, so that each tensor begins at a multiple of its element size; and what would push those
+        # after it off the alignment, last.
+        for i in sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNED > 0, -tensors[i].element_size())):
+            views[i] = buffer[at : at + sizes[i]].view(tensors[i].dtype).view(shapes[i])
+            at += sizes[i]
+        return cls(buffer, tuple(views[i] for i in range(len(sizes))))
+
+
+Parcels = Mapping[int, Parcel]
+"""By the rank of the axis that they go to, or come from."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +75,14 @@ class Exchange:
 
 
 def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
-    """Starts sending and receiving along an axis; returns at once.
+    """Starts sending and receiving along an axis, one message for each parcel; returns at once.
 
     What arrives goes to buffers of its own, so that computation may go on reading what is sent: double buffering. All
     ranks must start their exchanges on an axis in the same order.
 
     Args:
-        send: contiguous tensors by receiving rank. Kept alive until `wait`; must not be written to before.
-        receive: contiguous empty tensors by sending rank, to be filled. Must not be touched before `wait`.
+        send: by receiving rank. Kept alive until `wait`; must not be written to before.
+        receive: by sending rank, to be filled: shaped as what is sent. Must not be touched before `wait`.
 
     Bytes sent: those of `send`, kind "p2p".
 
@@ -53,12 +92,11 @@ def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    record(axis.name, "p2p", sum(x.nbytes for tensors in send.values() for x in tensors))
+    record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()))
     operations = [
-        dist.P2POp(operation, x, group=axis.group, group_peer=peer)
+        dist.P2POp(operation, parcel.buffer, group=axis.group, group_peer=peer)
         for operation, parcels in ((dist.isend, send), (dist.irecv, receive))
-        for peer, tensors in parcels.items()
-        for x in tensors
+        for peer, parcel in parcels.items()
     ]
     return Exchange(axis, send, receive, tuple(dist.batch_isend_irecv(operations)) if operations else ())
 

@@ -135,4 +135,6 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: 
     """A new group of some ranks of another; of all (None) for its twin, which stays apart from the part with all."""
     everyone = dist.get_process_group_ranks(group)
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
-    return dist.new_group(chosen, timeout=timeout, use_local_synchronization=True)
+    made = dist.new_group(chosen, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+    return made
