@@ -48,7 +48,7 @@ def turn_of(attend: Method, tokens: int) -> Turn:
 
     def turn() -> None:
         out = attend(q, k, v, mask=MASK, layout=layout)
-        out.backward(dout)
+        torch.autograd.grad(out, (q, k, v), dout)
 
     return turn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from armillary.attention import along_dout
 from armillary.attention.call import Call, Saved
 from armillary.attention.merge import ALL, Merge, Sum
 from armillary.attention.returns import Along, Direct
@@ -37,16 +38,18 @@ def backward(dout: Tensor, saved: Saved, walk: Rotation, call: Call, *, direct: 
     Args:
         direct: return each rank's share of dq straight to its owner, instead of letting the sum follow the queries.
 
-    Bytes sent: B H ((2 Dv + D) e + 4) for each token and hop, and B H D a for each token and hop, or with `direct` for
+    Bytes sent: B H ((D + Dv) e + 8) for each token and hop, and B H D a for each token and hop, or with `direct` for
     each token and rank whose keys it sees any of.
     """
     walk = walk.shorter_way(call)
     dk, dv = Sum.like(saved.k), Sum.like(saved.v)
     shares = Direct(walk, call) if direct else Along(walk, call)
-    for step, hand in walk.walk((saved.q, saved.out, dout, saved.lse), call):
+    travellers = (saved.q, dout, saved.lse, along_dout.ratio(dout, saved.out))
+    for step, hand in walk.walk(travellers, call):
         tokens, dq = shares.tokens(step), ()
         if tokens:
-            q, out, dout_, lse = hand.part(tokens)
+            q, dout_, lse, ratio = hand.part(tokens)
+            out = along_dout.rows(dout_, ratio) if step else saved.out
             share = Sum.like(q)
             walk.cell(call, step, tokens.start).backward(dout_, Saved(q, saved.k, saved.v, out, lse), share, dk, dv)
             dq = (share.value(),)

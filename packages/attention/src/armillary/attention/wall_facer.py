@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import rotate_keys, rotate_queries
+from armillary.attention import along_dout, rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
 from armillary.attention.method import Method, layout_of
 from armillary.attention.ring import Backward, check_backward, fewer_bytes
@@ -53,7 +53,7 @@ class WallFacer(Method):
             keys to the C ranks that its team's go to: (C - 1) 2 B T K D e less within teams, as much between them.
 
     Bytes sent, forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e for each of up to R exchanges p2p,
-    (C - 1) (B T H D e + 4 B T H) reduce-scatter. Backward: (C - 1) (3 B T H D e + 4 B T H) all-gather, keys brought and
+    (C - 1) (B T H D e + 4 B T H) reduce-scatter. Backward: (C - 1) (2 B T H D e + 8 B T H) all-gather, keys brought and
     placed again, the ring with C times what `Ring` sends a step, then (C - 1) 2 B T K D a and C 2 B T K D a to bring dk
     and dv home, and (C - 1) B T H D a for dq.
 
@@ -99,10 +99,11 @@ class WallFacer(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        gathered = self._gather((saved.q, saved.out, dout, saved.lse), call.layout)
+        travellers = (saved.q, dout, saved.lse, along_dout.ratio(dout, saved.out))
+        gathered = self._gather(travellers, call.layout)
         k, v = self._place_keys(saved.k, saved.v, call)
-        q, out, dout, lse = gathered()
-        team, moving = Saved(q, k, v, out, lse), fewer_bytes(self.backward_moves, saved, call)
+        q, dout, lse, ratio = gathered()
+        team, moving = Saved(q, k, v, along_dout.rows(dout, ratio), lse), fewer_bytes(self.backward_moves, saved, call)
         if moving == "keys":
             dq, dk, dv = rotate_keys.backward(dout, team, self.rotation(moving), self._by_teams(call))
         else:

@@ -95,7 +95,7 @@ def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
     record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()))
     operations = [
         dist.P2POp(operation, parcel.buffer, group=axis.group, group_peer=peer)
-        for operation, parcels in ((dist.isend, send), (dist.irecv, receive))
+        for operation, parcels in ((dist.irecv, receive), (dist.isend, send))
         for peer, parcel in parcels.items()
     ]
     return Exchange(axis, send, receive, tuple(dist.batch_isend_irecv(operations)) if operations else ())

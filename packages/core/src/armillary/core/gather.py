@@ -135,8 +135,7 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     out [..., Dv] and lse [...] are accumulators. A row that has seen nothing, with lse = -inf, weighs nothing.
     """
     total = torch.logaddexp(lse, part_lse)
-    base = pivot(total)
-    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(part_out * (part_lse - base).exp_().unsqueeze(-1))
+    out.lerp_(part_out.to(out.dtype), (part_lse - pivot(total)).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
