@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.reference import visible_pairs
-from armillary.attention.tiles import tiles
+from armillary.attention.tiles import hull, tiles
 from armillary.core import SequenceLayout
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
@@ -109,6 +109,18 @@ def test_causal_and_full_are_covered_exactly(cell, causal):
 def test_windows_and_documents_are_covered_exactly(data):
     queries, i, keys, j, length = data.draw(cells())
     check_cover(queries, i, keys, j, data.draw(masks(length)), data.draw(st.integers(0, 1)))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.data())
+def test_the_hull_is_the_smallest_rectangle_around_what_any_row_of_the_batch_sees(data):
+    queries, i, keys, j, length = data.draw(cells())
+    mask = data.draw(masks(length))
+    visible = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).any(0)
+    found = hull(queries.spans(i), keys.spans(j), mask)
+    for tokens, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
+        indices = seen.nonzero().flatten().tolist()
+        assert tokens == (range(indices[0], indices[-1] + 1) if indices else range(0))
 
 
 @pytest.mark.parametrize("window", [(0, 0), (3, 0), (0, 3), (None, 0), (1, 2), (100, 100)])
