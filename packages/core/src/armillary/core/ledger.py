@@ -40,7 +40,10 @@ class CommLedger:
             self._open[:] = [ledger for ledger in self._open if ledger is not self]
 
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
-        """Bytes sent on one axis, by one kind (p2p, all_to_all), in one phase (forward, backward); None: all."""
+        """Bytes sent on one axis, by one kind, in one phase ("forward", "backward"); None: all.
+
+        Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter".
+        """
         wanted = (axis, kind, phase)
         return sum(
             n for key, n in self.entries.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True))
