@@ -7,6 +7,7 @@ bands that are one band together are joined. A full rectangle has no bounds, a c
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 from armillary.attention.mask import AttentionMask, Window, cut_at
 from armillary.core import Spans
+
+Placed = tuple[int, range]
+"""The local index of the first token of a run, and its positions."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,10 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     """
     done: list[Tile] = []
     above: list[Tile] = []
-    key_pieces = _pieces(keys, mask.boundaries(row))
+    inside = _by_document(keys, mask.boundaries(row))
     for document, at, query in _pieces(queries, mask.boundaries(row)):
-        inside = [(k_at, key) for k_document, k_at, key in key_pieces if k_document == document]
         here: list[Tile] = []
-        for band in _bands(at, query, inside, mask.bounds()):
+        for band in _bands(at, query, inside[document], mask.bounds()):
             if here and (both := _joined_columns(here[-1], band)):
                 here[-1] = both
             else:
@@ -113,10 +116,9 @@ def hull(queries: Spans, keys: Spans, mask: AttentionMask) -> Hull:
 
 def _all_bands(queries: Spans, keys: Spans, mask: AttentionMask, row: int) -> Iterator[Tile]:
     """The tiles before any are joined."""
-    key_pieces = _pieces(keys, mask.boundaries(row))
+    inside = _by_document(keys, mask.boundaries(row))
     for document, at, query in _pieces(queries, mask.boundaries(row)):
-        inside = ((k_at, key) for k_document, k_at, key in key_pieces if k_document == document)
-        yield from _bands(at, query, inside, mask.bounds())
+        yield from _bands(at, query, inside[document], mask.bounds())
 
 
 def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Tile]:
@@ -141,7 +143,15 @@ def _pieces(spans: Spans, ends: tuple[int, ...] | None) -> list[tuple[int, int, 
     return pieces
 
 
-def _bands(q_at: int, query: range, keys: Iterable[tuple[int, range]], bounds: Window) -> Iterator[Tile]:
+def _by_document(spans: Spans, ends: tuple[int, ...] | None) -> defaultdict[int, list[Placed]]:
+    """The pieces of each document: local index of the first token, and positions."""
+    found: defaultdict[int, list[Placed]] = defaultdict(list)
+    for document, at, piece in _pieces(spans, ends):
+        found[document].append((at, piece))
+    return found
+
+
+def _bands(q_at: int, query: range, keys: Iterable[Placed], bounds: Window) -> Iterator[Tile]:
     """The visible part of one query span against key spans, a trimmed tile for each span that is seen."""
     for k_at, key in keys:
         for (a, q), (b, k) in _equal_steps((q_at, query), (k_at, key)):
@@ -157,9 +167,6 @@ def _band(q_at: int, query: range, k_at: int, key: range, bounds: Window) -> Til
     low = None if low is None else -((apart - low) // step) + shift
     high = None if high is None else (high - apart) // step + shift
     return Tile(q_at, q_at + len(query), k_at, k_at + len(key), low, high).trimmed()
-
-
-Placed = tuple[int, range]
 
 
 def _equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
