@@ -177,7 +177,7 @@ def closed_form(attend: Method, tokens: int) -> float:
     """Bytes that this rank sends, forward and backward, under a full mask: as in the docstrings, float32, K = H."""
     ranks, row = attend.shards, tokens * HEADS * 4
     unit = row * HEAD_DIM  # B T H D e
-    queries, keys = 3 * unit + 2 * row, 4 * unit  # a step of backward that rotates them
+    queries, keys = 4 * unit + row, 4 * unit  # a step of backward that rotates them
     match attend:
         case Ulysses():
             size = attend.axis.size
@@ -190,7 +190,7 @@ def closed_form(attend: Method, tokens: int) -> float:
             return (ranks - 1) * 6 * unit
         case WallFacer():
             team, ring = attend.teams.team, attend.teams.ring
-            collective = (team - 1) * ((3 + 1) * unit + row + (2 + 2) * unit + 2 * row + 3 * unit)
+            collective = (team - 1) * ((3 + 1) * unit + row + (3 + 2) * unit + row + 3 * unit)
             placed = 0 if attend.teams.keeper(*attend.seat) == attend.shard else team * (2 + 2 + 2) * unit
             return collective + placed + (ring - 1) * team * (2 * unit + min(keys, queries))
         case _:

@@ -1,5 +1,7 @@
 """Mesh, exchange, all-to-all and ledger, in worlds of gloo ranks."""
 
+import gc
+import os
 import re
 import time
 from datetime import timedelta
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from armillary.core import (
     AXES,
@@ -15,6 +18,7 @@ from armillary.core import (
     Parcel,
     SequenceLayout,
     build_mesh,
+    merge_,
     start_exchange,
     start_head_to_seq,
     start_seq_to_head,
@@ -63,6 +67,38 @@ def twins() -> tuple[bool, bool, list[int]]:
     pair = axis.part([0, 1] if axis.rank < 2 else [2, 3])
     groups = (axis.group, axis.twin().group, axis.part(range(4)).group)
     return axis.twin().group is again.twin().group, len(set(groups)) == 3, pair.ranks()
+
+
+def test_merge_of_what_one_or_both_have_not_seen():
+    nothing, seen = (torch.zeros(1, 4), torch.tensor([-torch.inf])), (torch.full((1, 4), 3.0), torch.tensor([0.5]))
+    for base in (nothing, seen):
+        for part in (nothing, seen):
+            out, lse = base[0].clone(), base[1].clone()
+            merge_(out, lse, *part)
+            some = [x for x in (base, part) if x is seen]
+            expected = 0.5 + torch.tensor([float(len(some))]).log() if some else nothing[1]
+            assert torch.equal(out, seen[0] if some else nothing[0])
+            torch.testing.assert_close(lse, expected)
+
+
+def threads_of_twins() -> tuple[int, int, int]:
+    """Threads of this process: with a mesh, with twins too, and after all groups are gone."""
+    built = build_mesh("cpu", ring=2)
+    counts = [len(os.listdir("/proc/self/task"))]
+    Axis.of(built["ring"]).twin()
+    counts.append(len(os.listdir("/proc/self/task")))
+    dist.destroy_process_group()
+    del built
+    gc.collect()
+    counts.append(len(os.listdir("/proc/self/task")))
+    return counts[0], counts[1], counts[2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_twins_go_with_their_mesh():
+    with World(2) as world:
+        for before, with_twins, after in world.run(threads_of_twins):
+            assert with_twins > before > after
 
 
 def test_a_twin_is_apart_from_its_axis_and_made_once(worlds):

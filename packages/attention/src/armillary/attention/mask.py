@@ -45,10 +45,10 @@ class AttentionMask:
         object.__setattr__(self, "documents", _documents(documents))
         # Looked up for every cell, and boundaries may be many. Of numbers only: pickles go to other processes.
         left, right = (-1 if side is None else side for side in self.window or (None, None))
-        object.__setattr__(self, "hash", hash((self.causal, left, right, self.documents or ())))
+        object.__setattr__(self, "_hash", hash((self.causal, left, right, self.documents or ())))
 
     def __hash__(self) -> int:
-        return self.__dict__["hash"]  # not a field: those are what `replace` rebuilds
+        return self.__dict__["_hash"]  # not a field: those are what `replace` rebuilds
 
     @property
     def per_row(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from armillary.attention.call import Call
-from armillary.attention.rotation import Rotation, part
+from armillary.attention.rotation import Rotation, tokens_of
 from armillary.core import Exchange, Parcel, start_exchange
 
 Shares = Sequence[Tensor]
@@ -56,12 +56,14 @@ class Along:
             self.own = shares
             return
         self._wait()
+        # At the last step both neighbours and the owner may be one rank, but then nothing is passed on.
         send = self._outgoing(step, shares)
         walk, coming = self.walk, self.needed[self.walk.origin(step + 1)][step + 1]
         self.passing = Parcel.like(self.own, len(coming)) if coming else None
         receive = {walk.ahead(-1): self.passing} if self.passing else {}
         mine = self.needed[walk.place]
-        self.targets = [part(x, mine[0], piece) for piece in _left_out(mine[step], mine[step + 1]) for x in self.own]
+        complete = _left_out(mine[step], mine[step + 1])
+        self.targets = [tokens_of(x, mine[0], piece) for piece in complete for x in self.own]
         if self.targets:
             self.returned = receive[walk.ahead(step)] = Parcel.like(self.targets)
         self.exchange = start_exchange(walk.back, send, receive)
@@ -80,8 +82,8 @@ class Along:
             _add(sums, shares)
         if onward:
             same = self.passing if onward == held else None
-            send[self.walk.ahead(1)] = same or Parcel.of([part(x, held, onward) for x in sums])
-        if complete := [part(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
+            send[self.walk.ahead(1)] = same or Parcel.of([tokens_of(x, held, onward) for x in sums])
+        if complete := [tokens_of(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
             send[self.walk.circle[origin]] = Parcel.of(complete)
         return send
 
@@ -139,7 +141,7 @@ class Direct:
             self.arriving = None
 
     def _add(self, tokens: range, shares: Shares) -> None:
-        _add([part(x, self.all, tokens) for x in self.own], shares)
+        _add([tokens_of(x, self.all, tokens) for x in self.own], shares)
 
 
 def _left_out(whole: range, kept: range) -> list[range]:

@@ -32,11 +32,11 @@ class Ring(Method):
         axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is made for it, so every rank of the axis must
             construct the method; construct it once and share it between layers.
         backward: what goes round in backward: keys and values with their gradients, or queries with theirs. "auto"
-            takes what sends fewer bytes: queries for multi-head attention, keys for most grouped-query attention.
+            takes what sends fewer bytes: queries for multi-head attention in 16 bits, keys for most else.
 
     Bytes sent, for e bytes an element and a an accumulated gradient element, all p2p: forward (P - 1) 2 B T K D e;
-    backward (P - 1) 2 B T K D (e + a), or with queries (P - 1) B T H (2 D e + 8 + D a). Less where a mask lets no rank
-    further on see a shard.
+    backward (P - 1) 2 B T K D (e + a), or with queries (P - 1) B T H (3 D e + a + D a). Less under a
+    mask: a token goes no further than to the last rank that sees it.
     """
 
     def __init__(self, axis: DeviceMesh, backward: Backward = "auto") -> None:
@@ -78,5 +78,5 @@ def fewer_bytes(choice: Backward, saved: Saved, call: Call) -> Moving:
     heads, dim, key_heads, value_dim = saved.q.shape[2], saved.q.shape[3], saved.k.shape[2], saved.v.shape[3]
     e, a = saved.q.element_size(), wide(saved.q.dtype).itemsize
     keys = call.key_layout.length * key_heads * (dim + value_dim) * (e + a)
-    queries = call.layout.length * heads * ((dim + value_dim) * e + 2 * a + dim * a)
+    queries = call.layout.length * heads * ((dim + 2 * value_dim) * e + a + dim * a)
     return "queries" if queries < keys else "keys"

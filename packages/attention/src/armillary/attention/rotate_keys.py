@@ -18,8 +18,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, walk: Rotation, call: Call) -> tupl
     walk, merged = walk.shorter_way(call), Merge.of(q, v)
     for step, hand in walk.walk((k, v), call):
         if hand.tokens:
-            k, v = hand.tensors
-            walk.cell(call, step, hand.tokens.start).forward(q, k, v, merged)
+            keys, values = hand.tensors
+            walk.cell(call, step, hand.tokens.start).forward(q, keys, values, merged)
+            del keys, values
+        del hand  # so that it is gone before the one after the next has room made for it
     return merged.result()
 
 
@@ -33,8 +35,10 @@ def backward(dout: Tensor, saved: Saved, walk: Rotation, call: Call) -> tuple[Te
     for step, hand in walk.walk((saved.k, saved.v), call):
         shares = [Sum.like(x) for x in hand.tensors]
         if hand.tokens:
-            k, v = hand.tensors
-            walk.cell(call, step, hand.tokens.start).backward(dout, saved._replace(k=k, v=v), dq, *shares)
+            here = saved._replace(k=hand.tensors[0], v=hand.tensors[1])
+            walk.cell(call, step, hand.tokens.start).backward(dout, here, dq, *shares)
+            del here
+        del hand
         grads.give(step, [share.value() for share in shares])
     dk, dv = grads.home()
     return dq.value(), dk, dv

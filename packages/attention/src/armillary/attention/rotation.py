@@ -16,6 +16,7 @@ from torch import Tensor
 
 from armillary.attention.call import Call
 from armillary.attention.cell import Cell
+from armillary.attention.mask import AttentionMask
 from armillary.attention.tiles import hull
 from armillary.core import Axis, Parcel, SequenceLayout, start_exchange
 
@@ -28,9 +29,9 @@ class Hand(NamedTuple):
     tokens: range
     tensors: tuple[Tensor, ...]
 
-    def part(self, tokens: range) -> tuple[Tensor, ...]:
+    def tokens_of(self, tokens: range) -> tuple[Tensor, ...]:
         """Views of some of the tokens."""
-        return tuple(part(x, self.tokens, tokens) for x in self.tensors)
+        return tuple(tokens_of(x, self.tokens, tokens) for x in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Rotation:
     moving: Moving
 
     def shorter_way(self, call: Call) -> Rotation:
-        """This circle or the opposite one, whichever sends fewer tokens; the same choice on every rank.
+        """This circle or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
 
         With causal masks and zigzag shards, keys that go down visit those who see all of them first, then those who see
         half: three quarters of what goes up. Where all see all, both ways are equal, and it is this one.
@@ -68,7 +69,11 @@ class Rotation:
             residents=self.residents[::-1],
             travellers=self.travellers[::-1],
         )
-        return min((self, opposite), key=lambda way: _hops(way.residents, way.travellers, way.moving, call))
+        return min((self, opposite), key=lambda way: way.tokens_sent(call))
+
+    def tokens_sent(self, call: Call) -> int:
+        """By all ranks of the circle together, as many times as they make a hop."""
+        return _tokens_sent(self.residents, self.travellers, self.moving, _seen_by(call))
 
     def origin(self, step: int) -> int:
         """The place from which the traveller set out that is in hand at `step`."""
@@ -83,11 +88,11 @@ class Rotation:
 
         All of them at step 0, none at step R, and never more than the step before.
         """
-        return _needed(self.residents, self.travellers, self.moving, call)
+        return _needed(self.residents, self.travellers, self.moving, _seen_by(call))
 
     def seen(self, call: Call, place: int, origin: int) -> range:
         """Tokens of the traveller from `origin` that the rank at `place` sees."""
-        return _seen(self.residents[place], self.travellers[origin], self.moving, call)
+        return _seen(self.residents[place], self.travellers[origin], self.moving, _seen_by(call))
 
     def cell(self, call: Call, step: int, first: int) -> Cell:
         """What this rank computes at `step` with the traveller in hand, from its token `first` on."""
@@ -106,27 +111,37 @@ class Rotation:
         hand = Hand(needed[self.place][0], tuple(tensors))
         for step in range(len(self.circle)):
             leaving, coming = needed[self.origin(step)][step + 1], needed[self.origin(step + 1)][step + 1]
-            if parcel is None or leaving != hand.tokens:
-                parcel = Parcel.of(hand.part(leaving)) if leaving else None
+            if parcel is None or leaving != hand.tokens:  # at first, or where less goes on than came
+                parcel = Parcel.of(hand.tokens_of(leaving)) if leaving else None
             buffers = Parcel.like(tensors, len(coming)) if coming else None
-            exchange = start_exchange(
-                self.axis, {self.ahead(1): parcel} if parcel else {}, {self.ahead(-1): buffers} if buffers else {}
-            )
+            send = {self.ahead(1): parcel} if parcel else {}
+            receive = {self.ahead(-1): buffers} if buffers else {}
+            exchange = start_exchange(self.axis, send, receive)
             yield step, hand
             exchange.wait()
             parcel, hand = buffers, Hand(coming, buffers.tensors if buffers else ())
+            del exchange, send, receive  # two shards are alive at a time, not three
+
+
+SeenBy = tuple[SequenceLayout, SequenceLayout, AttentionMask]
+"""All that matters here of a call: the layouts of queries and keys, and the mask."""
+
+
+def _seen_by(call: Call) -> SeenBy:
+    return call.layout, call.key_layout, call.mask
 
 
 @lru_cache(maxsize=1024)
 def _needed(
-    residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, call: Call
+    residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, seen_by: SeenBy
 ) -> tuple[tuple[range, ...], ...]:
-    size, sizes = len(residents), _layout(moving, call).sizes
+    layout, key_layout, _ = seen_by
+    size, sizes = len(residents), (key_layout if moving == "keys" else layout).sizes
 
     def of(origin: int) -> tuple[range, ...]:
         ranges = [range(0)]
         for step in range(size - 1, 0, -1):
-            seen = _seen(residents[(origin + step) % size], travellers[origin], moving, call)
+            seen = _seen(residents[(origin + step) % size], travellers[origin], moving, seen_by)
             ranges.append(_around(ranges[-1], seen))
         return (range(sizes[travellers[origin]]), *reversed(ranges))
 
@@ -134,19 +149,15 @@ def _needed(
 
 
 @lru_cache(maxsize=1024)
-def _hops(residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, call: Call) -> int:
-    """Tokens sent by all ranks of the circle."""
-    return sum(len(tokens) for steps in _needed(residents, travellers, moving, call) for tokens in steps[1:])
+def _tokens_sent(residents: tuple[int, ...], travellers: tuple[int, ...], moving: Moving, seen_by: SeenBy) -> int:
+    return sum(len(tokens) for steps in _needed(residents, travellers, moving, seen_by) for tokens in steps[1:])
 
 
-def _seen(resident: int, traveller: int, moving: Moving, call: Call) -> range:
+def _seen(resident: int, traveller: int, moving: Moving, seen_by: SeenBy) -> range:
+    layout, key_layout, mask = seen_by
     queries, keys = (resident, traveller) if moving == "keys" else (traveller, resident)
-    both = hull(call.layout.spans(queries), call.key_layout.spans(keys), call.mask)
+    both = hull(layout.spans(queries), key_layout.spans(keys), mask)
     return both.keys if moving == "keys" else both.queries
-
-
-def _layout(moving: Moving, call: Call) -> SequenceLayout:
-    return call.key_layout if moving == "keys" else call.layout
 
 
 def _around(a: range, b: range) -> range:
@@ -154,6 +165,6 @@ def _around(a: range, b: range) -> range:
     return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
 
 
-def part(x: Tensor, held: range, wanted: range) -> Tensor:
+def tokens_of(x: Tensor, held: range, wanted: range) -> Tensor:
     """Some of the tokens that `x` holds on dim 1."""
     return x if wanted == held else x.narrow(1, wanted.start - held.start, len(wanted))

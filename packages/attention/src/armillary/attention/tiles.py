@@ -7,7 +7,6 @@ bands that are one band together are joined. A full rectangle has no bounds, a c
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -85,7 +84,7 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     inside = _by_document(keys, mask.boundaries(row))
     for document, at, query in _pieces(queries, mask.boundaries(row)):
         here: list[Tile] = []
-        for band in _bands(at, query, inside[document], mask.bounds()):
+        for band in _bands(at, query, inside.get(document, ()), mask.bounds()):
             if here and (both := _joined_columns(here[-1], band)):
                 here[-1] = both
             else:
@@ -115,10 +114,12 @@ def hull(queries: Spans, keys: Spans, mask: AttentionMask) -> Hull:
 
 
 def _all_bands(queries: Spans, keys: Spans, mask: AttentionMask, row: int) -> Iterator[Tile]:
-    """The tiles before any are joined."""
-    inside = _by_document(keys, mask.boundaries(row))
-    for document, at, query in _pieces(queries, mask.boundaries(row)):
-        yield from _bands(at, query, inside[document], mask.bounds())
+    """The tiles before any are joined, in any order."""
+    ends = mask.boundaries(row)
+    above, across = _by_document(queries, ends), _by_document(keys, ends)
+    for document in above.keys() & across.keys():
+        for at, query in above[document]:
+            yield from _bands(at, query, across[document], mask.bounds())
 
 
 def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Tile]:
@@ -143,11 +144,12 @@ def _pieces(spans: Spans, ends: tuple[int, ...] | None) -> list[tuple[int, int, 
     return pieces
 
 
-def _by_document(spans: Spans, ends: tuple[int, ...] | None) -> defaultdict[int, list[Placed]]:
-    """The pieces of each document: local index of the first token, and positions."""
-    found: defaultdict[int, list[Placed]] = defaultdict(list)
+@lru_cache(maxsize=4096)
+def _by_document(spans: Spans, ends: tuple[int, ...] | None) -> dict[int, list[Placed]]:
+    """The pieces of each document that a shard has any of."""
+    found: dict[int, list[Placed]] = {}
     for document, at, piece in _pieces(spans, ends):
-        found[document].append((at, piece))
+        found.setdefault(document, []).append((at, piece))
     return found
 
 

@@ -6,8 +6,8 @@
     rank 2 holds  q2   q1   q0   q3
     rank 3 holds  q3   q2   q1   q0
 
-Both directions of each link are busy. The paper is about inference; here backward rotates queries too, with their dout
-and two numbers a row, and shares of dq return straight to their owners.
+Both directions of each link are busy. The paper is about inference; here backward rotates queries too, with their dout,
+out and lse, and shares of dq return straight to their owners.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TokenRing(Method):
             axis must construct the method; construct it once and share it between layers.
 
     Bytes sent, for e bytes an element and a an accumulated gradient element, all p2p: forward (P - 1) B T H D e one way
-    and (P - 1) B T H (D e + 4) the other; backward (P - 1) B T H (2 D e + 8) and (P - 1) B T H D a. Less where a mask
-    hides whole cells.
+    and (P - 1) B T H (D e + a) the other; backward (P - 1) B T H (3 D e + a) and (P - 1) B T H D a. Less under
+    a mask: a token goes no further than to the last rank that sees it.
     """
 
     def __init__(self, axis: DeviceMesh) -> None:

@@ -12,14 +12,14 @@ C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring makes R - 1 s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import along_dout, rotate_keys, rotate_queries
+from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
 from armillary.attention.method import Method, layout_of
 from armillary.attention.ring import Backward, check_backward, fewer_bytes
@@ -28,7 +28,6 @@ from armillary.attention.teams import Placement, Teams
 from armillary.core import (
     Axis,
     Parcel,
-    Parcels,
     SequenceLayout,
     start_exchange,
     start_gather_seq,
@@ -36,6 +35,7 @@ from armillary.core import (
     start_scatter_sum,
 )
 
+Tensors = Sequence[Tensor]
 Gathering = Callable[[], tuple[Tensor, ...]]
 """Waits for tensors that are being gathered."""
 
@@ -53,9 +53,9 @@ class WallFacer(Method):
             keys to the C ranks that its team's go to: (C - 1) 2 B T K D e less within teams, as much between them.
 
     Bytes sent, forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e for each of up to R exchanges p2p,
-    (C - 1) (B T H D e + 4 B T H) reduce-scatter. Backward: (C - 1) (2 B T H D e + 8 B T H) all-gather, keys brought and
-    placed again, the ring with C times what `Ring` sends a step, then (C - 1) 2 B T K D a and C 2 B T K D a to bring dk
-    and dv home, and (C - 1) B T H D a for dq.
+    (C - 1) (B T H D e + B T H a) reduce-scatter. Backward: (C - 1) (3 B T H D e + B T H a) all-gather, keys brought
+    and placed again, the ring with C times what `Ring` sends a step, then (C - 1) 2 B T K D a and C 2 B T K D a to
+    bring dk and dv home, and (C - 1) B T H D a for dq. The ring sends less under a mask, as `Ring` does.
 
     Raises:
         ValueError: C^2 does not divide P, or an unknown placement or backward.
@@ -99,11 +99,10 @@ class WallFacer(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        travellers = (saved.q, dout, saved.lse, along_dout.ratio(dout, saved.out))
-        gathered = self._gather(travellers, call.layout)
+        gathered = self._gather((saved.q, saved.out, dout, saved.lse), call.layout)
         k, v = self._place_keys(saved.k, saved.v, call)
-        q, dout, lse, ratio = gathered()
-        team, moving = Saved(q, k, v, along_dout.rows(dout, ratio), lse), fewer_bytes(self.backward_moves, saved, call)
+        q, out, dout, lse = gathered()
+        team, moving = Saved(q, k, v, out, lse), fewer_bytes(self.backward_moves, saved, call)
         if moving == "keys":
             dq, dk, dv = rotate_keys.backward(dout, team, self.rotation(moving), self._by_teams(call))
         else:
@@ -141,39 +140,41 @@ class WallFacer(Method):
         moving = [start_gather_seq(x, self.mates, self._sizes(layout)) for x in tensors]
         return lambda: tuple(move.wait() for move in moving)
 
-    def _place_keys(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def _place_keys(self, k: Tensor, v: Tensor, call: Call) -> Tensors:
         """Steps 1 and 2 for keys: from this rank's own to those of the team that it keeps."""
         teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
         sizes = self._sizes(call.key_layout, kept_team)
         if self.gather_keys:
-            mine = Parcel.of(self._gather((k, v), call.key_layout)())
-            send = {teams.keeper(*self.seat): mine}
-            ((k, v),) = self._swap(send, {teams.rank(kept_team, kept_member): Parcel.like((k, v), sum(sizes))})
-            return k, v
-        members, mine = range(teams.team), Parcel.of((k, v))
-        send = {teams.keeper(self.seat[0], a): mine for a in members}
-        parts = self._swap(send, {teams.rank(kept_team, a): Parcel.like((k, v), sizes[a]) for a in members})
-        return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)
+            mine = self._gather((k, v), call.key_layout)()
+            (kept,) = self._swap({teams.keeper(*self.seat): mine}, {teams.rank(kept_team, kept_member): sum(sizes)})
+            return kept
+        own = (k, v)
+        send = {teams.keeper(self.seat[0], a): own for a in range(teams.team)}
+        parts = self._swap(send, {teams.rank(kept_team, a): size for a, size in enumerate(sizes)})
+        return [torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)]
 
-    def _bring_home(self, grads: Sequence[Tensor], call: Call) -> Sequence[Tensor]:
+    def _bring_home(self, grads: Tensors, call: Call) -> Tensors:
         """Step 2 backwards: from sums for the keys that this rank keeps to those for its own."""
         teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
         mine, kept = self._sizes(call.key_layout), self._sizes(call.key_layout, kept_team)
         if self.gather_keys:
-            receive = {teams.keeper(*self.seat): Parcel.like(grads, sum(mine))}
-            (team,) = self._swap({teams.rank(kept_team, kept_member): Parcel.of(grads)}, receive)
+            (team,) = self._swap({teams.rank(kept_team, kept_member): grads}, {teams.keeper(*self.seat): sum(mine)})
             moving = [start_scatter_sum(x, self.mates, mine) for x in team]
             return [move.wait() for move in moving]
-        members = range(teams.team)
-        pieces = [Parcel.of(piece) for piece in zip(*(x.split(kept, dim=1) for x in grads), strict=True)]
-        send = {teams.rank(kept_team, a): pieces[a] for a in members}
+        pieces = zip(*(x.split(kept, dim=1) for x in grads), strict=True)
+        send = {teams.rank(kept_team, a): piece for a, piece in enumerate(pieces)}
         own = mine[self.seat[1]]
-        parts = self._swap(send, {teams.keeper(self.seat[0], a): Parcel.like(grads, own) for a in members})
+        parts = self._swap(send, {teams.keeper(self.seat[0], a): own for a in range(teams.team)})
         return [torch.stack(shares).sum(0) for shares in zip(*parts, strict=True)]
 
-    def _swap(self, send: Parcels, receive: Parcels) -> list[tuple[Tensor, ...]]:
-        """What arrives, in the order of `receive`; what this rank sends itself stays where it is."""
-        me = self.axis.rank
-        going, coming = ({rank: x for rank, x in parcels.items() if rank != me} for parcels in (send, receive))
+    def _swap(self, send: Mapping[int, Tensors], receive: Mapping[int, int]) -> list[Tensors]:
+        """Sends tensors by rank, and receives as many like them, with so many tokens, by rank; in the order of these.
+
+        What this rank would send itself stays where it is.
+        """
+        me, like = self.axis.rank, next(iter(send.values()))
+        packed = {id(tensors): Parcel.of(tensors) for rank, tensors in send.items() if rank != me}
+        going = {rank: packed[id(tensors)] for rank, tensors in send.items() if rank != me}
+        coming = {rank: Parcel.like(like, tokens) for rank, tokens in receive.items() if rank != me}
         start_exchange(self.axis, going, coming).wait()
-        return [(send if rank == me else receive)[rank].tensors for rank in receive]
+        return [send[rank] if rank == me else coming[rank].tensors for rank in receive]

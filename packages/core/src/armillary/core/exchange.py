@@ -78,7 +78,8 @@ def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
     """Starts sending and receiving along an axis, one message for each parcel; returns at once.
 
     What arrives goes to buffers of its own, so that computation may go on reading what is sent: double buffering. All
-    ranks must start their exchanges on an axis in the same order.
+    ranks must start their exchanges on an axis in the same order; some may have nothing to send or to receive, once
+    the group has been used by all of its ranks together (`Axis.twin` sees to it for the axis and its twin).
 
     Args:
         send: by receiving rank. Kept alive until `wait`; must not be written to before.

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -130,11 +130,25 @@ class Axis:
         return dist.get_process_group_ranks(self.group)
 
 
-@cache
+Asked = tuple[tuple[int, ...] | None, timedelta | None]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[Asked, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups of ranks of a group, by what was asked for. They go when it goes."""
+
+
 def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new group of some ranks of another; of all (None) for its twin, which stays apart from the part with all."""
+    """A group of some ranks of another; of all (None) for its twin, which stays apart from the part with all."""
+    known = _made.setdefault(group, {})
+    if (ranks, timeout) not in known:
+        known[ranks, timeout] = _new_group(group, ranks, timeout)
+    return known[ranks, timeout]
+
+
+def _new_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: timedelta | None) -> dist.ProcessGroup:
     everyone = dist.get_process_group_ranks(group)
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
     made = dist.new_group(chosen, timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+    # NCCL connects a group when it is first used, and wants all of its ranks there: an exchange may be of some only.
+    for used in (group, made) if ranks is None else (made,):
+        dist.barrier(used)
     return made

@@ -94,10 +94,7 @@ class Kernel(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of (dq, dk, dv), given the out and lse over *all* keys, not just the tile's.
-
-        May use out for the row sums of dout * out only: other rows with these sums may stand in for it.
-        """
+        """The tile's share of (dq, dk, dv), given the out and lse over *all* keys, not just the tile's."""
         ...
 
     def forward_many(self, pieces: Iterable[Forward], scores: Scores) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

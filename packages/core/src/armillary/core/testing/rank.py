@@ -31,7 +31,8 @@ def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: f
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     while (request := _receive(connection)) is not None:
         connection.send_bytes(_answer(request))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def stack_file(folder: Path, rank: int) -> Path:

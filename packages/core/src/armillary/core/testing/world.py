@@ -27,12 +27,11 @@ R = TypeVar("R")
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 """Imported once by the server that ranks are forked from: building a mesh would make each rank import all of it."""
 
+FRESH = 8
+"""Times that `Worlds` hands out the same ranks before it replaces them."""
+
 GRACE = 2.0
 """Seconds that the other ranks get once one has failed: enough to fail for their own reasons, not to wait for it."""
-
-
-FRESH = 8
-"""Calls after which `Worlds` replaces the ranks."""
 
 
 class RankFailed(RuntimeError):
