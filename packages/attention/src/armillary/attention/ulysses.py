@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call import Call, Saved
 from armillary.attention.local import Local
 from armillary.attention.method import Method
-from armillary.core import AllToAll, Axis, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
+from armillary.core import Axis, Collective, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
 
 
 class HeadShards(NamedTuple):
@@ -74,13 +74,15 @@ class Ulysses(Method):
             )
         self.inner.check(q, k, v)
 
-    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> AllToAll:
+    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Collective[Tensor]:
         return start_seq_to_head(q, self.axis, self._sizes(layout), split_heads(key_heads, self.axis.size).queries)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         return self.resume(None, q, k, v, call)
 
-    def resume(self, started: AllToAll | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+    def resume(
+        self, started: Collective[Tensor] | None, q: Tensor, k: Tensor, v: Tensor, call: Call
+    ) -> tuple[Tensor, Saved]:
         heads = split_heads(call.key_heads, self.axis.size)
         tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
         moving = (

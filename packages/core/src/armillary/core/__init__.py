@@ -1,14 +1,13 @@
 """Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on."""
 
-from armillary.core.all_to_all import AllToAll, start_head_to_seq, start_seq_to_head
+from armillary.core.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collective import Collective, wide
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
-    Collective,
     merge_,
     start_gather_seq,
     start_merge_scatter,
     start_scatter_sum,
-    wide,
 )
 from armillary.core.layout import SequenceLayout, Spans
 from armillary.core.ledger import CommLedger
@@ -17,7 +16,6 @@ from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, sc
 
 __all__ = [
     "AXES",
-    "AllToAll",
     "Axis",
     "Collective",
     "CommLedger",

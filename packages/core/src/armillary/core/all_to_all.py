@@ -7,40 +7,15 @@ heads, and ranges may overlap, as those of key/value heads do when there are few
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from armillary.core.exchange import finish
-from armillary.core.ledger import record
+from armillary.core.collective import Collective, start_parts, wide
 from armillary.core.mesh import Axis
 
 
-@dataclass(frozen=True)
-class AllToAll:
-    """An all-to-all under way. Hold it until `wait` has returned: it keeps the buffers alive."""
-
-    axis: Axis
-    sent: Tensor
-    received: tuple[Tensor, ...]
-    work: dist.Work | None
-    assemble: Callable[[Sequence[Tensor]], Tensor]
-
-    def wait(self) -> Tensor:
-        """The assembled tensor. On CUDA the current stream waits, not the host.
-
-        Raises:
-            TimeoutError: the axis' timeout passed, or a rank of the axis is gone.
-        """
-        if self.work is not None:
-            finish([self.work], self.axis, f"for all of its ranks {self.axis.ranks()}")
-        return self.assemble(self.received)
-
-
-def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> AllToAll:
+def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
     """[B, T, H, D], all heads of this rank's tokens -> [B, sum(sizes), h, D], this rank's heads of all tokens.
 
     Args:
@@ -56,7 +31,7 @@ def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
     return _start(axis, parts, shapes, lambda received: torch.cat(list(received), dim=1))
 
 
-def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> AllToAll:
+def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
     """[B, sum(sizes), h, D], this rank's heads of all tokens -> [B, T, H, D], all heads of this rank's tokens.
 
     The inverse of `start_seq_to_head`, and its transpose: a head that several ranks worked on is summed, in float32 at
@@ -73,21 +48,11 @@ def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 def _start(
     axis: Axis,
     parts: Sequence[Tensor],
-    shapes: Sequence[tuple[int, int, int, int]],
+    shapes: Sequence[Sequence[int]],
     assemble: Callable[[Sequence[Tensor]], Tensor],
-) -> AllToAll:
-    """Sends parts[w] to rank w of the axis, and receives a tensor of shapes[w] from it."""
-    if axis.size == 1:
-        return AllToAll(axis, parts[0], tuple(parts), None, itemgetter(0))
-    send = [part.numel() for part in parts]
-    receive = [torch.Size(shape).numel() for shape in shapes]
-    packed, buffer = parts[0].new_empty(sum(send)), parts[0].new_empty(sum(receive))
-    for into, part in zip(packed.split(send), parts, strict=True):
-        into.view(part.shape).copy_(part)
-    record(axis.name, "all_to_all", (sum(send) - send[axis.rank]) * packed.element_size())
-    work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
-    received = tuple(flat.view(shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
-    return AllToAll(axis, packed, received, work, assemble)
+) -> Collective[Tensor]:
+    sent, received, works = start_parts(axis, parts, shapes, "all_to_all")
+    return Collective(axis, (sent,), works, lambda: assemble(received) if works else received[0])
 
 
 def _sum_heads(received: Sequence[Tensor], heads: Sequence[range], count: int) -> Tensor:
@@ -95,8 +60,7 @@ def _sum_heads(received: Sequence[Tensor], heads: Sequence[range], count: int) -
     if sum(map(len, heads)) == count:
         return torch.cat(list(received), dim=2)
     first = received[0]
-    wide = torch.promote_types(first.dtype, torch.float32)
-    whole = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=wide)
+    whole = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=wide(first.dtype))
     for part, place in zip(received, heads, strict=True):
         whole[:, :, place.start : place.stop] += part
     return whole.to(first.dtype)

@@ -10,40 +10,17 @@ with gradients. All ranks of an axis must call the same ones in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
-from typing import Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.exchange import finish
+from armillary.core.collective import Collective, start_parts, wide
 from armillary.core.ledger import record
 from armillary.core.mesh import Axis
-
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Collective(Generic[R]):
-    """A collective under way. Hold it until `wait` has returned: it keeps the buffers alive."""
-
-    axis: Axis
-    buffers: tuple[Tensor, ...]
-    works: tuple[dist.Work, ...]
-    assemble: Callable[[], R]
-
-    def wait(self) -> R:
-        """What the collective gives. On CUDA the current stream waits, not the host.
-
-        Raises:
-            TimeoutError: the axis' timeout passed, or a rank of the axis is gone.
-        """
-        finish(self.works, self.axis, f"for all of its ranks {self.axis.ranks()}")
-        return self.assemble()
 
 
 def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
@@ -166,17 +143,9 @@ def _start_parts(
 
     An all-to-all, because a reduce-scatter of the backend's adds in an order and a precision of its own.
     """
-    if axis.size == 1:
-        return x, (x,), ()
     parts = x.split(list(sizes), dim)
-    send = [part.numel() for part in parts]
-    packed = x.contiguous().view(-1) if prod(x.shape[:dim]) == 1 else torch.cat([part.reshape(-1) for part in parts])
-    mine = parts[axis.rank]
-    buffer = x.new_empty((axis.size, *mine.shape))
-    record(axis.name, "reduce_scatter", packed.nbytes - mine.nbytes)
-    receive = [mine.numel()] * axis.size
-    work = dist.all_to_all_single(buffer.view(-1), packed, receive, send, group=axis.group, async_op=True)
-    return packed, tuple(buffer), (cast(dist.Work, work),)
+    packed = x.contiguous().view(-1) if prod(x.shape[:dim]) == 1 else None
+    return start_parts(axis, parts, [parts[axis.rank].shape] * axis.size, "reduce_scatter", packed)
 
 
 def _padded(x: Tensor, shape: Sequence[int], dim: int) -> Tensor:
@@ -189,8 +158,3 @@ def _padded(x: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 def pivot(lse: Tensor) -> Tensor:
     """`lse`, but 0 where nothing was seen: then weights exp(-inf - pivot) are 0 and not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What results of `dtype` are accumulated in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)

@@ -74,7 +74,7 @@ class SequenceLayout:
     def contiguous(cls, length: int, shards: int) -> SequenceLayout:
         """Shard r holds chunk r. Sizes differ by one at most, larger ones first."""
         _check_length(length, shards)
-        return cls([[chunk] for chunk in _cut(range(length), shards)])
+        return cls([[chunk] for chunk in cut(range(length), shards)])
 
     @classmethod
     def zigzag(cls, length: int, shards: int) -> SequenceLayout:
@@ -82,7 +82,7 @@ class SequenceLayout:
 
         Sizes differ by one at most."""
         _check_length(length, shards)
-        chunks = _cut(range(length), 2 * shards)
+        chunks = cut(range(length), 2 * shards)
         return cls([[chunks[r], chunks[-1 - r]] for r in range(shards)])
 
     @classmethod
@@ -198,7 +198,7 @@ def _short(span: range) -> str:
     return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
 
 
-def _cut(span: range, n: int) -> list[range]:
+def cut(span: range, n: int) -> list[range]:
     """`span` in `n` consecutive pieces whose sizes differ by one at most, larger ones first."""
     base, more = divmod(len(span), n)
     ends = list(accumulate((base + (i < more) for i in range(n)), initial=0))
@@ -210,7 +210,7 @@ def _cut_spans(spans: Spans, n: int) -> list[list[range]]:
     starts = list(accumulate(map(len, spans), initial=0))
     return [
         [s[max(0, piece.start - at) : max(0, piece.stop - at)] for s, at in zip(spans, starts, strict=False)]
-        for piece in _cut(range(starts[-1]), n)
+        for piece in cut(range(starts[-1]), n)
     ]
 
 

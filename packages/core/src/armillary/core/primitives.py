@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import dtensor
-from armillary.core.all_to_all import AllToAll, start_head_to_seq, start_seq_to_head
+from armillary.core.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collective import Collective
 from armillary.core.gather import (
-    Collective,
     check_partial,
     check_tokens,
     pivot,
@@ -38,6 +38,7 @@ from armillary.core.gather import (
     start_scatter_sum,
     tokens_on,
 )
+from armillary.core.layout import cut
 from armillary.core.ledger import phase
 from armillary.core.mesh import Axis
 
@@ -70,7 +71,7 @@ def seq_to_head(
         return _turn_dtensor(x, along, Shard(1), Shard(2), sizes, heads)
     _check_dims(x)
     sizes = _sizes(along, sizes, x.shape[1] * along.size)
-    heads = _split(x.shape[2], along.size) if heads is None else heads
+    heads = cut(range(x.shape[2]), along.size) if heads is None else heads
     check_tokens("x", x, 1, sizes[along.rank], sizes)
     _check_heads(heads, along, x.shape[2])
     return _linear(x, start_seq_to_head, start_head_to_seq, along, tuple(sizes), tuple(heads))
@@ -100,7 +101,7 @@ def head_to_seq(
         return _turn_dtensor(x, along, Shard(2), Shard(1), sizes, heads)
     _check_dims(x)
     sizes = _sizes(along, sizes, x.shape[1])
-    heads = _split(x.shape[2] * along.size, along.size) if heads is None else heads
+    heads = cut(range(x.shape[2] * along.size), along.size) if heads is None else heads
     check_tokens("x", x, 1, sum(sizes), sizes)
     _check_heads(heads, along, None)
     if x.shape[2] != len(heads[along.rank]):
@@ -203,7 +204,7 @@ def merge_scatter(
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
-Start = Callable[..., "AllToAll | Collective[Tensor]"]
+Start = Callable[..., Collective[Tensor]]
 
 
 class _Linear(torch.autograd.Function):
@@ -347,13 +348,6 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
     if len(sizes) != axis.size or min(sizes) < 0:
         raise ValueError(f"sizes {tuple(sizes)}: one for each of the {axis.size} ranks of axis {axis.name!r} is needed")
     return sizes
-
-
-def _split(heads: int, ranks: int) -> tuple[range, ...]:
-    """Consecutive heads for each rank, as torch.tensor_split cuts them."""
-    base, more = divmod(heads, ranks)
-    starts = [rank * base + min(rank, more) for rank in range(ranks + 1)]
-    return tuple(range(a, b) for a, b in pairwise(starts))
 
 
 def _check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:

@@ -1,0 +1,67 @@
+"""What the collectives share: one that is under way, and the all-to-all of uneven parts that most of them are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.core.exchange import finish
+from armillary.core.ledger import record
+from armillary.core.mesh import Axis
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Collective(Generic[R]):
+    """A collective under way. Hold it until `wait` has returned: it keeps the buffers alive."""
+
+    axis: Axis
+    buffers: tuple[Tensor, ...]
+    works: tuple[dist.Work, ...]
+    assemble: Callable[[], R]
+
+    def wait(self) -> R:
+        """What the collective gives. On CUDA the current stream waits, not the host.
+
+        Raises:
+            TimeoutError: the axis' timeout passed, or a rank of the axis is gone.
+        """
+        finish(self.works, self.axis, f"for all of its ranks {self.axis.ranks()}")
+        return self.assemble()
+
+
+def start_parts(
+    axis: Axis, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], kind: str, packed: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
+    """Starts sending parts[w] to rank w of the axis, and receiving a tensor of shapes[w] from it.
+
+    Args:
+        kind: as which the bytes are counted: those of the parts for other ranks.
+        packed: the parts one after another in one flat tensor, where they lie so already.
+
+    Returns:
+        What is sent, what arrives from each rank, and the work to wait for.
+    """
+    if axis.size == 1:
+        return parts[0], tuple(parts), ()
+    send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
+    if packed is None:
+        packed = parts[0].new_empty(sum(send))
+        for into, part in zip(packed.split(send), parts, strict=True):
+            into.view(part.shape).copy_(part)
+    buffer = packed.new_empty(sum(receive))
+    record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes)
+    work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
+    received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
+    return packed, received, (cast(dist.Work, work),)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What results of `dtype` are accumulated in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
