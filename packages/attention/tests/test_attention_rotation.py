@@ -17,8 +17,7 @@ from armillary.core import Axis, SequenceLayout
 
 def circle(place: int, moving: Moving, ranks: int = 4) -> Rotation:
     axis = Axis("ring", place, ranks, None, None)  # type: ignore[arg-type] - nothing is sent
-    everyone = tuple(range(ranks))
-    return Rotation(axis, axis, everyone, place, everyone, everyone, moving)
+    return Rotation.of_all(axis, axis, moving)
 
 
 def call_of(mask: AttentionMask, layout: SequenceLayout, key_layout: SequenceLayout | None = None) -> Call:

@@ -50,9 +50,8 @@ class Ring(Method):
         return layout_of(kind, length, self.axis.size)
 
     def rotation(self, moving: Moving) -> Rotation:
-        """All ranks of the axis in a circle, each with its own shard."""
-        ranks = tuple(range(self.axis.size))
-        return Rotation(self.axis, self.back, ranks, self.axis.rank, residents=ranks, travellers=ranks, moving=moving)
+        """All ranks of the axis, each with its own shard."""
+        return Rotation.of_all(self.axis, self.back, moving)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         out, lse = rotate_keys.forward(q, k, v, self.rotation("keys"), call)

@@ -56,6 +56,12 @@ class Rotation:
     travellers: tuple[int, ...]
     moving: Moving
 
+    @classmethod
+    def of_all(cls, axis: Axis, back: Axis, moving: Moving) -> Rotation:
+        """All ranks of the axis in a circle, each with its own shard."""
+        ranks = tuple(range(axis.size))
+        return cls(axis, back, ranks, axis.rank, residents=ranks, travellers=ranks, moving=moving)
+
     def shorter_way(self, call: Call) -> Rotation:
         """This circle or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
 

@@ -44,11 +44,8 @@ class TokenRing(Method):
         return layout_of(kind, length, self.axis.size)
 
     def rotation(self) -> Rotation:
-        """All ranks of the axis in a circle, each with its own shard."""
-        ranks = tuple(range(self.axis.size))
-        return Rotation(
-            self.axis, self.back, ranks, self.axis.rank, residents=ranks, travellers=ranks, moving="queries"
-        )
+        """All ranks of the axis, each with its own shard."""
+        return Rotation.of_all(self.axis, self.back, "queries")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         out, lse = rotate_queries.forward(q, k, v, self.rotation(), call)
