@@ -37,6 +37,7 @@ of = Composition.of
 THOROUGH = [
     *(of("local"), of("ring-queries", ring=2), of("ulysses", ulysses=2), of("ring-keys", ring=4)),
     *(of("token_ring", ring=4), of("wallfacer-2-queries", ring=4), of("usp", ring=2, ulysses=2)),
+    of("upipe+ring", ring=2, ulysses=2),
 ]
 """Through the pairwise-covering sample."""
 BRIEF = [
@@ -50,6 +51,8 @@ BRIEF = [
     *(of("ulysses+token_ring", ring=4, ulysses=2), of("all_gather", ring=8)),
     *(of("wallfacer-2", ring=8), of("wallfacer-2-p2p", ring=8), of("wallfacer-2-queries", ring=8)),
     *(of("ulysses+wallfacer", ring=4, ulysses=2), of("ring", shard=2, ring=4), of("wallfacer-2", shard=2, ring=4)),
+    *(of("upipe", ulysses=1), of("upipe", ulysses=4), of("upipe+token_ring", ring=2, ulysses=2)),
+    *(of("upipe+all_gather", ring=2, ulysses=2), of("upipe+wallfacer", ring=4, ulysses=2)),
 ]
 """Through a brief one that has every mask, layout, (H, K), dtype and so on once; a different one each."""
 SIXTEEN = [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16), of("wallfacer-2-keys", ring=16)]

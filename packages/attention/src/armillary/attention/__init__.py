@@ -7,11 +7,12 @@ from armillary.attention.integrations import register_transformers, sdpa_paralle
 from armillary.attention.local import Local
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
-from armillary.attention.projections import Projections
+from armillary.attention.projections import Projections, TokenProjections
 from armillary.attention.reference import reference_attention
 from armillary.attention.ring import Ring
 from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
+from armillary.attention.upipe import UPipe
 from armillary.attention.wall_facer import WallFacer
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "Projections",
     "Ring",
     "Saved",
+    "TokenProjections",
     "TokenRing",
+    "UPipe",
     "Ulysses",
     "WallFacer",
     "build_attention",

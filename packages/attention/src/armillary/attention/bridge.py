@@ -133,10 +133,10 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | N
         return None, None, None, None, None
     q, k, v, out, lse, *local = ctx.saved_tensors
     dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.plan.handle)
-    return dq, dk, dv, _sinks_gradient(dout, *local) if local else None, None
+    return dq, dk, dv, sinks_gradient(dout, *local) if local else None, None
 
 
-def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """dsinks [H] of this rank's tokens; like any parameter's, it is to be summed over ranks."""
     weight = (sinks.to(lse.dtype) - lse).exp()
     return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)

@@ -13,6 +13,7 @@ from armillary.attention.method import Method
 from armillary.attention.ring import Ring
 from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
+from armillary.attention.upipe import UPipe
 from armillary.attention.wall_facer import WallFacer
 
 SEQUENCE_METHODS: dict[str, Callable[[DeviceMesh], Method]] = {
@@ -21,29 +22,36 @@ SEQUENCE_METHODS: dict[str, Callable[[DeviceMesh], Method]] = {
     "wallfacer": lambda axis: WallFacer(axis, team=largest_team(axis.size())),
     "all_gather": AllGatherKV,
 }
-HEAD_METHODS: dict[str, Callable[[DeviceMesh, Method], Method]] = {"ulysses": Ulysses}
+HEAD_METHODS: dict[str, Callable[[DeviceMesh, Method, int | None], Method]] = {
+    "ulysses": lambda axis, inner, _: Ulysses(axis, inner) if axis.size() > 1 else inner,
+    "upipe": lambda axis, inner, heads: UPipe(axis, inner, axis.size() if heads is None else heads),
+}
 
 
-def build_attention(name: str, mesh: DeviceMesh) -> Method:
+def build_attention(name: str, mesh: DeviceMesh, heads_per_stage: int | None = None) -> Method:
     """The method `name` on the axes of `mesh` (from `build_mesh`).
 
     Args:
         name: "local"; on the sequence axis "ring", "token_ring", "wallfacer" (with the largest team that fits) or
-            "all_gather"; on the head axis "ulysses"; a pair of both, as in "ulysses+wallfacer"; "usp" is
+            "all_gather"; on the head axis "ulysses" or "upipe"; a pair of both, as in "upipe+wallfacer"; "usp" is
             "ulysses+ring".
+        heads_per_stage: of UPipe; unless given, one query head for each rank of the head axis: the least memory.
 
     Raises:
-        ValueError: an unknown name, or a method that leaves an axis with more than one rank unused.
+        ValueError: an unknown name, a method that leaves an axis with more than one rank unused, or heads per stage for
+            a method without stages.
     """
     head, _, sequence = ("ulysses+ring" if name == "usp" else name).rpartition("+")
     if not head and sequence in HEAD_METHODS:
         head, sequence = sequence, "local"
     if (head and head not in HEAD_METHODS) or (sequence != "local" and sequence not in SEQUENCE_METHODS):
         raise ValueError(f"no attention method {name!r}; known: {', '.join(names())}")
+    if heads_per_stage is not None and head != "upipe":
+        raise ValueError(f"{name} has no stages to put {heads_per_stage} heads into; upipe has")
     _check_used(name, mesh, "ring", sequence != "local")
     _check_used(name, mesh, "ulysses", bool(head))
     inner = Local() if sequence == "local" else SEQUENCE_METHODS[sequence](mesh["ring"])
-    return HEAD_METHODS[head](mesh["ulysses"], inner) if head and mesh["ulysses"].size() > 1 else inner
+    return HEAD_METHODS[head](mesh["ulysses"], inner, heads_per_stage) if head else inner
 
 
 def names() -> list[str]:

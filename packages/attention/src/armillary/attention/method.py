@@ -9,16 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.attention.bridge import Plan, attend
 from armillary.attention.call import Call, Saved
 from armillary.attention.dtensor import attend_dtensors
-from armillary.attention.kernels import Inputs, Scores, choose_kernel
+from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
-from armillary.attention.projections import Projections
-from armillary.core import SequenceLayout
+from armillary.attention.projections import Projections, one_token
+from armillary.core import Axis, SequenceLayout
 
 
 class Method(ABC):
@@ -32,6 +33,13 @@ class Method(ABC):
     """Ranks on the sequence axis (P): as many as shards, but where a head axis divides the shards further."""
     moves: bool = False
     """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
+    head_axis: Axis | None = None
+    """The axis that divides the heads, where there is one."""
+
+    @property
+    def inside(self) -> Method:
+        """The method on the sequence axis alone: another one, where there is a head axis around it."""
+        return self
 
     @abstractmethod
     def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
@@ -90,7 +98,7 @@ class Method(ABC):
         sinks: Tensor | None = None,
         softcap: float | None = None,
         key_layout: SequenceLayout | None = None,
-        kernel: str | None = None,
+        kernel: str | Kernel | None = None,
         return_lse: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -107,7 +115,7 @@ class Method(ABC):
         sinks: Tensor | None = None,
         softcap: float | None = None,
         key_layout: SequenceLayout | None = None,
-        kernel: str | None = None,
+        kernel: str | Kernel | None = None,
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -123,7 +131,7 @@ class Method(ABC):
         sinks: Tensor | None = None,
         softcap: float | None = None,
         key_layout: SequenceLayout | None = None,
-        kernel: str | None = None,
+        kernel: str | Kernel | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over all keys of the sequence that the mask lets them see.
@@ -140,7 +148,7 @@ class Method(ABC):
                 gradient is this rank's share, to be summed over ranks as that of any parameter.
             softcap: c of c * tanh(score / c), where a kernel has it.
             key_layout: how the keys are sharded, for cross-attention: as many shards as `layout`.
-            kernel: the name of a kernel, such as "dense"; by default the first one that takes the inputs.
+            kernel: a kernel, or the name of one, such as "dense"; by default the first that takes the inputs.
             return_lse: also return the log-sum-exp of the scores; it has no gradient, and backward refuses one.
 
         Returns:
@@ -179,7 +187,7 @@ class Method(ABC):
         scale: float | None = None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
-        kernel: str | None = None,
+        kernel: str | Kernel | None = None,
     ) -> Tensor:
         """Self-attention from hidden states: as calling the method with the projected q, k and v.
 
@@ -209,25 +217,62 @@ class Method(ABC):
         scale: float | None,
         sinks: Tensor | None,
         softcap: float | None,
-        kernel: str | None,
+        kernel: str | Kernel | None,
         return_lse: bool,
         started: Any = None,
     ) -> tuple[Tensor, Tensor]:
+        call = self._call(q, k, v, Inputs.of(q, v, softcap), mask, layout, key_layout, scale, sinks, kernel)
+        return attend(Plan(self, call, return_lse, started), q, k, v, sinks)
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: Inputs,
+        mask: AttentionMask,
+        layout: SequenceLayout | None,
+        key_layout: SequenceLayout | None,
+        scale: float | None,
+        sinks: Tensor | None,
+        kernel: str | Kernel | None,
+    ) -> Call:
+        """The call, all of it checked. Of the tensors, only shapes, dtypes and devices are looked at."""
         self._check_tensors(q, k, v, sinks)
         self.check(q, k, v)
         layout = self._sequence_layout(layout, q.shape[1])
         key_layout = self._sequence_layout(layout if key_layout is None else key_layout, k.shape[1])
         for length in (layout.length, key_layout.length):
             mask.check(length, q.shape[0])
-        call = Call(
+        return Call(
             mask,
             layout,
             key_layout,
-            Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap),
+            Scores(q.shape[-1] ** -0.5 if scale is None else scale, inputs.softcap),
             key_heads_of(q.shape[2], k.shape[2]),
-            choose_kernel(Inputs.of(q, v, softcap), kernel),
+            choose_kernel(inputs, kernel),
         )
-        return attend(Plan(self, call, return_lse, started), q, k, v, sinks)
+
+    def call_for(
+        self,
+        x: Tensor,
+        projections: Projections,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        kernel: str | Kernel | None = None,
+    ) -> Call:
+        """The call that `projected` makes with these arguments, checked. Computes no more than one head of a token."""
+        q, k, v = one_token(x, projections)
+        inputs = Inputs.of(q, v, softcap)
+        q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
+        k, v = (
+            torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
+        )
+        return self._call(q, k, v, inputs, mask, layout, None, scale, sinks, kernel)
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

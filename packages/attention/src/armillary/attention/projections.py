@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
 class Projections(Protocol):
-    """From hidden states x [B, T, E] of this rank's tokens to heads, with bias, norm, RoPE and LoRA between.
+    """From hidden states x [B, T, E] of this rank's tokens to heads, with norm, bias, RoPE and LoRA between.
 
-    Any range of heads can be asked for, so that a method need not hold all of them at once.
+    Any heads can be asked for, in any order, so that a method need not hold all of them at once.
     """
 
     @property
@@ -24,14 +25,32 @@ class Projections(Protocol):
         """Key/value heads, K."""
         ...
 
-    def q(self, x: Tensor, heads: range) -> Tensor:
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         """[B, T, len(heads), D]"""
         ...
 
-    def kv(self, x: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
         """[B, T, len(heads), D] and [B, T, len(heads), Dv]"""
         ...
 
     def parameters(self) -> Iterable[Tensor]:
-        """All that q and kv depend on besides x."""
+        """All that q and kv depend on besides x, as it is at the time of asking (FSDP swaps parameters)."""
         ...
+
+
+@runtime_checkable
+class TokenProjections(Projections, Protocol):
+    """Projections that can be had of some tokens alone, and so need not hold what lies between x and q for all."""
+
+    def of_tokens(self, tokens: slice) -> Self:
+        """The same projections, for `x[:, tokens]`."""
+        ...
+
+
+@torch.no_grad()
+def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
+    """One head of q, k and v, of one token if the projections know single tokens: to see their dims and dtypes."""
+    first = slice(0, 1)
+    if isinstance(projections, TokenProjections):
+        x, projections = x[:, first], projections.of_tokens(first)
+    return projections.q(x, range(1)), *projections.kv(x, range(1))

@@ -41,6 +41,15 @@ def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
     return HeadShards(queries, tuple(range(key_heads[q[0]], key_heads[q[-1]] + 1) for q in queries))
 
 
+def check_split(heads: int, axis: Axis) -> None:
+    """Refuses fewer query heads than ranks."""
+    if heads < axis.size:
+        raise ValueError(
+            f"{heads} query heads cannot be split over {axis.size} ranks of axis {axis.name!r}; "
+            f"give it at most {heads} ranks and the rest to the sequence axis"
+        )
+
+
 class Ulysses(Method):
     """All-to-all over one mesh axis of U ranks, around `inner` (Local unless given). Around Ring it is USP.
 
@@ -56,22 +65,22 @@ class Ulysses(Method):
     """
 
     def __init__(self, axis: DeviceMesh, inner: Method | None = None) -> None:
-        self.axis = Axis.of(axis)
+        self.axis = self.head_axis = Axis.of(axis)
         self.inner = Local() if inner is None else inner
         self.shards = self.inner.shards * self.axis.size
         self.shard = self.inner.shard * self.axis.size + self.axis.rank
         self.sequence_shards = self.inner.sequence_shards
         self.moves = self.axis.size > 1 or self.inner.moves
 
+    @property
+    def inside(self) -> Method:
+        return self.inner
+
     def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
         return self.inner.layout(length, kind).refine(self.axis.size)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if q.shape[2] < self.axis.size:
-            raise ValueError(
-                f"{q.shape[2]} query heads cannot be split over {self.axis.size} ranks of axis {self.axis.name!r}; "
-                f"give it at most {q.shape[2]} ranks and the rest to the sequence axis"
-            )
+        check_split(q.shape[2], self.axis)
         self.inner.check(q, k, v)
 
     def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Collective[Tensor]:

@@ -1,6 +1,13 @@
 """Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on."""
 
-from armillary.core.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.all_to_all import (
+    PackedHeads,
+    start_head_to_parts,
+    start_head_to_seq,
+    start_packed_to_head,
+    start_seq_to_head,
+)
+from armillary.core.autocast import as_now
 from armillary.core.collective import Collective, wide
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
@@ -12,6 +19,7 @@ from armillary.core.gather import (
 from armillary.core.layout import SequenceLayout, Spans
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
+from armillary.core.pieces import Totals, pieces
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
 
 __all__ = [
@@ -20,21 +28,27 @@ __all__ = [
     "Collective",
     "CommLedger",
     "Exchange",
+    "PackedHeads",
     "Parcel",
     "Parcels",
     "SequenceLayout",
     "Spans",
+    "Totals",
+    "as_now",
     "build_mesh",
     "gather_seq",
     "head_to_seq",
     "merge_",
     "merge_scatter",
+    "pieces",
     "scatter_sum",
     "seq_to_head",
     "start_exchange",
     "start_gather_seq",
+    "start_head_to_parts",
     "start_head_to_seq",
     "start_merge_scatter",
+    "start_packed_to_head",
     "start_process_group",
     "start_scatter_sum",
     "start_seq_to_head",

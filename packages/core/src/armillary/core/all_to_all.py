@@ -6,13 +6,44 @@ heads, and ranges may overlap, as those of key/value heads do when there are few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from armillary.core.collective import Collective, start_parts, wide
 from armillary.core.mesh import Axis
+
+
+@dataclass(frozen=True)
+class PackedHeads:
+    """Heads [B, T, H, D] of this rank's tokens, copied in the order of sending: what they were cut from may go.
+
+    Args:
+        parts: [B, T, h, D] for each rank, views of `flat`.
+        flat: all of them, one after another.
+    """
+
+    parts: tuple[Tensor, ...]
+    flat: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> PackedHeads:
+        """The heads [B, T, h, D] for each rank; copied, unless there is one rank only."""
+        if len(parts) == 1:
+            return cls(tuple(parts), parts[0])
+        sizes = [part.numel() for part in parts]
+        flat = parts[0].new_empty(sum(sizes))
+        views = tuple(view.view(part.shape) for view, part in zip(flat.split(sizes), parts, strict=True))
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+        return cls(views, flat)
+
+    @classmethod
+    def cut(cls, x: Tensor, heads: Sequence[range]) -> PackedHeads:
+        """The heads of `x` [B, T, H, D] that each rank works on."""
+        return cls.of([x[:, :, part.start : part.stop] for part in heads])
 
 
 def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
@@ -25,10 +56,21 @@ def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 
     Bytes sent: B T D e for every head of every other rank, kind "all_to_all".
     """
-    mine = len(heads[axis.rank])
-    parts = [x[:, :, part.start : part.stop] for part in heads]
-    shapes = [(x.shape[0], size, mine, x.shape[3]) for size in sizes]
-    return _start(axis, parts, shapes, lambda received: torch.cat(list(received), dim=1))
+    return start_packed_to_head(PackedHeads.cut(x, heads), axis, sizes)
+
+
+def start_packed_to_head(packed: PackedHeads, axis: Axis, sizes: Sequence[int]) -> Collective[Tensor]:
+    """As `start_seq_to_head`, from heads that are packed already."""
+    batch, _, mine, dim = packed.parts[axis.rank].shape
+    shapes = [(batch, size, mine, dim) for size in sizes]
+    moving = start_parts(axis, packed.parts, shapes, "all_to_all", packed.flat)
+
+    def assemble() -> Tensor:
+        if batch == 1 and moving.works:  # then they lie one after another already
+            return moving.buffer.view(1, sum(sizes), mine, dim)
+        return torch.cat(list(moving.received), dim=1) if moving.works else moving.received[0]
+
+    return Collective(axis, (moving.sent,), moving.works, assemble)
 
 
 def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
@@ -39,24 +81,26 @@ def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 
     Bytes sent: B h D e for every token of every other rank, kind "all_to_all".
     """
-    count = max(part.stop for part in heads)
-    parts = list(x.split(list(sizes), dim=1))
+    parts = start_head_to_parts(x, axis, sizes, heads)
+    return Collective(axis, parts.buffers, parts.works, lambda: _sum_heads(parts.assemble(), heads))
+
+
+def start_head_to_parts(
+    x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]
+) -> Collective[tuple[Tensor, ...]]:
+    """As `start_head_to_seq`, but gives [B, T, h, D] of each rank's heads instead of putting them together."""
+    parts = x.split(list(sizes), dim=1)
     shapes = [(x.shape[0], sizes[axis.rank], len(part), x.shape[3]) for part in heads]
-    return _start(axis, parts, shapes, lambda received: _sum_heads(received, heads, count))
+    packed = x.contiguous().view(-1) if x.shape[0] == 1 else None
+    moving = start_parts(axis, parts, shapes, "all_to_all", packed)
+    return Collective(axis, (moving.sent,), moving.works, lambda: moving.received)
 
 
-def _start(
-    axis: Axis,
-    parts: Sequence[Tensor],
-    shapes: Sequence[Sequence[int]],
-    assemble: Callable[[Sequence[Tensor]], Tensor],
-) -> Collective[Tensor]:
-    sent, received, works = start_parts(axis, parts, shapes, "all_to_all")
-    return Collective(axis, (sent,), works, lambda: assemble(received) if works else received[0])
-
-
-def _sum_heads(received: Sequence[Tensor], heads: Sequence[range], count: int) -> Tensor:
+def _sum_heads(received: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
     """Puts each rank's heads in their places; where several hold one head, adds."""
+    count = max(part.stop for part in heads)
+    if len(received) == 1:
+        return received[0]
     if sum(map(len, heads)) == count:
         return torch.cat(list(received), dim=2)
     first = received[0]

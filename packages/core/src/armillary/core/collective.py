@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,24 +32,31 @@ class Collective(Generic[R]):
         Raises:
             TimeoutError: the axis' timeout passed, or a rank of the axis is gone.
         """
-        finish(self.works, self.axis, f"for all of its ranks {self.axis.ranks()}")
+        if self.works:
+            finish(self.works, self.axis, f"for all of its ranks {self.axis.ranks()}")
         return self.assemble()
+
+
+class Parts(NamedTuple):
+    """An all-to-all of parts under way: what is sent, the buffer that fills, what is in it from each rank, the work."""
+
+    sent: Tensor
+    buffer: Tensor
+    received: tuple[Tensor, ...]
+    works: tuple[dist.Work, ...]
 
 
 def start_parts(
     axis: Axis, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], kind: str, packed: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
+) -> Parts:
     """Starts sending parts[w] to rank w of the axis, and receiving a tensor of shapes[w] from it.
 
     Args:
         kind: as which the bytes are counted: those of the parts for other ranks.
         packed: the parts one after another in one flat tensor, where they lie so already.
-
-    Returns:
-        What is sent, what arrives from each rank, and the work to wait for.
     """
     if axis.size == 1:
-        return parts[0], tuple(parts), ()
+        return Parts(parts[0], parts[0], tuple(parts), ())
     send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
     if packed is None:
         packed = parts[0].new_empty(sum(send))
@@ -59,7 +66,7 @@ def start_parts(
     record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes)
     work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
     received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
-    return packed, received, (cast(dist.Work, work),)
+    return Parts(packed, buffer, received, (cast(dist.Work, work),))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.collective import Collective, start_parts, wide
+from armillary.core.collective import Collective, Parts, start_parts, wide
 from armillary.core.ledger import record
 from armillary.core.mesh import Axis
 
@@ -59,7 +58,7 @@ def start_scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1)
     Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    sent, parts, works = _start_parts(x, axis, sizes, dim)
+    sent, _, parts, works = _start_parts(x, axis, sizes, dim)
 
     def assemble() -> Tensor:
         if axis.size == 1:
@@ -92,8 +91,8 @@ def start_merge_scatter(
     each of C ranks: (C - 1) (B T H Dv e + 4 B T H), or 8 in float64.
     """
     check_partial(out, lse, sizes)
-    sent_out, outs, works = _start_parts(out, axis, sizes, 1)
-    sent_lse, lses, more = _start_parts(lse, axis, sizes, 1)
+    sent_out, _, outs, works = _start_parts(out, axis, sizes, 1)
+    sent_lse, _, lses, more = _start_parts(lse, axis, sizes, 1)
 
     def assemble() -> tuple[Tensor, Tensor]:
         if axis.size == 1:
@@ -136,10 +135,8 @@ def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
     check_tokens("out", out, 1, sum(sizes), sizes)
 
 
-def _start_parts(
-    x: Tensor, axis: Axis, sizes: Sequence[int], dim: int
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
-    """Starts sending each rank its tokens of `x`: (what is sent, this rank's tokens from each rank, the work).
+def _start_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Parts:
+    """Starts sending each rank its tokens of `x`.
 
     An all-to-all, because a reduce-scatter of the backend's adds in an order and a precision of its own.
     """

@@ -55,14 +55,15 @@ class SequenceLayout:
         first = min(span[0] for span in runs)
         if first != 0:
             raise ValueError(f"positions must start at 0; the smallest one here is {first}")
-        held = torch.zeros(max(span[-1] for span in runs) + 1, dtype=torch.bool)
+        # Not a tensor: under a FakeTensorMode one would have no values to look at.
+        held = bytearray(max(span[-1] for span in runs) + 1)
         for span in runs:
-            part = held[span.start : span[-1] + 1 : span.step]
-            if part.any():
+            part = slice(span.start, span[-1] + 1, span.step)
+            if 1 in held[part]:
                 raise ValueError(f"{span} holds a position that another span of the layout holds too")
-            part.fill_(True)
-        if not held.all():
-            raise ValueError(f"no shard holds position {int(held.logical_not().nonzero()[0])} of {len(held)}")
+            held[part] = b"\1" * len(span)
+        if 0 in held:
+            raise ValueError(f"no shard holds position {held.index(0)} of {len(held)}")
 
     def __repr__(self) -> str:
         shown = "; ".join(", ".join(map(_short, spans)) for spans in self._spans[:8])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -107,6 +108,11 @@ class Axis:
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
         group = mesh.get_group()
         return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group, mesh.device_type))
+
+    @classmethod
+    def alone(cls, name: str) -> Axis:
+        """An axis of one rank, without a process group: nothing is ever sent on it."""
+        return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
 
     def twin(self) -> Axis:
         """The same axis with a communicator of its own, so that what goes on it waits for nothing on this one.

@@ -28,16 +28,17 @@ KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn3(), FlashAttn2(), CudaFlash
 """In order of preference."""
 
 
-def choose_kernel(inputs: Inputs, name: str | None = None) -> Kernel:
-    """The first kernel that accepts these inputs; only the one called `name`, if that is given.
+def choose_kernel(inputs: Inputs, wanted: str | Kernel | None = None) -> Kernel:
+    """The first kernel that accepts these inputs; only the `wanted` one, by itself or by its name, if that is given.
 
     Raises:
         ValueError: none does; gives each one's reason.
     """
     reasons: list[str] = []
-    candidates = [kernel for kernel in KERNELS if name in (None, kernel.name)]
+    named = [kernel for kernel in KERNELS if wanted in (None, kernel.name)]
+    candidates = named if wanted is None or isinstance(wanted, str) else [wanted]
     if not candidates:
-        raise ValueError(f"no kernel {name!r}; known: {', '.join(kernel.name for kernel in KERNELS)}")
+        raise ValueError(f"no kernel {wanted!r}; known: {', '.join(kernel.name for kernel in KERNELS)}")
     for kernel in candidates:
         reason = kernel.refuses(inputs)
         if reason is None:

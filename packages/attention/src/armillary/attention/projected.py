@@ -1,0 +1,91 @@
+"""Projected attention as autograd sees it: from hidden states to out, keeping x, out and lse, and nothing else.
+
+Its forward is a `torch.library` op inside an `autograd.Function`. The op, so that selective checkpointing can keep its
+results; the Function, because backward runs the projections under autograd, whatever kind of parameters they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from armillary.attention.bridge import Plan, sinks_gradient, sunk
+from armillary.attention.call import Call
+from armillary.attention.projections import Projections, one_token
+from armillary.attention.sources import Projected
+from armillary.core import as_now, wide
+from armillary.core.ledger import phase
+
+if TYPE_CHECKING:
+    from armillary.attention.upipe import UPipe
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ProjectedPlan(Plan):
+    """A plan with projections, whose method is UPipe."""
+
+    projections: Projections
+
+    @property
+    def upipe(self) -> UPipe:
+        return cast("UPipe", self.method)
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that want a gradient, as they are now."""
+        return [parameter for parameter in self.projections.parameters() if parameter.requires_grad]
+
+
+def attend_projected(method: UPipe, call: Call, x: Tensor, projections: Projections, sinks: Tensor | None) -> Tensor:
+    """out [B, T, H, Dv], differentiable in x, sinks and the projections' parameters."""
+    plan = ProjectedPlan(method, call, with_lse=False, projections=projections)
+    return cast(Tensor, cast(Any, ProjectedAttention).apply(plan, x, sinks, *plan.trained()))
+
+
+class ProjectedAttention(torch.autograd.Function):
+    """The plan on x [B, T, E]. Parameters are saved as they are: never a copy, cast or unsharded, which FSDP frees."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: ProjectedPlan, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
+        out, lse, local_lse = _forward(x, sinks, plan.handle)
+        ctx.plan, ctx.autocast = plan, as_now(x.device.type)
+        ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        plan: ProjectedPlan = ctx.plan
+        (dout,) = grad_outputs
+        x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
+        dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        source = Projected(x, plan.projections, dx=dx, trained=plan.trained())
+        with phase("backward"), ctx.autocast():
+            plan.upipe.differentiate(dout, source, out, lse, plan.call)
+        dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None
+        return None, dx, dsinks, *source.totals.result()
+
+
+@torch.library.custom_op("armillary::projected_attention", mutates_args=())
+def _forward(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse of this rank's heads, lse of its own tokens; the last is empty without sinks)."""
+    found = cast(ProjectedPlan, Plan.alive[plan])
+    method, call = found.upipe, found.call
+    out, lse = method.attend(Projected(x, found.projections), call)
+    local_lse = lse.new_empty(0)
+    if sinks is not None:
+        out, local_lse = sunk(out, method.lse_to_seq(lse, call), sinks)
+        lse = torch.logaddexp(lse, sinks[method.own_queries(call)].to(lse.dtype))
+    return out, lse, local_lse
+
+
+@_forward.register_fake
+def _(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
+    found = cast(ProjectedPlan, Plan.alive[plan])
+    q, _, v = one_token(x, found.projections)
+    out, lse = found.upipe.results(x.shape[0], q, v, found.call)
+    local = (*out.shape[:3],) if sinks is not None else (0,)
+    return out, lse, x.new_empty(local, dtype=wide(q.dtype))

@@ -1,0 +1,166 @@
+"""Where a method that walks over stages of heads takes its q, k and v from, and where their gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from armillary.attention.projections import Projections, TokenProjections
+from armillary.core import Totals, pieces, wide
+
+Heads = Sequence[int]
+
+
+class Source(Protocol):
+    """q, k and v of this rank's tokens, a few heads at a time."""
+
+    def q(self, heads: Heads) -> Tensor:
+        """[B, T, len(heads), D]"""
+        ...
+
+    def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """[B, T, len(heads), D] and [B, T, len(heads), Dv]"""
+        ...
+
+    def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
+        """Takes in the gradient of `q(heads)`, in parts [B, T, h, D] that follow each other."""
+        ...
+
+    def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        """Takes in gradients of `kv(heads)`."""
+        ...
+
+
+@dataclass
+class Finished(Source):
+    """q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv] that are there as a whole; so are their gradients."""
+
+    whole: tuple[Tensor, Tensor, Tensor]
+    grads: tuple[Tensor, ...] = ()
+
+    def q(self, heads: Heads) -> Tensor:
+        return select(self.whole[0], heads)
+
+    def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        return select(self.whole[1], heads), select(self.whole[2], heads)
+
+    def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
+        place(self.gradients()[0], heads, dq)
+
+    def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        for total, share in zip(self.gradients()[1:], (dk, dv), strict=True):
+            total.index_add_(2, torch.tensor(heads, device=total.device), share.to(total.dtype))
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """(dq, dk, dv), the last two in the accumulation dtype: heads that ranks share come home more than once."""
+        if not self.grads:
+            q, k, v = self.whole
+            self.grads = (torch.empty_like(q), *(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v)))
+        return self.grads
+
+
+@dataclass
+class Projected(Source):
+    """q, k and v that are made of x when they are asked for, and made again in backward: nothing is kept.
+
+    Args:
+        x: [B, T, E], this rank's tokens.
+        piece: tokens that are projected at once, where the projections know single tokens.
+        dx: what the gradient of x is added to, in place; None where nobody wants it.
+        trained: the parameters that want a gradient, as they are now: FSDP swaps them between forward and backward.
+    """
+
+    x: Tensor
+    projections: Projections
+    piece: int | None = None
+    dx: Tensor | None = None
+    trained: Sequence[Tensor] = ()
+
+    def __post_init__(self) -> None:
+        self.totals = Totals(self.trained)
+
+    def q(self, heads: Heads) -> Tensor:
+        (q,) = self._make(lambda projections, x: (projections.q(x, heads),))
+        return q
+
+    def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        k, v = self._make(lambda projections, x: projections.kv(x, heads))
+        return k, v
+
+    def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
+        self._add(lambda projections, x: (projections.q(x, heads),), [dq])
+
+    def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        self._add(lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)])
+
+    @torch.no_grad()
+    def _make(self, project: Project) -> Sequence[Tensor]:
+        """The projections of all tokens, piece by piece: what lies between x and them never exists for all at once."""
+        parts = self._pieces()
+        if len(parts) == 1:
+            return project(self.projections, self.x)
+        whole: list[Tensor] = []
+        for tokens, projections in parts:
+            made = project(projections, self.x[:, tokens])
+            whole = whole or [y.new_empty((y.shape[0], self.x.shape[1], *y.shape[2:])) for y in made]
+            for all_tokens, y in zip(whole, made, strict=True):
+                all_tokens[:, tokens] = y
+        return whole
+
+    def _add(self, project: Project, grads: Sequence[Sequence[Tensor]]) -> None:
+        """Adds to dx and to the parameters' totals what gradients of the projections, each in parts, come to."""
+        for tokens, projections in self._pieces() if self.dx is not None or self.trained else []:
+            x = self.x[:, tokens].detach().requires_grad_(self.dx is not None)
+            with torch.enable_grad():
+                made = project(projections, x)
+            dmade = [torch.cat([part[:, tokens] for part in parts], dim=2) for parts in grads]
+            pairs = [(y, dy.to(y.dtype)) for y, dy in zip(made, dmade, strict=True) if y.requires_grad]
+            if pairs:
+                self._differentiate(pairs, x, tokens)
+            del made, dmade, pairs
+
+    def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor, tokens: slice) -> None:
+        wanted = [*([] if self.dx is None else [x]), *self.trained]
+        made, dmade = zip(*pairs, strict=True)
+        shares: list[Tensor | None] = list(torch.autograd.grad(made, wanted, dmade, allow_unused=True))
+        if self.dx is not None and (share := shares.pop(0)) is not None:
+            self.dx[:, tokens] += share
+        self.totals.add(shares)
+
+    def _pieces(self) -> list[tuple[slice, Projections]]:
+        if not isinstance(self.projections, TokenProjections):
+            return [(slice(None), self.projections)]
+        return [(tokens, self.projections.of_tokens(tokens)) for tokens in pieces(self.x.shape[1], self.piece)]
+
+
+Project = Callable[[Projections, Tensor], Sequence[Tensor]]
+"""From projections and x to some of q, k and v."""
+
+
+def select(x: Tensor, heads: Heads) -> Tensor:
+    """Heads of x [B, T, H, D]: a view where they are evenly spaced."""
+    spaced = evenly(heads)
+    return x[:, :, list(heads)] if spaced is None else x[:, :, spaced]
+
+
+def place(x: Tensor, heads: Heads, parts: Sequence[Tensor]) -> None:
+    """Writes heads of x [B, T, H, D], from parts [B, T, h, D] that follow each other."""
+    done = 0
+    for part in parts:
+        mine = heads[done : done + part.shape[2]]
+        done += part.shape[2]
+        spaced = evenly(mine)
+        x[:, :, list(mine) if spaced is None else spaced] = part
+
+
+def evenly(heads: Heads) -> slice | None:
+    """The slice that rising heads are, if they are one."""
+    if not heads:
+        return slice(0, 0)
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    same = step > 0 and tuple(heads) == tuple(range(heads[0], heads[0] + step * len(heads), step))
+    return slice(heads[0], heads[-1] + 1, step) if same else None

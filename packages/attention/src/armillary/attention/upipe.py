@@ -1,0 +1,316 @@
+"""UPipe, or Untied Ulysses (arXiv 2602.21196): Ulysses over a few heads at a time.
+
+    for each stage of heads:
+        project      q of the stage, and k, v where new ones are needed (a round's later stages reuse them)
+        all-to-all   sequence shards become head shards
+        attend       with any sequence-axis method
+        all-to-all   back, into the output
+
+So only one stage's q, k, v and out exist at a time. Backward keeps x, out and the log-sum-exp alone and walks over the
+same stages, projecting again; attention itself is not repeated. With all heads in one stage that is the checkpoint
+placement of DistFlashAttention (arXiv 2310.03294), for any method. Which heads meet when: `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention.call import Call, Saved
+from armillary.attention.kernels import Kernel
+from armillary.attention.local import Local
+from armillary.attention.mask import AttentionMask
+from armillary.attention.method import Method
+from armillary.attention.projected import attend_projected
+from armillary.attention.projections import Projections
+from armillary.attention.sources import Finished, Heads, Source, place, select
+from armillary.attention.stages import Keys, Stage, stages
+from armillary.attention.ulysses import check_split, split_heads
+from armillary.core import (
+    Axis,
+    PackedHeads,
+    SequenceLayout,
+    start_head_to_parts,
+    start_head_to_seq,
+    start_packed_to_head,
+    start_seq_to_head,
+    wide,
+)
+
+Column = Callable[[Heads], Tensor]
+"""Gives [B, T, len(heads), D] of this rank's tokens."""
+
+Arriving = Callable[[], Tensor]
+"""Waits for a tensor that is on its way."""
+
+
+@dataclass
+class OnHand:
+    """Key/value heads [B, n, k, D] and [B, n, k, Dv] of n tokens, and the sums of their gradients, wide."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+    def add(self, dk: Tensor, dv: Tensor) -> None:
+        """Takes in the gradients of one stage."""
+        self.dk = dk if self.dk is None else self.dk.add_(dk)
+        self.dv = dv if self.dv is None else self.dv.add_(dv)
+
+    def spent(self) -> OnHand:
+        """No heads any more, of the same dims."""
+        return OnHand(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))
+
+
+class UPipe(Method):
+    """Ulysses in stages of heads, around `inner` (Local unless given).
+
+    Attention intermediates (q, k, v and out of one stage, after and while they are sent) take
+    (2 S + 2 min(K, S)) / (2 H + 2 K) of what Ulysses' take, for S heads a stage.
+
+    Args:
+        axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`. With one rank, heads come in stages and nothing moves.
+        inner: any sequence-axis method over another axis.
+        heads_per_stage: S, query heads of a stage over all ranks of the axis, a multiple of U. All unless given.
+        prefetch: bring the next stage's heads while this one attends. Costs their memory, sent and received: while a
+            stage attends, (2 S + 2 min(K, S)) heads become up to (4 S + 2 min(K, S)) within a round, and
+            (4 S + 6 min(K, S)) at the last stage of a round.
+
+    Bytes sent, even case, T tokens: forward as Ulysses, (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys come in once
+    a round. Backward q, k and v come in again, with out and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e; and
+    gradients go home, (U - 1) / U * (H e + 2 max(K, U) c) B T D, where c = e, or a if ranks share key heads (K < U).
+    `inner` sends what it sends for each stage: a ring turns the keys of a round once a stage.
+
+    Raises:
+        ValueError: heads_per_stage is no multiple of U, or `inner` has a head axis of its own.
+    """
+
+    def __init__(
+        self,
+        axis: DeviceMesh,
+        inner: Method | None = None,
+        heads_per_stage: int | None = None,
+        prefetch: bool = False,
+    ) -> None:
+        self._build(Axis.of(axis), Local() if inner is None else inner, heads_per_stage, prefetch)
+
+    @classmethod
+    def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
+        """`method` in the form that keeps x, out and lse alone: itself if it is UPipe, else all heads in one stage."""
+        if isinstance(method, UPipe):
+            return method
+        made = cls.__new__(cls)
+        made._build(method.head_axis or Axis.alone("ulysses"), method.inside, heads_per_stage, prefetch=False)
+        return made
+
+    def _build(self, axis: Axis, inner: Method, heads_per_stage: int | None, prefetch: bool) -> None:
+        if heads_per_stage is not None and (heads_per_stage < 1 or heads_per_stage % axis.size):
+            raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {axis.size} ranks")
+        if inner.head_axis is not None:
+            raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
+        self.axis, self.inner, self.head_axis = axis, inner, axis
+        self.heads_per_stage, self.prefetch = heads_per_stage, prefetch
+        self.shards = inner.shards * axis.size
+        self.shard = inner.shard * axis.size + axis.rank
+        self.sequence_shards = inner.sequence_shards
+
+    @property
+    def inside(self) -> Method:
+        return self.inner
+
+    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+        return self.inner.layout(length, kind).refine(self.axis.size)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        check_split(q.shape[2], self.axis)
+        self.inner.check(q, k, v)
+
+    def projected(
+        self,
+        x: Tensor,
+        projections: Projections,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        kernel: str | Kernel | None = None,
+    ) -> Tensor:
+        call = self.call_for(
+            x, projections, mask=mask, layout=layout, scale=scale, sinks=sinks, softcap=softcap, kernel=kernel
+        )
+        return attend_projected(self, call, x, projections, sinks)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+        out, lse = self.attend(Finished((q, k, v)), call)
+        return out, Saved(q, k, v, out, self.lse_to_seq(lse, call))
+
+    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        source, lse = Finished((saved.q, saved.k, saved.v)), saved.lse.unsqueeze(-1)
+        lse = start_seq_to_head(lse, self.axis, self._sizes(call.layout), self._queries(call)).wait().squeeze(-1)
+        self.differentiate(dout, source, saved.out, lse, call)
+        dq, dk, dv = source.gradients()
+        return dq, dk, dv
+
+    # -- the walk over stages, without autograd -----------------------------------------------------------------------
+
+    def attend(self, source: Source, call: Call) -> tuple[Tensor, Tensor]:
+        """(out [B, T, H, Dv] of this rank's tokens, lse [B, n, h] of its heads, for n tokens of its sequence shard)."""
+        sizes, results = self._sizes(call.layout), list[Tensor]()
+
+        def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
+            q = arrived.pop()
+            if not results:
+                results.extend(self.results(q.shape[0], q, keys.v, call))
+            out, lse = results
+            part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
+            if mine := stage.shares[self.axis.rank].queries:
+                part, saved = self.inner.forward(q, keys.k, keys.v, self._inside(stage, call))
+                place(lse, self._own(mine, call), [saved.lse])
+                del saved
+            del q
+            moving = start_head_to_parts(part, self.axis, sizes, stage.query_ranges)
+            place(out, stage.queries, moving.wait())
+
+        self._each_stage(call, source, [source.q], work)
+        out, lse = results
+        return out, lse
+
+    def differentiate(self, dout: Tensor, source: Source, out: Tensor, lse: Tensor, call: Call) -> None:
+        """Gives `source` the gradients of its q, k and v, from dout [B, T, H, Dv] and what `attend` returned."""
+        sizes = self._sizes(call.layout)
+
+        def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
+            dq, share = arrived[0], stage.shares[self.axis.rank]
+            if share.queries:
+                part_lse = select(lse, self._own(share.queries, call))
+                saved = Saved(arrived[0], keys.k, keys.v, arrived[1], part_lse)
+                dq, dk, dv = self.inner.backward(arrived[2], saved, self._inside(stage, call))
+                keys.add(dk, dv)
+                del saved, dk, dv
+            arrived.clear()
+            moving = start_head_to_parts(dq.to(dout.dtype), self.axis, sizes, stage.query_ranges)
+            del dq
+            source.add_q(stage.queries, moving.wait())
+            del moving
+            if stage.leaving.heads:
+                leaving = keys if share.last else keys.spent()
+                source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, call))
+
+        columns: list[Column] = [source.q, partial(select, out), partial(select, dout)]
+        self._each_stage(call, source, columns, work)
+
+    def lse_to_seq(self, lse: Tensor, call: Call) -> Tensor:
+        """lse [B, n, h] of this rank's heads -> [B, T, H] of its tokens."""
+        moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self._sizes(call.layout), self._queries(call))
+        return moving.wait().squeeze(-1)
+
+    def results(self, batch: int, q: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Empty out and lse of `attend`, for q [..., D] and v [..., Dv]."""
+        tokens, own = self._sizes(call.layout), len(self._queries(call)[self.axis.rank])
+        out = q.new_empty((batch, tokens[self.axis.rank], len(call.key_heads), v.shape[3]))
+        return out, q.new_empty((batch, sum(tokens), own), dtype=wide(q.dtype))
+
+    def own_queries(self, call: Call) -> slice:
+        """The query heads that this rank of the axis works on."""
+        mine = self._queries(call)[self.axis.rank]
+        return slice(mine.start, mine.stop)
+
+    def _each_stage(
+        self,
+        call: Call,
+        source: Source,
+        columns: Sequence[Column],
+        work: Callable[[Stage, list[Tensor], OnHand], None],
+    ) -> None:
+        """Calls work(stage, arrived, keys on hand), where `arrived` has what `columns` give for a stage's query heads.
+
+        `work` takes things out of `arrived`: what nobody holds any more makes room for what is sent next.
+        """
+        plan, keys = self._plan(call), None
+        coming = self._bring(plan[0], source, columns, call)
+        for i, stage in enumerate(plan):
+            arrived = [arrive() for arrive in coming]
+            coming.clear()
+            following = plan[i + 1 : i + 2]
+            if self.prefetch and following:
+                coming = self._bring(following[0], source, columns, call)
+            share = stage.shares[self.axis.rank]
+            if stage.arriving.heads:
+                k, v = arrived[:2]
+                del arrived[:2]
+                keys = OnHand(k, v) if share.first or keys is None else keys
+                del k, v
+            assert keys is not None  # every rank has heads in the first stage
+            work(stage, arrived, keys)
+            keys = keys.spent() if share.last else keys
+            if not self.prefetch and following:
+                coming = self._bring(following[0], source, columns, call)
+
+    def _bring(self, stage: Stage, source: Source, columns: Sequence[Column], call: Call) -> list[Arriving]:
+        """Makes and sends what a stage needs: k and v where some arrive, then each column."""
+        coming: list[Arriving] = []
+        arriving = stage.arriving
+        if arriving.heads:
+            keys = list(source.kv(arriving.heads))
+            while keys:
+                packed = PackedHeads.cut(keys.pop(0), arriving.ranges)
+                coming.append(self._send(packed, self._sizes(call.key_layout)))
+                del packed
+        for column in columns:
+            packed = self._packed(column, stage)
+            coming.append(self._send(packed, self._sizes(call.layout)))
+            del packed
+        return coming
+
+    def _packed(self, column: Column, stage: Stage) -> PackedHeads:
+        return PackedHeads.cut(column(stage.queries), stage.query_ranges)
+
+    def _send(self, packed: PackedHeads, sizes: Sequence[int]) -> Arriving:
+        """Starts the all-to-all; without prefetch, also waits for it, so that what was sent can go."""
+        moving = start_packed_to_head(packed, self.axis, sizes)
+        if self.prefetch:
+            return moving.wait
+        arrived = moving.wait()
+        return lambda: arrived
+
+    def _bring_home(self, keys: OnHand, leaving: Keys, dtype: torch.dtype, call: Call) -> tuple[Tensor, Tensor]:
+        """dk and dv of this rank's tokens. Where ranks share a head they are sums not finished yet, and travel wide."""
+        sizes, home = self._sizes(call.key_layout), list[Tensor]()
+        for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
+            grad = torch.zeros_like(x, dtype=wide(dtype)) if grad is None else grad
+            grad = grad if leaving.shared else grad.to(dtype)
+            home.append(start_head_to_seq(grad, self.axis, sizes, leaving.ranges).wait())
+        dk, dv = home
+        return dk, dv
+
+    def _plan(self, call: Call) -> tuple[Stage, ...]:
+        ranks = self.axis.size
+        every = -(-len(call.key_heads) // ranks) * ranks
+        return stages(call.key_heads, self._queries(call), min(self.heads_per_stage or every, every))
+
+    def _queries(self, call: Call) -> tuple[range, ...]:
+        """The query heads that each rank of the axis works on."""
+        return split_heads(call.key_heads, self.axis.size).queries
+
+    def _own(self, heads: Heads, call: Call) -> Heads:
+        """Where these heads are among this rank's."""
+        start = self._queries(call)[self.axis.rank].start
+        return [head - start for head in heads]
+
+    def _inside(self, stage: Stage, call: Call) -> Call:
+        """The call as `inner` sees it: this rank's heads of the stage, against the keys on hand."""
+        share = stage.shares[self.axis.rank]
+        return replace(call, key_heads=tuple(share.keys.index(call.key_heads[head]) for head in share.queries))
+
+    def _sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
+        """Tokens that each rank of the axis holds of the sequence shard that they share."""
+        first = self.inner.shard * self.axis.size
+        return layout.refine(self.axis.size).sizes[first : first + self.axis.size]

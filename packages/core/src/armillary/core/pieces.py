@@ -1,0 +1,58 @@
+"""Cutting tokens into pieces, so that what is made of each need not exist for all at once; and adding up gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from armillary.core.collective import wide
+
+LEAST = 4096
+"""Tokens that keep a matrix multiplication busy."""
+MOST_PIECES = 64
+"""Beyond these, what a piece needs is little beside what is there anyway, and more of them only cost launches."""
+
+
+def pieces(tokens: int, size: int | None = None) -> list[slice]:
+    """`tokens` in consecutive pieces of `size`, the last one shorter; at least one piece, which may be empty.
+
+    Args:
+        size: tokens of a piece; unless given, 4096, or more where that would make over 64 pieces.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    size = max(LEAST, -(-tokens // MOST_PIECES)) if size is None else size
+    if size < 1:
+        raise ValueError(f"pieces of {size} tokens: at least 1 is needed")
+    return [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
+
+
+class Totals:
+    """Gradients of parameters, summed over pieces in the accumulation dtype, so that each is rounded once.
+
+    Args:
+        parameters: those that want a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._owned: set[int] = set()
+
+    def add(self, shares: Iterable[Tensor | None]) -> None:
+        """Takes in a share for each parameter; None for one that nothing comes from."""
+        for i, share in enumerate(shares):
+            total = self._sums[i]
+            if share is None or total is None:
+                self._sums[i] = share if total is None else total
+                continue
+            if i not in self._owned:  # the first share may be a view of somebody's tensor
+                total = total.to(wide(share.dtype), copy=True)
+                self._owned.add(i)
+            self._sums[i] = total.add_(share)
+
+    def result(self) -> list[Tensor | None]:
+        """The sums, in the parameters' dtypes; None where nothing came."""
+        return [None if s is None else s.to(p.dtype) for s, p in zip(self._sums, self.parameters, strict=True)]
