@@ -10,6 +10,7 @@ from armillary.attention.method import Method
 from armillary.attention.projections import Projections, TokenProjections
 from armillary.attention.reference import reference_attention
 from armillary.attention.ring import Ring
+from armillary.attention.sources import Projected
 from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
 from armillary.attention.upipe import UPipe
@@ -21,6 +22,7 @@ __all__ = [
     "Call",
     "Local",
     "Method",
+    "Projected",
     "Projections",
     "Ring",
     "Saved",

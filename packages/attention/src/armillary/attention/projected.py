@@ -17,7 +17,7 @@ from armillary.attention.bridge import Plan, sinks_gradient, sunk
 from armillary.attention.call import Call
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.sources import Projected
-from armillary.core import as_now, wide
+from armillary.core import Totals, as_now, wide
 from armillary.core.ledger import phase
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ProjectedAttention(torch.autograd.Function):
         (dout,) = grad_outputs
         x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
         dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
-        source = Projected(x, plan.projections, dx=dx, trained=plan.trained())
+        source = Projected(x, plan.projections, dx=dx, totals=Totals(plan.trained()))
         with phase("backward"), ctx.autocast():
             plan.upipe.differentiate(dout, source, out, lse, plan.call)
         dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -71,17 +71,15 @@ class Projected(Source):
         x: [B, T, E], this rank's tokens.
         piece: tokens that are projected at once, where the projections know single tokens.
         dx: what the gradient of x is added to, in place; None where nobody wants it.
-        trained: the parameters that want a gradient, as they are now: FSDP swaps them between forward and backward.
+        totals: what the gradients of parameters are added to. They are the parameters as they are now: FSDP swaps them
+            between forward and backward.
     """
 
     x: Tensor
     projections: Projections
     piece: int | None = None
     dx: Tensor | None = None
-    trained: Sequence[Tensor] = ()
-
-    def __post_init__(self) -> None:
-        self.totals = Totals(self.trained)
+    totals: Totals = field(default_factory=Totals)
 
     def q(self, heads: Heads) -> Tensor:
         (q,) = self._make(lambda projections, x: (projections.q(x, heads),))
@@ -113,7 +111,7 @@ class Projected(Source):
 
     def _add(self, project: Project, grads: Sequence[Sequence[Tensor]]) -> None:
         """Adds to dx and to the parameters' totals what gradients of the projections, each in parts, come to."""
-        for tokens, projections in self._pieces() if self.dx is not None or self.trained else []:
+        for tokens, projections in self._pieces() if self.dx is not None or self.totals.parameters else []:
             x = self.x[:, tokens].detach().requires_grad_(self.dx is not None)
             with torch.enable_grad():
                 made = project(projections, x)
@@ -124,7 +122,7 @@ class Projected(Source):
             del made, dmade, pairs
 
     def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor, tokens: slice) -> None:
-        wanted = [*([] if self.dx is None else [x]), *self.trained]
+        wanted = [*([] if self.dx is None else [x]), *self.totals.parameters]
         made, dmade = zip(*pairs, strict=True)
         shares: list[Tensor | None] = list(torch.autograd.grad(made, wanted, dmade, allow_unused=True))
         if self.dx is not None and (share := shares.pop(0)) is not None:

@@ -16,6 +16,7 @@ from armillary.core.gather import (
     start_merge_scatter,
     start_scatter_sum,
 )
+from armillary.core.label import Label, current_label, label
 from armillary.core.layout import SequenceLayout, Spans
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
@@ -28,6 +29,7 @@ __all__ = [
     "Collective",
     "CommLedger",
     "Exchange",
+    "Label",
     "PackedHeads",
     "Parcel",
     "Parcels",
@@ -36,8 +38,10 @@ __all__ = [
     "Totals",
     "as_now",
     "build_mesh",
+    "current_label",
     "gather_seq",
     "head_to_seq",
+    "label",
     "merge_",
     "merge_scatter",
     "pieces",

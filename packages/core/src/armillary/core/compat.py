@@ -44,3 +44,8 @@ def all_gather(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts an all-gather of flat tensors. torch 2.13 renames it, and warns of the old name from then on."""
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running was asked to keep its graph, for another one."""
+    return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()

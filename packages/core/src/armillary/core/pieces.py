@@ -36,7 +36,7 @@ class Totals:
         parameters: those that want a gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         self.parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._owned: set[int] = set()

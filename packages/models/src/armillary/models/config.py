@@ -23,6 +23,8 @@ class LlamaConfig:
         rope_theta: the base of the RoPE frequencies.
         max_positions: the length that the weights were trained for. It is kept with the weights and limits nothing.
         tied_embeddings: the head is the embedding table.
+        qk_norm: queries and keys go through an RMSNorm over D before their rotation (Qwen3).
+        qkv_bias: the projections to queries, keys and values have a bias (Qwen2).
 
     Raises:
         ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0 or a
@@ -40,6 +42,8 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     max_positions: int = 8192
     tied_embeddings: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.heads > 0:
@@ -63,6 +67,42 @@ class LlamaConfig:
         return cls(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336)
 
     @classmethod
+    def llama3_70b(cls) -> LlamaConfig:
+        """LLaMA-3-70B: 70,553,706,496 parameters."""
+        return cls(vocab_size=128_256, dim=8192, layers=80, heads=64, kv_heads=8, hidden_dim=28_672)
+
+    @classmethod
+    def llama2_7b(cls) -> LlamaConfig:
+        """LLaMA-2-7B: 6,738,415,616 parameters."""
+        return cls(
+            vocab_size=32_000,
+            dim=4096,
+            layers=32,
+            heads=32,
+            kv_heads=32,
+            hidden_dim=11_008,
+            rope_theta=10_000.0,
+            max_positions=4096,
+        )
+
+    @classmethod
+    def qwen3_32b(cls) -> LlamaConfig:
+        """Qwen3-32B: 32,762,123,264 parameters."""
+        return cls(
+            vocab_size=151_936,
+            dim=5120,
+            layers=64,
+            heads=64,
+            kv_heads=8,
+            hidden_dim=25_600,
+            head_dim=128,
+            norm_eps=1e-6,
+            rope_theta=1_000_000.0,
+            max_positions=40_960,
+            qk_norm=True,
+        )
+
+    @classmethod
     def debug(cls) -> LlamaConfig:
         """804,224 parameters over bytes and one separator, for tests and laptops."""
         return cls(vocab_size=257, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352, rope_theta=10_000.0)
@@ -70,6 +110,8 @@ class LlamaConfig:
     def parameters(self) -> int:
         """How many numbers are trained: blocks, final norm, embedding table and, unless tied, head."""
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        attention += self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         block = attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
         tables = 1 if self.tied_embeddings else 2
         return self.layers * block + self.dim + tables * self.vocab_size * self.dim

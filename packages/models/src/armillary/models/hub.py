@@ -52,6 +52,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def write(folder: str | PathLike[str], config: LlamaConfig, tensors: Mapping[str, Tensor]) -> None:
     """Writes `config` and `tensors`, by Hugging Face's names. Errors as in `Llama.save_pretrained`."""
+    if config.qk_norm or config.qkv_bias:
+        raise ValueError(f"qk_norm={config.qk_norm} and qkv_bias={config.qkv_bias}: a LLaMA's folder says neither")
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) or tensor.is_meta:
             state = "is sharded; gather it first" if isinstance(tensor, DTensor) else "has no data"

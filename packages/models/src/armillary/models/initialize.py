@@ -24,8 +24,8 @@ def initialize(model: Llama, seed: int) -> None:
 
     So every mesh starts from the same weights, and nothing is communicated. Linear and embedding weights are normal
     with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2's rule); norms
-    are 1. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA draw different
-    ones.
+    are 1 and biases 0. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA
+    draw different ones.
 
     Args:
         model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One whole
@@ -44,8 +44,8 @@ def initialize(model: Llama, seed: int) -> None:
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
     """The whole initial value of a parameter, in float32."""
-    if name.endswith("norm.weight"):
-        return torch.ones(parameter.shape, device=parameter.device)
+    if name.endswith(("norm.weight", "bias")):
+        return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device=parameter.device)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]))
     std = STD / sqrt(2 * layers) if name.endswith(RESIDUAL) else STD

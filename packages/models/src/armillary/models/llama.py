@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,28 +17,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
-from armillary.models import hub
+from armillary.models import block, hub
+from armillary.models.block import AttentionFunction, Context
 from armillary.models.config import LlamaConfig
+from armillary.models.projections import HeadProjections
 from armillary.models.rope import Rotation
-
-
-class AttentionFunction(Protocol):
-    """What a layer calls: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. `layout`: where the T tokens lie."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
-    ) -> Tensor: ...
-
-
-class Context:
-    """What the blocks are told about their tokens: the rotation of each, who sees whom, and where they lie.
-
-    Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
-    to reach those inside. Cosines in bfloat16 would blur positions.
-    """
-
-    def __init__(self, rotation: Rotation, mask: AttentionMask, layout: SequenceLayout | None) -> None:
-        self.rotation, self.mask, self.layout = rotation, mask, layout
 
 
 class Llama(nn.Module):
@@ -54,7 +37,7 @@ class Llama(nn.Module):
         self.config = config
         self.model = Decoder(config, Local() if attention is None else attention)
         # A tied head is no second name for one parameter: `to_empty` would untie the two.
-        self.lm_head = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
     def forward(
         self,
@@ -63,8 +46,8 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: AttentionMask | None = None,
         layout: SequenceLayout | None = None,
-        head: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        head: Callable[[Tensor, Tensor], Any] = F.linear,
+    ) -> Any:
         """Token ids [B, T] -> logits [B, T, V].
 
         Args:
@@ -73,16 +56,14 @@ class Llama(nn.Module):
             mask: handed to attention; causal unless given.
             layout: handed to attention, which takes positions from it; one shard in order unless given.
             head: what to do instead of computing logits. It is called with the hidden states [B, T, E] and the head's
-                weight [V, E], and its result is returned. A loss in chunks belongs here: within `forward`, the weight
-                is whole under FSDP too.
+                weight [V, E], and its result is returned. A loss in chunks (`linear_token_loss`) belongs here: within
+                `forward`, the weight is whole under FSDP too.
 
         Raises:
             ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard.
         """
         hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
-        if head is not None:
-            return head(hidden, self.head_weight)
-        return F.linear(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden)
+        return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)
 
     @property
     def head_weight(self) -> Tensor:
@@ -117,7 +98,17 @@ class Llama(nn.Module):
         hub.write(folder, self.config, self.state_dict())
 
 
-class Decoder(nn.Module):
+class Head(nn.Linear):
+    """From hidden states to logits. A module that takes what is to be done with its weight, which is whole here."""
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+
+    def forward(self, input: Tensor, head: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
+        return head(input, self.weight)
+
+
+class Decoder(block.Decoder):
     """Embedding, blocks, final norm: token ids [B, T] -> hidden states [B, T, E]. Arguments as in `Llama.forward`."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
@@ -139,12 +130,10 @@ class Decoder(nn.Module):
         x = self.embed_tokens(ids)
         rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         context = Context(rotation, AttentionMask(causal=True) if mask is None else mask, layout)
-        for layer in self.layers:
-            x = layer(x, context)
-        return self.norm(x)
+        return self.through(self.layers, self.norm, x, context)
 
 
-class Block(nn.Module):
+class Block(block.Block):
     """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
@@ -154,33 +143,50 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context)
+    @property
+    def attention(self) -> AttentionFunction:
+        return self.self_attn.attention
+
+    def projections(self, context: Context, normed: bool) -> HeadProjections:
+        return self.self_attn.projections(context.rotation, None if normed else self.input_layernorm)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.input_layernorm(x)
+
+    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(out.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE: [B, T, E] -> [B, T, E]."""
+    """What grouped-query attention with RoPE is made of: its projections, and what attends."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
         super().__init__()
         self.attention = attention
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+        self.config = config
+        queries, keys, bias = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.qkv_bias
+        self.q_proj = nn.Linear(config.dim, queries, bias=bias)
+        self.k_proj = nn.Linear(config.dim, keys, bias=bias)
+        self.v_proj = nn.Linear(config.dim, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        q = context.rotation(self.heads(self.q_proj(x)))
-        k = context.rotation(self.heads(self.k_proj(x)))
-        v = self.heads(self.v_proj(x))
-        out = self.attention(q, k, v, mask=context.mask, layout=context.layout)
-        return self.o_proj(out.flatten(-2))
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[B, T, H D] -> [B, T, H, D], for as many heads as there are."""
-        return x.unflatten(-1, (-1, self.head_dim))
+    def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
+        """From x [B, T, E] to q, k and v, with `norm` before them."""
+        return HeadProjections(
+            query=self.q_proj,
+            key=self.k_proj,
+            value=self.v_proj,
+            heads=self.config.heads,
+            key_heads=self.config.kv_heads,
+            head_dim=self.config.head_dim,
+            rotation=rotation,
+            norm=norm,
+            query_norm=self.q_norm,
+            key_norm=self.k_norm,
+        )
 
 
 class MLP(nn.Module):

@@ -33,6 +33,10 @@ class Rotation:
         wide = torch.promote_types(dtype, torch.float32)
         return cls(angles.cos().to(wide), angles.sin().to(wide))
 
+    def of_tokens(self, tokens: slice) -> Rotation:
+        """The angles of some of the tokens."""
+        return Rotation(self.cos[tokens], self.sin[tokens])
+
     def __call__(self, x: Tensor) -> Tensor:
         """Turns each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
         a, b = x.chunk(2, dim=-1)

@@ -1,0 +1,430 @@
+"""UPipe in training: frozen weights, FSDP2, checkpointing, autocast; what it keeps, what it sends, what it refuses."""
+
+import gc
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_attention_upipe import (
+    BATCH,
+    DIM,
+    USP,
+    WIDTH,
+    Case,
+    Composition,
+    Heads,
+    Projected,
+    Result,
+    differentiated,
+    expected,
+    inputs,
+    joined,
+    wrong,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from armillary.attention import AttentionMask, Method, Ulysses, UPipe
+from armillary.core import CommLedger, SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+GROUPED = Case(Heads(8, 4, 2), ("norm", "rope"))
+EVEN = GROUPED._replace(length=32)
+
+# -- frozen weights -------------------------------------------------------------------------------------------------
+
+
+class Forbidden(torch.autograd.Function):
+    """Whatever passes here has no gradient, and an attempt to compute one fails."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *_: Tensor) -> Tensor:
+        raise AssertionError("a gradient is computed that nobody needs")
+
+
+class Guarded(Projected):
+    """Fails where a gradient is computed of a frozen base weight, or of x where `x_is_frozen`."""
+
+    frozen: tuple[str, ...] = ()
+    x_is_frozen = False
+
+    def freeze(self, what: str) -> None:
+        self.x_is_frozen = what in ("x", "everything")
+        if what in ("all weights", "everything"):
+            self.requires_grad_(False)
+        for name in {"queries": "q", "keys": "k", "keys and values": "kv"}.get(what, ""):
+            self.weights[name].requires_grad_(False)
+        self.frozen = tuple(name for name, weight in self.weights.items() if not weight.requires_grad)
+
+    def weight(self, name: str) -> Tensor:
+        return Forbidden.apply(self.weights[name]) if name in self.frozen else self.weights[name]
+
+    def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
+        return super().project(name, Forbidden.apply(x) if self.x_is_frozen else x, heads)
+
+
+def partly_frozen(case: Case, what: str) -> Result:
+    """As `on_rank`, by `backward`."""
+    attend = USP.build(case.heads.stage)
+    layout = attend.layout(case.length)
+    x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(case))
+    positions = layout.positions(attend.shard)
+    weights = Guarded(*case.heads[:2], positions, case.options)
+    weights.freeze(what)
+    x.requires_grad_(not weights.x_is_frozen)
+    out = attend.projected(x, weights, mask=case.mask, layout=layout)
+    assert out.requires_grad == (what != "everything")
+    if out.requires_grad:
+        out.backward(dout)
+    tensors = {"x": x, **dict(weights.named_parameters())}
+    assert all((tensor.grad is not None) == tensor.requires_grad for tensor in tensors.values())
+    gradients = {f"d{name}": tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+    return {"positions": positions, "out": out.detach(), **gradients}
+
+
+@pytest.mark.parametrize("what", ["base", "queries", "keys", "keys and values", "all weights", "x", "everything"])
+def test_what_is_frozen_has_no_gradient_computed_and_the_rest_has_its_own(worlds, what):
+    case = GROUPED._replace(options=("lora", "rope") if what == "base" else ("bias", "norm", "rope"))
+    got, exact = joined(worlds(4).run(partly_frozen, case, what)), expected(case)
+    assert all(relative_error(got[name], exact[name]) < 1e-10 for name in got), got.keys()
+    if what == "base":
+        assert got.keys() == exact.keys()
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer whose projections FSDP gathers, casts and frees."""
+
+    def __init__(self, attend: Method, layout: SequenceLayout, options: tuple[str, ...], seed: int) -> None:
+        super().__init__()
+        self.attend, self.layout = attend, layout
+        self.projections = Projected(8, 4, layout.positions(attend.shard), options, seed)
+        self.back = nn.Linear(8 * DIM, WIDTH, bias=False, dtype=torch.float64)
+        nn.init.normal_(self.back.weight, std=0.1, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.attend.projected(x, self.projections, mask=AttentionMask(), layout=self.layout)
+        return x + self.back(heads.flatten(2))
+
+
+def trained(model: nn.Module, x: Tensor, dout: Tensor) -> Result:
+    """dx, and the gradient of each parameter summed over ranks, each summed over two batches."""
+    x, total = x.clone().requires_grad_(), Result()
+    for scale in (1.0, 0.5):
+        model.zero_grad()
+        model(x * scale).backward(dout)
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        total = {name: total.get(name, 0) + gradient for name, gradient in gradients.items()}
+    return {"x": x.grad, **total}
+
+
+def whole(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    dist.all_reduce(gradient)
+    return gradient
+
+
+def sharded(model: nn.Module, reshard: bool, precision: MixedPrecisionPolicy) -> nn.Module:
+    """FSDP2 over all ranks, with gradients that are sums."""
+    ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=ranks, reshard_after_forward=reshard, mp_policy=precision)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def errors_under_fsdp(reshard: bool, mixed: bool, options: tuple[str, ...]) -> dict[str, float]:
+    """How far each gradient is from that without FSDP, in the same precision."""
+    attend = USP.build(2, prefetch=reshard)
+    layout = attend.layout(EVEN.length)
+    x, dout = layout.take(inputs(EVEN)[0], attend.shard), layout.take(inputs(EVEN)[0].roll(1), attend.shard)
+    plain, model = (nn.Sequential(*(Block(attend, layout, options, seed) for seed in (1, 2))) for _ in range(2))
+    precision = MixedPrecisionPolicy()
+    if mixed:
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        x, dout, plain, model = x.bfloat16(), dout.bfloat16(), plain.bfloat16(), model.float()
+    exact = trained(plain, x, dout)
+    model = sharded(model, reshard, precision)
+    got = trained(model, x, dout)
+    assert got.keys() == exact.keys()
+    return {name: relative_error(got[name], exact[name]) for name in exact}
+
+
+@pytest.mark.parametrize(
+    ("reshard", "mixed", "options"),
+    [
+        *((True, False, ("bias", "norm", "rope")), (False, False, ("bias", "norm", "rope"))),
+        *((True, False, ("lora", "rope")), (True, True, ("norm", "rope")), (False, True, ("norm", "rope"))),
+    ],
+    ids=["reshard", "no reshard", "lora", "mixed precision", "mixed precision, no reshard"],
+)
+def test_gradients_under_fsdp_are_those_without(worlds, reshard, mixed, options):
+    for errors in worlds(4).run(errors_under_fsdp, reshard, mixed, options):
+        # FSDP may have autograd hand over gradients that have not been rounded to bfloat16.
+        assert max(errors.values()) < (1e-2 if mixed else 1e-10), errors
+
+
+# -- recomputation --------------------------------------------------------------------------------------------------
+
+
+def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
+    kept = op.namespace == "armillary"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(composition: Composition, how: str) -> tuple[list[Tensor], int, int]:
+    """Gradients, and bytes sent in each phase. All of backward is booked as such but what a recomputation sends."""
+    attend = composition.build(2)
+    layout = attend.layout(EVEN.length)
+    block = Block(attend, layout, ("norm", "rope"), seed=1)
+    x = layout.take(inputs(EVEN)[0], attend.shard).requires_grad_()
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if how == "keep" else {}
+    with CommLedger() as ledger:
+        out = block(x) if how == "plain" else checkpoint(block, x, use_reentrant=False, **contexts)
+        gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+    return list(gradients), ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
+
+
+@pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
+def test_a_checkpoint_that_keeps_attention_does_not_attend_again(worlds, composition):
+    world = worlds(composition.ring * composition.ulysses)
+    plain, kept, again = (world.run(checkpointed, composition, how) for how in ("plain", "keep", "recompute"))
+    for (exact, forward, backward), (kept_got, *kept_sent), (again_got, *again_sent) in zip(
+        plain, kept, again, strict=True
+    ):
+        assert kept_sent == [forward, backward] and forward > 0 and backward > 0
+        assert again_sent == [2 * forward, backward]
+        assert all(map(torch.equal, kept_got, exact)) and all(map(torch.equal, again_got, exact))
+
+
+class Dropping(Projected):
+    """Dropout before the projections, as LoRA has it."""
+
+    def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
+        return super().project(name, F.dropout(x, 0.5), heads)
+
+
+def dropped() -> tuple[float, float]:
+    """<dout, out> and <dweight, weight> of the values, where out is the values: linear in their weight."""
+    attend = Composition(1, 2).build(2)
+    layout = attend.layout(EVEN.length)
+    x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(EVEN))
+    weights = Dropping(8, 4, layout.positions(attend.shard))
+    out = attend.projected(x, weights, mask=AttentionMask(window=(0, 0)), layout=layout)
+    (gradient,) = torch.autograd.grad(out, [weights.weights["v"]], dout)
+    return (out * dout).sum().item(), (gradient * weights.weights["v"]).sum().item()
+
+
+def test_dropout_drops_the_same_in_the_recomputation(worlds):
+    forward, backward = (sum(values) for values in zip(*worlds(2).run(dropped), strict=True))
+    assert abs(forward - backward) < 1e-9 * abs(forward)
+
+
+def autocast() -> Result:
+    """In bfloat16 by autocast, with float32 weights; backward is outside it, as it is to be."""
+    attend = USP.build(2)
+    layout = attend.layout(EVEN.length)
+    x, dout = (layout.take(tensor, attend.shard).float() for tensor in inputs(EVEN))
+    positions = layout.positions(attend.shard)
+    weights = Projected(8, 4, positions, EVEN.options).float()
+    x.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend.projected(x, weights, mask=AttentionMask(), layout=layout)
+    assert out.dtype == torch.bfloat16
+    return {"positions": positions, **differentiated(out, dout.bfloat16(), x, weights)}
+
+
+def test_autocast_is_in_force_in_the_recomputation_too(worlds):
+    assert not wrong(EVEN._replace(dtype=torch.bfloat16), worlds(4).run(autocast))
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the memory behind every tensor that Python knows of."""
+    gc.collect()
+    found = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def eventually_new(known: set[int]) -> dict[int, int]:
+    """The memory that is still there, beside what is known, when gloo's threads have let go of what they sent."""
+    for _ in range(20):
+        new = {at: n for at, n in storages().items() if at not in known}
+        if not any(new.values()):
+            break
+        time.sleep(0.05)
+    return new
+
+
+def kept(composition: Composition, case: Case) -> tuple[int, int, int]:
+    """Bytes that the graph keeps, without parameters; that x, out and lse have; and that others keep alive."""
+    attend = composition.build(case.heads.stage)
+    layout = attend.layout(case.length)
+    x = layout.take(inputs(case)[0], attend.shard).requires_grad_()
+    weights = Projected(*case.heads[:2], layout.positions(attend.shard), case.options)
+    attend.projected(x, weights, mask=case.mask, layout=layout)  # what is cached is there after this
+    before, saved = storages(), dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = attend.projected(x, weights, mask=case.mask, layout=layout)
+    others = sum(eventually_new({*before, *saved, out.data_ptr()}).values())
+    parameters = {p.data_ptr() for p in weights.parameters()}
+    total = sum(n for at, n in saved.items() if at not in parameters)
+    return total, x.nbytes + out.nbytes + out[..., 0].nbytes, others
+
+
+def each_kept(composition: Composition, heads: list[Heads]) -> list[tuple[int, int, int]]:
+    return [kept(composition, EVEN._replace(heads=some)) for some in heads]
+
+
+@pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
+def test_only_x_out_and_lse_are_kept(worlds, composition):
+    heads = [Heads(8, 4, 2), Heads(8, 8, None), Heads(8, 1, 4)]
+    for rank in worlds(composition.ring * composition.ulysses).run(each_kept, composition, heads):
+        assert [(total, others) for total, _, others in rank] == [(allowed, 0) for _, allowed, _ in rank]
+
+
+class Watched(Projected):
+    """Notes how many heads, projected in earlier stages, are still alive when the next are asked for."""
+
+    def watch(self) -> None:
+        self.alive: dict[str, list[tuple[int, StorageWeakRef]]] = {"q": [], "k": [], "v": []}
+        self.most = dict.fromkeys(self.alive, 0)
+
+    def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
+        held = sum(n for n, storage in self.alive[name] if not storage.expired())
+        self.most[name] = max(self.most[name], held)
+        y = super().project(name, x, heads)
+        self.alive[name].append((len(heads), StorageWeakRef(y.untyped_storage())))
+        return y
+
+
+def most_alive(heads: Heads, prefetch: bool) -> list[dict[str, int]]:
+    """In forward, and in both phases."""
+    attend = Composition(1, 2).build(heads.stage, prefetch=prefetch)
+    layout = attend.layout(EVEN.length)
+    x, dout = layout.take(inputs(EVEN)[0], attend.shard), torch.ones(BATCH, 16, heads.queries, DIM, dtype=torch.float64)
+    weights = Watched(*heads[:2], layout.positions(attend.shard), ("rope",))
+    weights.watch()
+    out = attend.projected(x.requires_grad_(), weights, mask=AttentionMask(), layout=layout)
+    forward = dict(weights.most)
+    out.backward(dout)
+    return [forward, weights.most]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_no_more_than_a_stage_of_heads_is_alive_when_the_next_is_projected(worlds, prefetch):
+    for heads in (Heads(16, 16, 2), Heads(16, 8, 2), Heads(16, 4, 4)):
+        for phases in worlds(2).run(most_alive, heads, prefetch):
+            for most in phases:
+                assert all(n <= (1 + prefetch) * heads.stage for n in most.values()), (heads, phases)
+
+
+def twice_backward() -> bool:
+    """Whether a graph that is kept gives the same gradients again."""
+    attend = USP.build(2)
+    layout = attend.layout(EVEN.length)
+    block = Block(attend, layout, ("norm", "rope"), seed=1)
+    x = layout.take(inputs(EVEN)[0], attend.shard).requires_grad_()
+    loss = block(block(x)).square().sum()  # one set of weights in two layers
+    once = torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=True)
+    return all(map(torch.equal, once, torch.autograd.grad(loss, [x, *block.parameters()])))
+
+
+def test_a_graph_can_be_gone_through_twice(worlds):
+    assert all(worlds(4).run(twice_backward))
+
+
+# -- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def bytes_sent(attend: Method, heads: Heads) -> tuple[int, int]:
+    """All-to-all bytes in forward and backward, 8 tokens a rank. Nothing is sent in another way."""
+    layout = attend.layout(8 * attend.shards)
+    weights = Projected(heads.queries, heads.keys, layout.positions(attend.shard))
+    x = torch.randn(BATCH, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    with CommLedger() as ledger:
+        attend.projected(x, weights, mask=AttentionMask(), layout=layout).sum().backward()
+    forward, backward = (ledger.bytes(kind="all_to_all", phase=phase) for phase in ("forward", "backward"))
+    assert forward + backward == ledger.bytes()
+    return forward, backward
+
+
+def bytes_of_both(ranks: int, todo: list[Heads]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Of UPipe, and of Ulysses."""
+    axis = mesh(ulysses=ranks)["ulysses"]
+    methods = [(UPipe(axis, heads_per_stage=heads.stage), Ulysses(axis), heads) for heads in todo]
+    return [(bytes_sent(upipe, heads), bytes_sent(ulysses, heads)) for upipe, ulysses, heads in methods]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_forward_sends_what_ulysses_does_and_backward_no_more_than_ulysses_in_both(worlds, ranks):
+    """A key/value head comes in once, for all stages of its round; also where there are fewer than a stage has."""
+    todo = [
+        *(Heads(8, 8, 4), Heads(8, 4, 4), Heads(16, 8, 4), Heads(8, 8, 8), Heads(16, 4, 4), Heads(8, 4, None)),
+        *(Heads(8, 2, 4), Heads(16, 2, 8), Heads(8, 1, 4), *([Heads(8, 8, 2), Heads(8, 4, 2)] if ranks == 2 else [])),
+    ]
+    unit = (ranks - 1) * BATCH * 8 * DIM * 8 // ranks
+    for answers in worlds(ranks).run(bytes_of_both, ranks, todo):
+        for heads, ((forward, backward), (wanted, wanted_backward)) in zip(todo, answers, strict=True):
+            assert forward == wanted == unit * (2 * heads.queries + 2 * max(heads.keys, ranks)), heads
+            assert 0 < backward <= wanted + wanted_backward, heads
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusal(wrong: str) -> tuple[str, int]:
+    """What is said of one wrong argument on 4 head ranks, and bytes sent until then."""
+    axis, mask, heads = mesh(ulysses=4)["ulysses"], AttentionMask(), (8, 4)
+    stage = {"stage 6": 6, "stage 0": 0, "stage -4": -4}.get(wrong)
+    with CommLedger() as ledger:
+        try:
+            attend = UPipe(axis, inner=Ulysses(axis) if wrong == "inner" else None, heads_per_stage=stage)
+            layout = attend.layout(24)
+            heads = {"few heads": (3, 3), "groups": (8, 3)}.get(wrong, heads)
+            mask = AttentionMask(documents=(0, 9, 31)) if wrong == "documents" else mask
+            x = torch.zeros(BATCH, 7 if wrong == "tokens" else 6, WIDTH, dtype=torch.float64)
+            weights = Projected(*heads, torch.arange(x.shape[1]))
+            layout = {"no layout": None, "shards": SequenceLayout.contiguous(24, 3)}.get(wrong, layout)
+            attend.projected(x, weights, mask=mask, layout=layout)
+        except ValueError as refused:
+            return str(refused), ledger.bytes()
+    return "accepted", ledger.bytes()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        *(("stage 6", ["6", "4"]), ("stage 0", ["0", "4"]), ("stage -4", ["-4", "4"]), ("inner", ["inner"])),
+        *(("few heads", ["3", "4", "heads"]), ("groups", ["8", "3"]), ("documents", ["31", "24"])),
+        *(("tokens", ["7", "6"]), ("no layout", ["layout"]), ("shards", ["3", "shards"])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(worlds, wrong, words):
+    for said, sent in worlds(4).run(refusal, wrong):
+        assert said != "accepted" and sent == 0
+        assert all(word in said for word in words), said

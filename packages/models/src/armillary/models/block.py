@@ -1,0 +1,114 @@
+"""What the blocks of all models have in common: attention, and what follows it, on a residual stream."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
+from weakref import ref
+
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask, TokenProjections
+from armillary.core import SequenceLayout, label
+from armillary.models.offload import Kept
+from armillary.models.rope import Rotation
+from armillary.models.tokenwise import tokenwise
+
+
+class AttentionFunction(Protocol):
+    """What a layer calls: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. `layout`: where the T tokens lie.
+
+    If it has a method `projected` too, as armillary's have, that is called instead, with projections.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor: ...
+
+
+@runtime_checkable
+class ProjectedAttention(Protocol):
+    """Attention that makes q, k and v itself, when it needs them."""
+
+    def projected(
+        self, x: Tensor, projections: TokenProjections, *, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor: ...
+
+
+class Context:
+    """What the blocks are told about their tokens: the rotation of each, who sees whom, and where they lie.
+
+    Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
+    to reach those inside. Cosines in bfloat16 would blur positions.
+
+    `below` is what the block before this one keeps in the host's memory, if it does and that is still there.
+    """
+
+    def __init__(self, rotation: Rotation | None, mask: AttentionMask, layout: SequenceLayout | None) -> None:
+        self.rotation, self.mask, self.layout = rotation, mask, layout
+        self.below: ref[Kept] | None = None
+
+
+class Block(nn.Module):
+    """[B, T, E] -> [B, T, E]: attention, and then what follows it token by token, both added to the residual stream.
+
+    `run` is how the two are done: `plainly`, unless a checkpoint policy is set.
+    """
+
+    run: Callable[[Block, Tensor, Context], Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = plainly
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.run(self, x, context)
+
+    @property
+    @abstractmethod
+    def attention(self) -> AttentionFunction:
+        """What attends."""
+
+    @abstractmethod
+    def norm(self, x: Tensor) -> Tensor:
+        """x normed, as projections want it."""
+
+    @abstractmethod
+    def projections(self, context: Context, normed: bool) -> TokenProjections:
+        """From x to q, k and v: from x `normed` already, or from x as it is."""
+
+    @abstractmethod
+    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+        """What follows attention, token by token: from x [B, T, E] and out [B, T, H, D] to the block's result."""
+
+
+def attend(block: Block, x: Tensor, context: Context) -> Tensor:
+    """out [B, T, H, D], all of it differentiated by autograd."""
+    projections, x = block.projections(context, normed=True), block.norm(x)
+    with label("attention"):
+        if isinstance(block.attention, ProjectedAttention):
+            return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
+        q = projections.q(x, range(projections.heads))
+        k, v = projections.kv(x, range(projections.key_heads))
+        return block.attention(q, k, v, mask=context.mask, layout=context.layout)
+
+
+def plainly(block: Block, x: Tensor, context: Context) -> Tensor:
+    """The block as autograd has it: everything that backward might want is kept."""
+    out = attend(block, x, context)
+    with label("mlp"):
+        return block.rest(x, out)
+
+
+class Decoder(nn.Module):
+    """Blocks, and a norm at the end. `norm_in_pieces`: the norm keeps its input alone, and `piece` tokens at once."""
+
+    norm_in_pieces: bool = False
+    piece: int | None = None
+
+    def through(self, blocks: Iterable[nn.Module], norm: nn.Module, x: Tensor, context: Context) -> Tensor:
+        """Hidden states [B, T, E] after all blocks and the norm."""
+        for block in blocks:
+            x = block(x, context)
+        return tokenwise(norm, (x,), norm, self.piece) if self.norm_in_pieces else norm(x)

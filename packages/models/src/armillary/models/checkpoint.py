@@ -1,0 +1,205 @@
+"""What blocks keep for their backward pass: checkpoint policies, applied to a plain model from outside.
+
+    policy              kept of each block      computed again in backward
+    none                all that autograd wants nothing
+    layer               x                       all of it
+    attention_output    x, out, lse             all but attention (DistFlashAttention, arXiv 2310.03294)
+
+Under the last two a block is one `autograd.Function`. What surrounds attention is run on a few tokens at a time, q, k
+and v come in stages of heads where the method has some (UPipe), and residuals and gradients are added in place. So of
+tensors as large as x [B, T, E] there are, at a time: in forward x and out; in backward x, out, dy = dx and dout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from armillary.attention import Call, Method, Projected, UPipe
+from armillary.core import Totals, as_now, compat, label
+from armillary.core.ledger import phase
+from armillary.models import tokenwise
+from armillary.models.block import Block, Context, Decoder, attend, plainly
+from armillary.models.offload import Kept
+from armillary.models.owned import writable
+from armillary.models.tokenwise import trained
+
+Policy = Literal["none", "layer", "attention_output"]
+POLICIES: tuple[Policy, ...] = ("none", "layer", "attention_output")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """A policy and its options.
+
+    Args:
+        policy: what each block keeps.
+        offload: keep it in the host's memory.
+        ahead: bring it back while the block above is differentiated; otherwise after that, which takes one [B, T, E]
+            less and leaves less to hide the copying behind.
+        tiled: also under policy "none", run what follows attention in pieces that backward computes again.
+        piece: tokens that norms, projections and MLPs are run on at once; by default as `armillary.core.pieces` has it.
+
+    Raises:
+        ValueError: an unknown policy, or offload where nothing is kept to be offloaded.
+    """
+
+    policy: Policy = "none"
+    offload: bool = False
+    ahead: bool = True
+    tiled: bool = False
+    piece: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"checkpoint policy {self.policy!r}; known: {', '.join(POLICIES)}")
+        if self.offload and self.policy == "none":
+            raise ValueError("offload keeps checkpoints in the host's memory, and policy 'none' has none to keep")
+        if self.piece is not None and self.piece < 1:
+            raise ValueError(f"pieces of {self.piece} tokens: at least 1 is needed")
+
+    def apply(self, model: nn.Module) -> None:
+        """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again.
+
+        Raises:
+            ValueError: a policy other than "none" on attention that is no armillary method.
+        """
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        for block in blocks:
+            if self.policy != "none" and not isinstance(block.attention, Method):
+                kind = type(block.attention).__name__
+                raise ValueError(f"policy {self.policy!r} runs attention in parts; {kind} is no armillary method")
+        for block in blocks:
+            block.run = self.runner()
+        for module in model.modules():
+            if isinstance(module, Decoder):
+                module.norm_in_pieces = self.tiled or self.policy != "none"
+                module.piece = self.piece
+
+    def runner(self) -> Callable[[Block, Tensor, Context], Tensor]:
+        """How to run a block."""
+        if self.policy == "none":
+            return partial(run_tiled, self.piece) if self.tiled else plainly
+        return partial(run_checkpointed, self)
+
+
+def run_tiled(piece: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
+    """As `plainly`, but of what follows attention, only x and out are kept."""
+    out = attend(block, x, context)
+    with label("mlp"):
+        return tokenwise.tokenwise(block.rest, (x, out), block, piece)
+
+
+def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:
+    """Keeps what the policy says."""
+    projections = block.projections(context, normed=False)
+    upipe = UPipe.around(cast(Method, block.attention))
+    call = upipe.call_for(x, projections, mask=context.mask, layout=context.layout)
+    work = Work(options, block, context, upipe, call)
+    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *trained(block)))
+
+
+@dataclass
+class Work:
+    """One run of a block."""
+
+    options: Checkpointing
+    block: Block
+    context: Context
+    upipe: UPipe
+    call: Call
+
+    @property
+    def keeps_attention(self) -> bool:
+        return self.options.policy == "attention_output"
+
+    def source(self, x: Tensor, dx: Tensor | None = None, totals: Totals | None = None) -> Projected:
+        """q, k and v, a few heads at a time, made of x."""
+        projections = self.block.projections(self.context, normed=False)
+        return Projected(x, projections, self.options.piece, dx, Totals() if totals is None else totals)
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse, without autograd."""
+        with label("attention"):
+            return self.upipe.attend(self.source(x), self.call)
+
+    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+        """The block's result; in the memory of `out`, if that is not needed any more and large enough."""
+        fits = out.dtype == x.dtype and out.shape[2] * out.shape[3] == x.shape[2]
+        into = out.flatten(2) if fits and not self.keeps_attention else None
+        with label("mlp"):
+            return tokenwise.run(self.block.rest, (x, out), self.options.piece, into)
+
+    def keep(self, tensors: Sequence[Tensor]) -> Kept | None:
+        """Puts them into the host's memory, if asked to."""
+        if not self.options.offload:
+            return None
+        kept = Kept(tensors, None if self.context.below is None else self.context.below())
+        self.context.below = ref(kept)
+        return kept
+
+    def differentiate(self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: Totals, wants_dx: bool) -> None:
+        """Turns dx, which holds dy at first, into the gradient of x."""
+        source = self.source(x, dx if wants_dx else None, totals)
+        attention_too = wants_dx or any(p.requires_grad for p in source.projections.parameters())
+        dout = torch.empty_like(out) if attention_too else None
+        with label("mlp"):
+            grads = (source.dx, dout)
+            tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.options.piece)
+        if dout is not None:
+            with label("attention"):
+                self.upipe.differentiate(dout, source, out, lse, self.call)
+
+
+class CheckpointedBlock(torch.autograd.Function):
+    """A block as one step of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, x: Tensor, *params: Tensor) -> Tensor:
+        out, lse = work.attend(x)
+        kept = (x, out, lse) if work.keeps_attention else (x,)
+        ctx.work, ctx.autocast, ctx.kept = work, as_now(x.device.type), work.keep(kept)
+        # Parameters are not used from here, but autograd then notices if somebody has changed them meanwhile.
+        ctx.save_for_backward(*params, *(() if ctx.kept else kept))
+        ctx.params = len(params)
+        return work.rest(x, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        work: Work = ctx.work
+        dx, totals = writable(grad_outputs), Totals(trained(work.block))
+        with phase("backward"), ctx.autocast():
+            x, *attended = take(ctx)
+            out, lse = attended or work.attend(x)
+            work.differentiate(x, out, lse, dx, totals, ctx.needs_input_grad[1])
+        finish(ctx)
+        return None, dx if ctx.needs_input_grad[1] else None, *totals.result()
+
+
+def take(ctx: Any) -> Sequence[Tensor]:
+    """What the block has kept, on the device."""
+    saved: Sequence[Tensor] = ctx.saved_tensors[ctx.params :]
+    kept: Kept | None = ctx.kept
+    if kept is None:
+        return saved
+    tensors = kept.take()
+    if ctx.work.options.ahead:
+        kept.fetch_below()
+    return tensors
+
+
+def finish(ctx: Any) -> None:
+    """The block has been differentiated."""
+    kept: Kept | None = ctx.kept
+    if kept is not None:
+        kept.fetch_below()
+        if not compat.keeps_graph():
+            kept.release()

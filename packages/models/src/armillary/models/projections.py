@@ -1,0 +1,80 @@
+"""From hidden states to query, key and value heads, as many of them as somebody asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.models.rope import Rotation
+
+
+@dataclass(frozen=True)
+class HeadProjections:
+    """Linear projections [B, T, E] -> [B, T, H, D], with what comes before and after them: a `TokenProjections`.
+
+    Args:
+        query, key, value: from E to H D, K D and K D. Plain `nn.Linear`s compute the heads that are asked for; anything
+            else (LoRA adapters, float8, hooks) is called as a whole.
+        head_dim: D.
+        rotation: of queries and keys, for the tokens of x.
+        norm: of x, first.
+        query_norm, key_norm: of each head, before its rotation (Qwen3).
+    """
+
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    heads: int
+    key_heads: int
+    head_dim: int
+    rotation: Rotation | None = None
+    norm: nn.Module | None = None
+    query_norm: nn.Module | None = None
+    key_norm: nn.Module | None = None
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        q = self._project(self.query, self._normed(x), heads, self.heads)
+        return self._turned(q if self.query_norm is None else self.query_norm(q))
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        x = self._normed(x)
+        k = self._project(self.key, x, heads, self.key_heads)
+        v = self._project(self.value, x, heads, self.key_heads)
+        return self._turned(k if self.key_norm is None else self.key_norm(k)), v
+
+    def parameters(self) -> Iterable[Tensor]:
+        modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
+        return chain.from_iterable(module.parameters() for module in modules if module is not None)
+
+    def of_tokens(self, tokens: slice) -> HeadProjections:
+        return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        return x if self.rotation is None else self.rotation(x)
+
+    def _project(self, linear: nn.Module, x: Tensor, wanted: Sequence[int], count: int) -> Tensor:
+        """The wanted ones of `count` heads."""
+        if tuple(wanted) == tuple(range(count)):
+            return linear(x).unflatten(-1, (count, self.head_dim))
+        if not isinstance(linear, nn.Linear) or not plain(linear):
+            return linear(x).unflatten(-1, (count, self.head_dim))[:, :, list(wanted)]
+        rows, shift = (
+            None if p is None else p.unflatten(0, (count, self.head_dim))[list(wanted)].flatten(0, 1)
+            for p in (linear.weight, cast(Tensor | None, linear.bias))
+        )
+        assert rows is not None
+        return F.linear(x, rows, shift).unflatten(-1, (len(wanted), self.head_dim))
+
+
+def plain(linear: nn.Linear) -> bool:
+    """Whether calling the module multiplies by its weight, adds its bias, and does nothing else."""
+    hooks = (*linear._forward_hooks, *linear._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+    return type(linear) is nn.Linear and not hooks

@@ -1,0 +1,104 @@
+"""Functions of single tokens, run on a few tokens at a time: what they make on the way never exists for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from armillary.core import Totals, as_now, pieces
+
+TokenFunction = Callable[..., Tensor]
+"""From tensors [B, T, ...] to [B, T, E], each token by itself, and without randomness: it is run again in backward."""
+
+
+def tokenwise(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None) -> Tensor:
+    """`function(*inputs)`, differentiable, keeping the inputs alone: the rest is computed again, piece by piece.
+
+    Args:
+        inputs: [B, T, ...] each.
+        module: whose parameters `function` uses.
+        piece: tokens at once; by default as `armillary.core.pieces` has it.
+    """
+    return cast(Tensor, cast(Any, Tokenwise).apply(function, module, piece, len(inputs), *inputs, *trained(module)))
+
+
+def run(
+    function: TokenFunction, inputs: Sequence[Tensor], piece: int | None = None, into: Tensor | None = None
+) -> Tensor:
+    """`function(*inputs)`, without autograd, piece by piece.
+
+    Args:
+        into: where to put the result; may share memory with an input: each piece of that is read before.
+    """
+    for tokens in pieces(inputs[0].shape[1], piece):
+        y = function(*(x[:, tokens] for x in inputs))
+        if into is None:
+            into = y.new_empty((y.shape[0], inputs[0].shape[1], *y.shape[2:]))
+        into[:, tokens] = y
+        del y
+    assert into is not None
+    return into
+
+
+def differentiate(
+    function: TokenFunction,
+    inputs: Sequence[Tensor],
+    dy: Tensor,
+    grads: Sequence[Tensor | None],
+    totals: Totals,
+    piece: int | None = None,
+) -> None:
+    """Computes `function` again, piece by piece, and its gradients.
+
+    Args:
+        dy: [B, T, E].
+        grads: where the gradient of each input goes; None for one that needs none. One may be `dy` itself, of which
+            each piece is read before.
+        totals: what parameters' gradients are added to.
+    """
+    for tokens in pieces(dy.shape[1], piece):
+        parts = [x[:, tokens].detach().requires_grad_(g is not None) for x, g in zip(inputs, grads, strict=True)]
+        with torch.enable_grad():
+            y = function(*parts)
+        wanted = [part for part in parts if part.requires_grad]
+        shares: list[Tensor | None] = list(
+            torch.autograd.grad(y, [*wanted, *totals.parameters], dy[:, tokens], allow_unused=True)
+        )
+        del y
+        totals.add(shares[len(wanted) :])
+        for grad, share in zip((g for g in grads if g is not None), shares, strict=False):
+            grad[:, tokens] = 0 if share is None else share
+        del parts, wanted, shares
+
+
+class Tokenwise(torch.autograd.Function):
+    """A token-wise function that keeps its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: TokenFunction, module: nn.Module, piece: int | None, count: int, *tensors: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.module, ctx.piece, ctx.count = function, module, piece, count
+        ctx.autocast = as_now(tensors[0].device.type)
+        ctx.save_for_backward(*tensors)
+        return run(function, tensors[:count], piece)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs: Sequence[Tensor] = ctx.saved_tensors[: ctx.count]
+        needed = ctx.needs_input_grad[4 : 4 + ctx.count]
+        grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
+        totals = Totals(trained(ctx.module))
+        with ctx.autocast():
+            differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.piece)
+        return None, None, None, None, *grads, *totals.result()
+
+
+def trained(module: nn.Module) -> list[Tensor]:
+    """The parameters that want a gradient, as they are now: FSDP swaps them between forward and backward."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

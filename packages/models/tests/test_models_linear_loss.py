@@ -1,0 +1,274 @@
+"""The head and the token loss in one: what `token_loss` gives, with no tensor as large as the logits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from armillary.core.testing import mesh, relative_error
+from armillary.models import Llama, LlamaConfig, initialize, token_loss
+from armillary.models.linear_loss import chunk_rows, linear_token_loss
+
+B, T, E, V = 2, 37, 12, 101
+needs_torch = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="needs torch 2.13")
+BACKENDS = ["own", pytest.param("torch", marks=needs_torch)]
+SMALL = LlamaConfig(vocab_size=11, dim=6, layers=1, heads=3, kv_heads=3, hidden_dim=10)
+
+
+def inputs(dtype=torch.float64, tokens=T, device="cpu"):
+    """Hidden states, weight, bias and labels of which one in four is ignored."""
+    torch.manual_seed(0)
+    shapes = (B, tokens, E), (V, E), (V,)
+    leaves = [torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in shapes]
+    labels = torch.randint(V, (B, tokens), device=device)
+    return *leaves, labels.where(torch.rand(B, tokens, device=device) > 0.25, -100)
+
+
+def plain(hidden, weight, bias, labels):
+    return token_loss(F.linear(hidden, weight, bias), labels)[0]
+
+
+def result(loss, *leaves, upstream=1 / 17.3):
+    """The loss and, for an upstream gradient that is no power of two, what each leaf gets."""
+    return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream), retain_graph=True)
+
+
+def exact(hidden, weight, bias, labels):
+    """In float64, of the same numbers."""
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    return result(plain(*leaves, labels), *leaves)
+
+
+def errors(got, expected):
+    return [relative_error(g, e) for g, e in zip(got, expected, strict=True)]
+
+
+class Allocations(TorchDispatchMode):
+    """The most elements of any tensor that an operation returned, and the names of the operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.names = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, B * T, 1000])
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-10), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_is_the_token_loss_of_the_logits(backend, dtype, limit, chunk):
+    hidden, weight, bias, labels = inputs(dtype)
+    total, count = linear_token_loss(hidden, weight, labels, bias=bias, chunk=chunk, backend=backend)
+    assert total.dtype == dtype
+    assert count.item() == (labels != -100).sum().item()
+    assert max(errors(result(total, hidden, weight, bias), exact(hidden, weight, bias, labels))) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_low_precision_is_as_exact_as_with_all_logits_whatever_the_chunk(dtype, chunk):
+    hidden, weight, bias, labels = inputs(dtype, tokens=1024)
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=chunk)[0]
+    assert total.dtype == torch.float32
+    expected, leaves = exact(hidden, weight, bias, labels), (hidden, weight, bias)
+    got, usual = (errors(result(loss, *leaves), expected) for loss in (total, plain(*leaves, labels)))
+    # d(hidden) is rounded once more, when it is scaled.
+    assert all(g < 1.5 * u + 1e-6 for g, u in zip(got, usual, strict=True)), (got, usual)
+
+
+@needs_torch
+def test_why_torch_is_not_used_in_bfloat16():
+    hidden, weight, bias, labels = inputs(torch.bfloat16, tokens=1024)
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=4, backend="torch")[0]
+    found = errors(result(total, hidden, weight, bias), exact(hidden, weight, bias, labels))
+    assert found[0] > 0.1 and found[2] > 0.01, f"torch is more exact now, by {found}: use it?"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_and_no_bias(backend):
+    hidden, weight, bias, _ = inputs(tokens=1)
+    hidden, labels = hidden[:1].detach().requires_grad_(), torch.tensor([[7]])
+    total, count = linear_token_loss(hidden, weight, labels, backend=backend)
+    expected = exact(hidden, weight, 0 * bias, labels)[:3]
+    assert count.item() == 1
+    assert max(errors(result(total, hidden, weight), expected)) < 1e-10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_valid_label_costs_nothing(backend, dtype):
+    hidden, weight, bias, labels = inputs(dtype)
+    none = torch.full_like(labels, -1)
+    total, count = linear_token_loss(hidden, weight, none, bias=bias, ignore=-1, chunk=5, backend=backend)
+    assert (total.item(), count.item(), total.dtype) == (0.0, 0, torch.float32)
+    assert not any(gradient.any() for gradient in result(total, hidden, weight, bias)[1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {1, 2}, {0, 1}])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_does(backend, frozen):
+    *leaves, labels = inputs()
+    expected = exact(*leaves, labels)[1:]
+    for i in frozen:
+        leaves[i].requires_grad_(False)
+    total = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], chunk=5, backend=backend)[0]
+    (total / 17.3).backward()
+    assert {i for i, leaf in enumerate(leaves) if leaf.grad is None} == frozen
+    assert max(relative_error(x.grad, e) for x, e in zip(leaves, expected, strict=True) if x.grad is not None) < 1e-10
+
+
+def test_a_frozen_weight_costs_no_gradient():
+    hidden, weight, bias, labels = inputs()
+    total = linear_token_loss(hidden, weight.detach(), labels, bias=bias.detach(), chunk=5)[0]
+    assert [x is None for x in total.grad_fn.saved_tensors] == [False, True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_grad_mode_it_is_the_sum_alone(backend):
+    hidden, weight, bias, labels = inputs()
+    with torch.no_grad(), Allocations() as made:
+        total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5, backend=backend)[0]
+    assert not total.requires_grad
+    assert total.item() == pytest.approx(plain(hidden, weight, bias, labels).item(), rel=1e-12)
+    assert not made.names & {"mm", "addmm_", "scatter_"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_may_run_again_with_another_upstream_gradient(backend):
+    hidden, weight, bias, labels = inputs()
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5, backend=backend)[0]
+    first, second, third = (result(total, hidden, weight, bias, upstream=u)[1:] for u in (1.0, -3.0, 1.0))
+    assert all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
+    assert max(errors(second, [-3 * x for x in first])) < 1e-14
+
+
+def test_gradients_add_up_in_the_leaves():
+    hidden, weight, bias, labels = inputs()
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5)[0]
+    total.backward(retain_graph=True)
+    once = weight.grad.clone()
+    total.backward()
+    assert torch.equal(weight.grad, 2 * once)
+
+
+def test_no_tensor_is_as_large_as_the_logits():
+    hidden, weight, bias, labels = inputs(torch.bfloat16)
+    with Allocations() as made:
+        linear_token_loss(hidden, weight, labels, bias=bias, chunk=20)[0].backward()
+    assert max(B * T * E, V * E) < made.largest == 20 * V < B * T * V
+
+
+def test_what_lives_until_backward_and_no_longer():
+    hidden, weight, bias, labels = inputs(torch.bfloat16)
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5)[0]
+    assert sum(x.nbytes for x in total.grad_fn.saved_tensors) == B * T * E * 2 + V * E * 4 + V * 4
+    total.backward()
+    with pytest.raises(RuntimeError, match="already been freed"):
+        _ = total.grad_fn.saved_tensors
+
+
+def test_z_loss_adds_squared_log_partition_functions():
+    hidden, weight, bias, labels = inputs()
+    logits = F.linear(hidden, weight, bias)
+    expected = token_loss(logits, labels)[0] + 0.1 * logits.logsumexp(-1)[labels != -100].square().sum()
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5, z_loss=0.1)[0]
+    leaves = hidden, weight, bias
+    assert max(errors(result(total, *leaves), result(expected, *leaves))) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_autocast_it_multiplies_as_a_linear_layer_does(backend):
+    hidden, weight, bias, labels = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        total = linear_token_loss(hidden, weight, labels, bias=bias, backend=backend)[0]
+        usual = plain(hidden, weight, bias, labels)
+    got, expected = (result(loss, hidden, weight, bias) for loss in (total, usual))
+    assert [x.dtype for x in got] == [torch.float32] * 4
+    assert relative_error(expected[1], exact(hidden, weight, bias, labels)[1]) > 1e-5
+    assert max(errors(got, expected)) < 1e-2
+
+
+def attend(q, k, v, *, mask, layout):
+    return q * k + v
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tied_table_gets_both_gradients(backend):
+    config, tokens = replace(SMALL, tied_embeddings=True), torch.arange(10)[None]
+    model = Llama(config, attend)
+    initialize(model, seed=0)
+    model, parameters = model.double(), list(model.parameters())
+    loss = model(tokens, head=lambda hidden, weight: linear_token_loss(hidden, weight, tokens, backend=backend)[0])
+    expected = result(token_loss(model(tokens), tokens)[0], *parameters)
+    assert max(errors(result(loss, *parameters), expected)) < 1e-10
+
+
+def sharded_gradients(config, tokens, backend):
+    with torch.device("meta"):
+        model = Llama(config, attend)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh(shard=2)["shard"])
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    loss = model(tokens, head=lambda hidden, weight: linear_token_loss(hidden, weight, tokens, backend=backend)[0])
+    loss.backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_under_fsdp_the_weight_is_whole_and_gets_its_gradient(worlds, tied, backend):
+    config, tokens = replace(SMALL, tied_embeddings=tied), torch.arange(10)[None]
+    model = Llama(config, attend)
+    initialize(model, seed=0)
+    token_loss(model(tokens), tokens)[0].backward()
+    # Both ranks hold the same row, so FSDP's average is the gradient of one.
+    for got in worlds(2).run(sharded_gradients, config, tokens, backend):
+        assert max(relative_error(got[name], x.grad) for name, x in model.named_parameters()) < 2e-6
+
+
+def test_chunks_stay_within_their_bytes():
+    assert chunk_rows(512, 64, 1000, itemsize=4) == 512
+    assert chunk_rows(0, 64, 1000) == 1
+    assert chunk_rows(1, 4096, 10**9) == 1
+    for tokens in (8192, 655360):
+        rows = chunk_rows(tokens, 4096, 128256)
+        assert 0.45 < rows * 128256 * 6 / ((tokens + 128256) * 4096 * 2) <= 0.51
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": torch.zeros(T, E)}, r"got \(37, 12\), \(101, 12\), \(2, 37\)"),
+        ({"weight": torch.zeros(V, E + 1)}, r"got \(2, 37, 12\), \(101, 13\), \(2, 37\)"),
+        ({"labels": torch.zeros(B, T - 1).long()}, r"\(2, 36\)"),
+        ({"labels": torch.zeros(B, T)}, "labels must be integers.* got torch.float32"),
+        ({"bias": torch.zeros(1)}, r"\(2, 37\), \(1,\)"),
+        ({"weight": torch.zeros(V, E).bfloat16()}, "one dtype outside of autocast; got .*bfloat16"),
+        ({"chunk": 0}, "chunk 1 token at least; got torch.int64 and 0"),
+        ({"backend": "auto"}, "backend must be one of own, torch; got 'auto'"),
+        ({"backend": "torch", "z_loss": 0.5}, "no z_loss, and needs torch 2.13; got 0.5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    call = {"hidden": torch.zeros(B, T, E), "weight": torch.zeros(V, E), "labels": torch.zeros(B, T).long()}
+    call |= change
+    with pytest.raises(ValueError, match=message):
+        linear_token_loss(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-10), (torch.float32, 2e-6), (torch.bfloat16, 5e-3)])
+def test_on_a_gpu(dtype, limit):
+    hidden, weight, bias, labels = inputs(dtype, tokens=1024, device="cuda")
+    total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=16)[0]
+    assert max(errors(result(total, hidden, weight, bias), exact(hidden, weight, bias, labels))) < limit
