@@ -11,10 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from armillary.models import Checkpointing
 from armillary.train import (
     Config,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     Summary,
     TrainConfig,
@@ -62,6 +64,8 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
         ({"ring": 2, "ulysses": 2}, "zigzag"),
         ({"ring": 4, "attention": "wallfacer"}, "zigzag"),
         ({"ring": 2, "ulysses": 2, "attention": "ulysses+token_ring"}, "zigzag"),
+        ({"ulysses": 4, "attention": "upipe"}, "zigzag"),
+        ({"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer", "heads_per_stage": 4}, "zigzag"),
         ({"shard": 2, "ring": 2}, "zigzag"),
         ({"replicate": 2, "ulysses": 2}, "zigzag"),
         ({"replicate": 2, "shard": 2}, "contiguous"),
@@ -76,6 +80,32 @@ def test_twenty_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_p
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
     assert max(differences) < 1e-5
     assert abs(summary.validation_loss - one_rank.validation_loss) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "on_host"),
+    [
+        (Checkpointing("none", tiled=True, piece=9), False),
+        (Checkpointing("layer"), True),
+        (Checkpointing("layer", offload=True, piece=16), False),
+        (Checkpointing("attention_output"), False),
+        (Checkpointing("attention_output", offload=True, ahead=False, piece=50), True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("attention", ["usp", "upipe+ring"])
+def test_twenty_steps_give_the_same_losses_under_every_checkpoint_policy(
+    worlds, one_rank, tmp_path, checkpointing, on_host, attention
+):
+    config = replace(
+        SMALL,
+        parallel=ParallelConfig(shard=1, ring=2, ulysses=2, attention=attention),
+        checkpointing=checkpointing,
+        optimizer=OptimizerConfig(on_host=on_host),
+    )
+    summary, _ = on(worlds, 4, config, tmp_path)
+    differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
+    assert len(differences) == 20 and max(differences) < 1e-5
 
 
 def test_the_loss_falls(one_rank):

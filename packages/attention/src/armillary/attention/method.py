@@ -35,6 +35,8 @@ class Method(ABC):
     """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
     head_axis: Axis | None = None
     """The axis that divides the heads, where there is one."""
+    kernel: str | Kernel | None = None
+    """The kernel of calls that name none, or its name; None: the first that takes the inputs."""
 
     @property
     def inside(self) -> Method:
@@ -250,7 +252,7 @@ class Method(ABC):
             key_layout,
             Scores(q.shape[-1] ** -0.5 if scale is None else scale, inputs.softcap),
             key_heads_of(q.shape[2], k.shape[2]),
-            choose_kernel(inputs, kernel),
+            choose_kernel(inputs, self.kernel if kernel is None else kernel),
         )
 
     def call_for(

@@ -72,14 +72,20 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_process_group(device_type: str, timeout: timedelta = TIMEOUT) -> None:
-    """Starts the default process group: from torchrun's environment, or one rank alone where there is none."""
+def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too: bool = False) -> None:
+    """Starts the default process group: from torchrun's environment, or one rank alone where there is none.
+
+    Args:
+        host_too: collectives of tensors in the host's memory will be needed beside those of the device's.
+    """
     if device_type not in BACKENDS:
         raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
+    both = ",".join(f"{device}:{backend}" for device, backend in BACKENDS.items())
+    backend = both if host_too and device_type != "cpu" else BACKENDS[device_type]
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(BACKENDS[device_type], timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 @dataclass(frozen=True)

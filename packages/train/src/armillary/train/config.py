@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from armillary.models import Checkpointing
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -36,7 +38,9 @@ class ParallelConfig:
     ulysses: int | None = None
     """Head axis; by default as large as ring at most: of 4 ranks, ring 2 x ulysses 2; of 8, ring 4 x ulysses 2."""
     attention: str = "usp"
-    """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, or a pair such as ulysses+wallfacer."""
+    """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, upipe, or a pair such as upipe+ring."""
+    heads_per_stage: int | None = None
+    """Query heads that upipe works on at a time, over all ulysses ranks; by default one for each rank."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class OptimizerConfig:
     beta2: float = 0.95
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    on_host: bool = False
+    """Keep master weights, their gradients and AdamW's state in the host's memory, and step there."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from math import isqrt
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from armillary.attention import Method
 from armillary.core import compat
@@ -64,22 +66,36 @@ def check_heads(attention: Method, heads: int, kv_heads: int, head_dim: int) -> 
     attention.check(q, k, k)
 
 
-def shard_model(model: Llama, mesh: DeviceMesh, precision: torch.dtype) -> None:
+def shard_model(model: Llama, mesh: DeviceMesh, precision: torch.dtype, on_host: bool = False) -> None:
     """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, copied over replicate.
 
-    Gradients are summed over all ranks, not averaged: the loss is already divided by the global token count.
+    Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
+    summed over all ranks, not averaged: the loss is already divided by the global token count.
+
+    Args:
+        precision: of forward and backward; gradients are reduced in float32.
+        on_host: parameters and gradients stay in the host's memory, and so does what the optimizer keeps of them.
     """
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     sharding = compat.flatten(mesh, ("shard", "ring", "ulysses"), "fsdp")
     if mesh["replicate"].size() > 1:
         sharding = compat.join(mesh["replicate"], sharding)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=sharding, mp_policy=policy)
-    fully_shard(model, mesh=sharding, mp_policy=policy)
+    for module, keep in units(model):
+        fully_shard(module, mesh=sharding, mp_policy=policy, offload_policy=place, reshard_after_forward=not keep)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def units(model: Llama) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules whose parameters are gathered together, inner ones first; and whether they stay until after backward."""
+    yield from ((layer, False) for layer in model.model.layers)
+    if model.lm_head is not None:
+        yield model.model.embed_tokens, False
+        yield model.lm_head, True  # its backward follows at once
+    yield model, True
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from armillary.data import (
     read_documents,
     split_documents,
 )
-from armillary.models import Llama, LlamaConfig, initialize, token_loss
+from armillary.models import Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.train.checkpoint import save_checkpoint, write_config
 from armillary.train.config import Config, ModelConfig, OptimizerConfig, check
 from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
@@ -82,7 +83,9 @@ def process_group(config: Config) -> Generator[torch.device]:
     device = choose_device(config.train)
     mine = not dist.is_initialized()
     if mine:
-        start_process_group(device.type, timedelta(minutes=config.train.timeout_minutes))
+        start_process_group(
+            device.type, timedelta(minutes=config.train.timeout_minutes), host_too=config.optimizer.on_host
+        )
     yield device
     if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
         dist.destroy_process_group()
@@ -96,7 +99,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     """
     timeout = timedelta(minutes=config.train.timeout_minutes)
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
-    attention = build_attention(config.parallel.attention, mesh)
+    attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
     model_config = llama_config(config.model)
     check_heads(attention, model_config.heads, model_config.kv_heads, model_config.head_dim)
     layout = attention.layout(config.data.sequence_length, config.data.layout)
@@ -106,8 +109,9 @@ def prepare(config: Config, device: torch.device) -> Run:
     training, validation = load_rows(config, layout, attention.shard, replica, replicas)
     with torch.device("meta"):
         model = Llama(model_config, attention)
-    shard_model(model, mesh, precision(config, device))
-    model.to_empty(device=device)
+    config.checkpointing.apply(model)
+    shard_model(model, mesh, precision(config, device), config.optimizer.on_host)
+    model.to_empty(device="cpu" if config.optimizer.on_host else device)
     initialize(model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     return Run(config, device, Axis.of(data_mesh(mesh)), layout, model, optimizer, training, validation)
@@ -212,8 +216,8 @@ def global_loss(run: Run, batch: Batch) -> Tensor:
     """This rank's share of the mean loss over all labelled tokens of the global batch: the shares add up to it."""
     tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
     positions = batch.positions.to(run.device)
-    logits = run.model(tokens, positions=positions, mask=AttentionMask(causal=True), layout=run.layout)
-    total, count = token_loss(logits, labels)
+    head = partial(linear_token_loss, labels=labels)
+    total, count = run.model(tokens, positions=positions, mask=AttentionMask(causal=True), layout=run.layout, head=head)
     return total / summed(run, count.to(total.dtype))
 
 

@@ -1,0 +1,205 @@
+"""Checkpoint policies change what is kept, and nothing else."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from armillary.attention import AttentionMask, Local, UPipe
+from armillary.core.testing import relative_error
+from armillary.models import Checkpointing, Llama, LlamaConfig, initialize, linear_token_loss, tokenwise
+from armillary.models.block import Context
+from armillary.models.rope import Rotation
+from armillary.models.tokenwise import TokenFunction
+
+SIZES = {"vocab_size": 50, "dim": 32, "layers": 3, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
+TOKENS = torch.arange(2 * 37).view(2, 37) % 50
+
+POLICIES = [
+    Checkpointing("none", tiled=True, piece=7),
+    Checkpointing("layer"),
+    Checkpointing("layer", piece=8),
+    Checkpointing("layer", offload=True, piece=8),
+    Checkpointing("layer", offload=True, ahead=False),
+    Checkpointing("attention_output", piece=5),
+    Checkpointing("attention_output", offload=True),
+]
+
+
+def build(options: Checkpointing, dtype: torch.dtype, stage: int | None = None, **config) -> Llama:
+    model = Llama(LlamaConfig(**SIZES | config), Local() if stage is None else UPipe.around(Local(), stage)).to(dtype)
+    initialize(model, 0)
+    for i, parameter in enumerate(p for p in model.parameters() if p.ndim == 1):
+        nn.init.normal_(parameter, 1.0, 0.3, generator=torch.Generator().manual_seed(i))
+    options.apply(model)
+    return model
+
+
+def loss_of(model: Llama) -> Tensor:
+    return model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
+
+
+def gradients(model: Llama) -> list[Tensor]:
+    loss = loss_of(model)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+@pytest.mark.parametrize("stage", [None, 2])
+@pytest.mark.parametrize("config", [{}, {"qk_norm": True, "qkv_bias": True}, {"tied_embeddings": True, "head_dim": 6}])
+def test_losses_and_gradients_are_those_without(options, stage, config):
+    exact = gradients(build(Checkpointing(), torch.float64, **config))
+    got = gradients(build(options, torch.float64, stage, **config))
+    assert max(itertools.starmap(relative_error, zip(got, exact, strict=True))) < 1e-12
+    plain, got = (
+        [relative_error(x.double(), y) for x, y in zip(gradients(model), exact, strict=True)]
+        for model in (build(Checkpointing(), torch.float32, **config), build(options, torch.float32, stage, **config))
+    )
+    # The gradient of a key's bias is nearly 0 by cancellation, so that no order of additions has it exactly.
+    assert all(error < max(1e-6, 2 * usual) for error, usual in zip(got, plain, strict=True))
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+def test_in_bfloat16_gradients_are_as_exact_as_without(options):
+    exact = gradients(build(Checkpointing(), torch.float64))
+    plain, got = (gradients(build(o, torch.bfloat16, 2)) for o in (Checkpointing(), options))
+    plain_error, error = (
+        [relative_error(a.double(), b) for a, b in zip(found, exact, strict=True)] for found in (plain, got)
+    )
+    assert sum(error) < 1.2 * sum(plain_error)
+
+
+@pytest.mark.parametrize("options", [Checkpointing("layer"), Checkpointing("attention_output", offload=True)], ids=str)
+def test_under_autocast_blocks_are_computed_again_as_they_were(options):
+    def found(chosen: Checkpointing) -> list[Tensor]:
+        model = build(chosen, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    for a, b in zip(found(options), found(Checkpointing()), strict=True):
+        assert relative_error(a, b) < 2e-2
+
+
+# -- what is frozen, kept, owned ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "self_attn", "mlp", "layernorm", "layers.1", "proj", "lm_head"])
+@pytest.mark.parametrize("policy", ["layer", "attention_output"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_gets_its_own(frozen, policy):
+    def found(options: Checkpointing) -> dict[str, Tensor | None]:
+        model = build(options, torch.float64)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        loss_of(model).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    got, expected = found(Checkpointing(policy)), found(Checkpointing())
+    for name, gradient in expected.items():
+        assert (got[name] is None) == (gradient is None) == (frozen in name), name
+        assert gradient is None or relative_error(got[name], gradient) < 1e-12
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_graph_that_is_kept_can_be_differentiated_again(offload):
+    model = build(Checkpointing("layer", offload=offload), torch.float64)
+    loss = loss_of(model)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, first, again))
+
+
+def test_a_parameter_that_changes_between_forward_and_backward_is_noticed():
+    model = build(Checkpointing("layer"), torch.float64)
+    loss = loss_of(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_that_somebody_else_holds_are_not_overwritten():
+    """Between blocks gradients are added to in place, but not those that a hook or a caller gets to see."""
+    expected, got = [], []
+    for options, into in ((Checkpointing(), expected), (Checkpointing("layer"), got)):
+        model = build(options, torch.float64)
+        hidden, seen = [], []
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, inputs, out, hidden=hidden: hidden.append(out))
+        loss = loss_of(model)
+        hidden[0].register_hook(seen.append)
+        hidden[1].retain_grad()
+        into += torch.autograd.grad(loss, hidden, retain_graph=True)
+        loss.backward()
+        into += [*seen, hidden[1].grad]
+    assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
+
+
+def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int, ...], int]:
+    """Shapes of what blocks save for backward, apart from parameters, and how many of each; one batch of 64 tokens."""
+    model = build(options, torch.float32, stage, heads=4, layers=1)
+    parameters = {p.data_ptr() for p in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def note(x: Tensor) -> Tensor:
+        if x.data_ptr() not in parameters:
+            saved[x.data_ptr()] = x
+        return x
+
+    block = model.model.layers[0]
+    x = torch.randn(1, 64, 32, requires_grad=True)
+    context = Context(Rotation.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
+    with saved_tensors_hooks(note, lambda x: x):
+        block(x, context)
+    shapes = [tuple(x.shape) for x in saved.values() if x.numel() >= 64]
+    return {shape: shapes.count(shape) for shape in shapes}
+
+
+def test_a_block_keeps_what_its_policy_says():
+    assert kept_for(Checkpointing("layer")) == {(1, 64, 32): 1}
+    assert kept_for(Checkpointing("attention_output")) == {(1, 64, 32): 1, (1, 64, 4, 8): 1, (1, 64, 4): 1}
+    assert kept_for(Checkpointing("layer", offload=True)) == {}
+
+
+def test_what_cannot_be_done_is_refused():
+    with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
+        Checkpointing("all")
+    with pytest.raises(ValueError, match="policy 'none' has none to keep"):
+        Checkpointing("none", offload=True)
+    with pytest.raises(ValueError, match="pieces of 0 tokens"):
+        Checkpointing(piece=0)
+    model = Llama(LlamaConfig(**SIZES), lambda q, k, v, *, mask, layout: q)
+    with pytest.raises(ValueError, match="function is no armillary method"):
+        Checkpointing("layer").apply(model)
+
+
+# -- token-wise functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [1, 5, 16, 100, None])
+def test_a_tokenwise_function_has_its_own_value_and_gradients(piece):
+    module = nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4)).double()
+    x, y = (torch.randn(2, 16, n, dtype=torch.float64, requires_grad=True) for n in (6, 4))
+    function: TokenFunction = lambda x, y: module(x) * y.sin()  # noqa: E731
+    wanted, dout = [x, y, *module.parameters()], torch.randn(2, 16, 4, dtype=torch.float64)
+    plain, pieces = function(x, y), tokenwise(function, (x, y), module, piece)
+    assert relative_error(pieces, plain) < 1e-14
+    pairs = zip(*(torch.autograd.grad(out, wanted, dout) for out in (pieces, plain)), strict=True)
+    assert max(itertools.starmap(relative_error, pairs)) < 1e-13
+
+
+def test_many_pieces_round_a_weights_gradient_once():
+    """Summed in bfloat16, the shares of 512 pieces would be off by far more than one matrix multiplication is."""
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16, bias=False).bfloat16()
+    x, dout = torch.randn(1, 512, 16).bfloat16() + 0.5, torch.randn(1, 512, 16).bfloat16() + 0.5
+    exact = torch.einsum("bto,bti->oi", dout.double(), x.double())
+    (got,) = torch.autograd.grad(tokenwise(linear, (x,), linear, piece=1), linear.parameters(), dout)
+    (once,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
+    assert relative_error(got.double(), exact) < 1.1 * relative_error(once.double(), exact)
