@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
-from armillary.models import Checkpointing, Llama, LlamaConfig, initialize, linear_token_loss, tokenwise
+from armillary.models import Checkpointing, Llama, LlamaConfig, in_pieces, initialize, linear_token_loss
 from armillary.models.block import Context
 from armillary.models.rope import Rotation
 from armillary.models.tokenwise import TokenFunction
@@ -188,7 +188,7 @@ def test_a_tokenwise_function_has_its_own_value_and_gradients(piece):
     x, y = (torch.randn(2, 16, n, dtype=torch.float64, requires_grad=True) for n in (6, 4))
     function: TokenFunction = lambda x, y: module(x) * y.sin()  # noqa: E731
     wanted, dout = [x, y, *module.parameters()], torch.randn(2, 16, 4, dtype=torch.float64)
-    plain, pieces = function(x, y), tokenwise(function, (x, y), module, piece)
+    plain, pieces = function(x, y), in_pieces(function, (x, y), module, piece)
     assert relative_error(pieces, plain) < 1e-14
     pairs = zip(*(torch.autograd.grad(out, wanted, dout) for out in (pieces, plain)), strict=True)
     assert max(itertools.starmap(relative_error, pairs)) < 1e-13
@@ -200,6 +200,6 @@ def test_many_pieces_round_a_weights_gradient_once():
     linear = nn.Linear(16, 16, bias=False).bfloat16()
     x, dout = torch.randn(1, 512, 16).bfloat16() + 0.5, torch.randn(1, 512, 16).bfloat16() + 0.5
     exact = torch.einsum("bto,bti->oi", dout.double(), x.double())
-    (got,) = torch.autograd.grad(tokenwise(linear, (x,), linear, piece=1), linear.parameters(), dout)
+    (got,) = torch.autograd.grad(in_pieces(linear, (x,), linear, piece=1), linear.parameters(), dout)
     (once,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
     assert relative_error(got.double(), exact) < 1.1 * relative_error(once.double(), exact)

@@ -107,6 +107,7 @@ class UPipe(Method):
             return method
         made = cls.__new__(cls)
         made._build(method.head_axis or Axis.alone("ulysses"), method.inside, heads_per_stage, prefetch=False)
+        made.kernel = method.kernel
         return made
 
     def _build(self, axis: Axis, inner: Method, heads_per_stage: int | None, prefetch: bool) -> None:

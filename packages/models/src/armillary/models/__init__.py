@@ -1,11 +1,22 @@
-"""LLaMA as a plain single-device module: attention is handed in, positions are explicit."""
+"""LLaMA and GPT as plain single-device modules: attention is handed in, positions are explicit."""
 
 from armillary.models.checkpoint import Checkpointing
-from armillary.models.config import LlamaConfig
+from armillary.models.config import GPTConfig, LlamaConfig
+from armillary.models.gpt import GPT
 from armillary.models.initialize import initialize
 from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
-from armillary.models.tokenwise import tokenwise
+from armillary.models.tokenwise import in_pieces
 
-__all__ = ["Checkpointing", "Llama", "LlamaConfig", "initialize", "linear_token_loss", "token_loss", "tokenwise"]
+__all__ = [
+    "GPT",
+    "Checkpointing",
+    "GPTConfig",
+    "Llama",
+    "LlamaConfig",
+    "in_pieces",
+    "initialize",
+    "linear_token_loss",
+    "token_loss",
+]

@@ -13,7 +13,7 @@ from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, label
 from armillary.models.offload import Kept
 from armillary.models.rope import Rotation
-from armillary.models.tokenwise import tokenwise
+from armillary.models.tokenwise import in_pieces
 
 
 class AttentionFunction(Protocol):
@@ -111,4 +111,4 @@ class Decoder(nn.Module):
         """Hidden states [B, T, E] after all blocks and the norm."""
         for block in blocks:
             x = block(x, context)
-        return tokenwise(norm, (x,), norm, self.piece) if self.norm_in_pieces else norm(x)
+        return in_pieces(norm, (x,), norm, self.piece) if self.norm_in_pieces else norm(x)

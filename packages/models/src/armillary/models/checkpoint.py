@@ -94,7 +94,7 @@ def run_tiled(piece: int | None, block: Block, x: Tensor, context: Context) -> T
     """As `plainly`, but of what follows attention, only x and out are kept."""
     out = attend(block, x, context)
     with label("mlp"):
-        return tokenwise.tokenwise(block.rest, (x, out), block, piece)
+        return tokenwise.in_pieces(block.rest, (x, out), block, piece)
 
 
 def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:

@@ -1,7 +1,8 @@
-"""The sizes of a LLaMA, and what follows from them: parameters and floating-point operations."""
+"""The sizes of models, and what follows from them: parameters and floating-point operations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
@@ -48,10 +49,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.heads > 0:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
-        for name in SIZES:
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")
+        check_sizes(self, SIZES)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each needs equally many"
@@ -125,5 +123,79 @@ class LlamaConfig:
         FLOPs behind an MFU.
         """
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        attention = 12 * self.layers * self.heads * self.head_dim * length
-        return 6 * (self.parameters() - looked_up) + (attention // 2 if causal else attention)
+        return training_flops(self.parameters() - looked_up, self.layers * self.heads * self.head_dim, length, causal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The sizes of a GPT-2.
+
+    Args:
+        vocab_size: V, rows of the embedding table, which is the head too.
+        dim: E, the width of the residual stream; inside the MLP it is four times that.
+        layers: how many blocks.
+        heads: H, for queries, keys and values alike.
+        max_positions: positions that are learned, and so the longest sequence.
+        norm_eps: what LayerNorm adds to the variance.
+
+    Raises:
+        ValueError: a size below 1, a dim that heads do not divide, or an eps below 0.
+    """
+
+    vocab_size: int = 50_257
+    dim: int
+    layers: int
+    heads: int
+    max_positions: int = 1024
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_sizes(self, ("vocab_size", "dim", "layers", "heads", "max_positions"))
+        if self.dim % self.heads:
+            raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}")
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be at least 0")
+
+    @classmethod
+    def wallfacer_3b(cls, max_positions: int = 1024) -> GPTConfig:
+        """The "3B" GPT of the WallFacer paper (arXiv 2407.00611, section 5): 12 layers, 16 heads, E = 4096."""
+        return cls(dim=4096, layers=12, heads=16, max_positions=max_positions)
+
+    @classmethod
+    def wallfacer_7b(cls, max_positions: int = 1024) -> GPTConfig:
+        """The "7B" GPT of the WallFacer paper (arXiv 2407.00611, section 5): 32 layers, 32 heads, E = 4096."""
+        return cls(dim=4096, layers=32, heads=32, max_positions=max_positions)
+
+    @property
+    def kv_heads(self) -> int:
+        """K, as many as query heads."""
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.dim // self.heads
+
+    def parameters(self) -> int:
+        """How many numbers are trained: blocks, final norm, embedding table and positions."""
+        block = 12 * self.dim**2 + 13 * self.dim
+        return self.layers * block + 2 * self.dim + (self.vocab_size + self.max_positions) * self.dim
+
+    def flops_per_token(self, length: int, causal: bool = True) -> int:
+        """As for `LlamaConfig`: all parameters but the positions multiply the token."""
+        multiplied = self.parameters() - self.max_positions * self.dim
+        return training_flops(multiplied, self.layers * self.dim, length, causal)
+
+
+def training_flops(multiplied: int, attended: int, length: int, causal: bool) -> int:
+    """Forward and backward: 6 for each parameter that multiplies the token; 12 H D a layer for each token attended."""
+    attention = 12 * attended * length
+    return 6 * multiplied + (attention // 2 if causal else attention)
+
+
+def check_sizes(config: object, names: Sequence[str]) -> None:
+    """Refuses sizes that are no whole numbers of at least 1."""
+    for name in names:
+        size = getattr(config, name)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")

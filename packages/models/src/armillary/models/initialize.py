@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 
 STD = 0.02
-RESIDUAL = ("o_proj.weight", "down_proj.weight")
+RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 """The projections that add to the residual stream, twice a layer."""
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile put into the names of a module's parameters."""
 
 
-def initialize(model: Llama, seed: int) -> None:
+def initialize(model: Llama | GPT, seed: int) -> None:
     """Fills the model's parameters, each from its name, its whole shape and the seed alone.
 
     So every mesh starts from the same weights, and nothing is communicated. Linear and embedding weights are normal
@@ -44,7 +45,7 @@ def initialize(model: Llama, seed: int) -> None:
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
     """The whole initial value of a parameter, in float32."""
-    if name.endswith(("norm.weight", "bias")):
+    if parameter.ndim == 1:
         return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device=parameter.device)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]))

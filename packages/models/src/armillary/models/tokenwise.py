@@ -15,7 +15,7 @@ TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself, and without randomness: it is run again in backward."""
 
 
-def tokenwise(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None) -> Tensor:
+def in_pieces(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None) -> Tensor:
     """`function(*inputs)`, differentiable, keeping the inputs alone: the rest is computed again, piece by piece.
 
     Args:

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from armillary.attention import Method
 from armillary.core import compat
-from armillary.models import Llama
+from armillary.models import GPT, Llama
+from armillary.models.block import Block
 from armillary.train.config import ParallelConfig, TrainConfig
 
 DATA_AXES = ("replicate", "shard", "ring", "ulysses")
@@ -66,7 +67,7 @@ def check_heads(attention: Method, heads: int, kv_heads: int, head_dim: int) -> 
     attention.check(q, k, k)
 
 
-def shard_model(model: Llama, mesh: DeviceMesh, precision: torch.dtype, on_host: bool = False) -> None:
+def shard_model(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, on_host: bool = False) -> None:
     """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, copied over replicate.
 
     Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
@@ -89,10 +90,10 @@ def shard_model(model: Llama, mesh: DeviceMesh, precision: torch.dtype, on_host:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def units(model: Llama) -> Iterator[tuple[nn.Module, bool]]:
+def units(model: Llama | GPT) -> Iterator[tuple[nn.Module, bool]]:
     """Modules whose parameters are gathered together, inner ones first; and whether they stay until after backward."""
-    yield from ((layer, False) for layer in model.model.layers)
-    if model.lm_head is not None:
+    yield from ((module, False) for module in model.modules() if isinstance(module, Block))
+    if isinstance(model, Llama) and model.lm_head is not None:
         yield model.model.embed_tokens, False
         yield model.lm_head, True  # its backward follows at once
     yield model, True

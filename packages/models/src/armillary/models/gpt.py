@@ -1,0 +1,149 @@
+"""GPT-2 (Radford et al., 2019) as a plain module on one device: LayerNorm, learned positions, GELU, biases, tied head.
+
+As `Llama` it knows nothing of parallelism: attention is handed in, positions are explicit, and every token is otherwise
+treated on its own. Attributes are named as in Hugging Face's `GPT2LMHeadModel`, but for queries, keys and values, which
+have a projection each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask, Local
+from armillary.core import SequenceLayout
+from armillary.models import block
+from armillary.models.block import AttentionFunction, Context
+from armillary.models.config import GPTConfig
+from armillary.models.llama import checked_positions
+from armillary.models.projections import HeadProjections
+
+
+class GPT(nn.Module):
+    """A decoder whose head is its embedding table. Weights are torch's defaults until `initialize`.
+
+    Args:
+        attention: called by every layer; `armillary.attention.Local()` unless given.
+    """
+
+    lm_head = None
+    """The embedding table is the head."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config, Local() if attention is None else attention)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        layout: SequenceLayout | None = None,
+        head: Callable[[Tensor, Tensor], Any] = F.linear,
+    ) -> Any:
+        """Token ids [B, T] -> logits [B, T, V]. Arguments and errors as in `Llama.forward`.
+
+        Raises:
+            ValueError: as there, and positions beyond those that the model has; these only where they are cheap to see,
+                which is where none are given.
+        """
+        hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
+        return head(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight [V, E] of the head: the embedding table."""
+        return self.transformer.wte.weight
+
+
+class Transformer(block.Decoder):
+    """Embeddings, blocks, final norm: token ids [B, T] -> hidden states [B, T, E]."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.dim)
+        self.wpe = nn.Embedding(config.max_positions, config.dim)
+        self.h = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.dim, eps=config.norm_eps)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        length = layout.length if layout is not None else ids.shape[-1] if positions is None else 0
+        if length > self.config.max_positions:
+            raise ValueError(f"{length} tokens, but max_positions={self.config.max_positions} are all that are learned")
+        positions = checked_positions(ids, positions, layout)
+        x = self.wte(ids) + self.wpe(positions)
+        context = Context(None, AttentionMask(causal=True) if mask is None else mask, layout)
+        return self.through(self.h, self.ln_f, x, context)
+
+
+class Block(block.Block):
+    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config, attention)
+        self.ln_2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    @property
+    def attention(self) -> AttentionFunction:
+        return self.attn.attention
+
+    def projections(self, context: Context, normed: bool) -> HeadProjections:
+        return self.attn.projections(None if normed else self.ln_1)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.ln_1(x)
+
+    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+        x = x + self.attn.c_proj(out.flatten(-2))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Attention(nn.Module):
+    """What multi-head attention is made of: its projections, and what attends."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.attention = attention
+        self.heads = config.heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, config.dim) for _ in range(3))
+        self.c_proj = nn.Linear(config.dim, config.dim)
+
+    def projections(self, norm: nn.Module | None) -> HeadProjections:
+        """From x [B, T, E] to q, k and v, with `norm` before them."""
+        return HeadProjections(
+            query=self.q_proj,
+            key=self.k_proj,
+            value=self.v_proj,
+            heads=self.heads,
+            key_heads=self.heads,
+            head_dim=self.q_proj.out_features // self.heads,
+            norm=norm,
+        )
+
+
+class MLP(nn.Module):
+    """[B, T, E] -> [B, T, E], four times as wide inside, with GELU as GPT-2 approximates it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.dim, 4 * config.dim)
+        self.c_proj = nn.Linear(4 * config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))

@@ -1,0 +1,85 @@
+"""GPT against transformers' GPT-2, and under every checkpoint policy."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from armillary.attention import Local, UPipe
+from armillary.core import SequenceLayout
+from armillary.core.testing import relative_error
+from armillary.models import GPT, Checkpointing, GPTConfig, initialize, linear_token_loss
+
+SIZES = GPTConfig(vocab_size=40, dim=24, layers=2, heads=4, max_positions=32)
+IDS = torch.arange(2 * 29).view(2, 29) % 40
+
+
+def build(attention=None) -> GPT:
+    model = GPT(SIZES, attention).double()
+    initialize(model, 0)
+    for i, parameter in enumerate(p for p in model.parameters() if p.ndim == 1):
+        torch.nn.init.normal_(parameter, 0.5, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def theirs(model: GPT) -> dict[str, Tensor]:
+    """The weights by transformers' names: queries, keys and values in one, linear layers as [inputs, outputs]."""
+    weights = dict(model.state_dict())
+    for i in range(SIZES.layers):
+        for kind in ("weight", "bias"):
+            parts = [weights.pop(f"transformer.h.{i}.attn.{x}_proj.{kind}") for x in "qkv"]
+            weights[f"transformer.h.{i}.attn.c_attn.{kind}"] = torch.cat(parts)
+    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    return {name: weight.T if name.endswith(linear) else weight for name, weight in weights.items()}
+
+
+def test_logits_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_embd=24, n_layer=2, n_head=4, n_positions=32)
+    reference = transformers.GPT2LMHeadModel(config).double().eval()
+    model = build()
+    missing, unexpected = reference.load_state_dict(theirs(model), strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    assert relative_error(model(IDS), reference(IDS).logits) < 1e-12
+
+
+def test_a_shard_needs_its_positions_alone():
+    model, layout = build(), SequenceLayout.zigzag(29, 2)
+    with pytest.raises(ValueError, match="positions are needed"):
+        model(layout.take(IDS, 1), layout=layout)
+    hidden = model.transformer.wte(IDS) + model.transformer.wpe(torch.arange(29))
+    model.transformer.h = torch.nn.ModuleList()
+    shard = model.transformer(layout.take(IDS, 1), positions=layout.positions(1), layout=layout)
+    assert torch.equal(shard, layout.take(model.transformer.ln_f(hidden), 1))
+
+
+@pytest.mark.parametrize(
+    "options", [Checkpointing("none", tiled=True, piece=4), Checkpointing("layer", piece=6)], ids=str
+)
+@pytest.mark.parametrize("stage", [None, 2])
+def test_checkpoint_policies_change_no_gradient(options, stage):
+    found = []
+    for chosen, attention in ((Checkpointing(), None), (options, stage and UPipe.around(Local(), stage))):
+        model = build(attention)
+        chosen.apply(model)
+        total, _ = model(IDS, head=partial(linear_token_loss, labels=IDS.roll(1)))
+        total.backward()
+        found.append([total.detach(), *(p.grad for p in model.parameters())])
+    exact, got = found
+    # Keys' biases have no influence: what they get is rounding.
+    pairs = [(a, b) for a, b in zip(got, exact, strict=True) if b.norm() > 1e-9]
+    assert max(itertools.starmap(relative_error, pairs)) < 1e-10
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="dim=10 is not a multiple of heads=4"):
+        GPTConfig(dim=10, layers=1, heads=4)
+    with pytest.raises(ValueError, match="33 tokens, but max_positions=32"):
+        build()(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_parameters_are_counted():
+    assert SIZES.parameters() == sum(p.numel() for p in build().parameters())
+    assert GPTConfig.wallfacer_7b().parameters() == 6_654_210_048
