@@ -203,3 +203,10 @@ def test_many_pieces_round_a_weights_gradient_once():
     (got,) = torch.autograd.grad(in_pieces(linear, (x,), linear, piece=1), linear.parameters(), dout)
     (once,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
     assert relative_error(got.double(), exact) < 1.1 * relative_error(once.double(), exact)
+
+
+def test_what_dropout_drops_is_dropped_in_the_recomputation_too():
+    x = torch.randn(2, 16, 4, dtype=torch.float64, requires_grad=True)
+    out = in_pieces(partial(F.dropout, p=0.5), (x,), nn.Identity(), piece=3)
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(dx == 0, out == 0) and 0 < (out == 0).sum() < out.numel()

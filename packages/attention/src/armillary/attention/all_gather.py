@@ -50,7 +50,7 @@ class AllGatherKV(Method):
         self._cell(call).backward(dout, whole, dq, dk, dv)
         moving = [start_scatter_sum(x.value(), self.axis, call.key_layout.sizes) for x in (dk, dv)]
         dk, dv = (move.wait() for move in moving)
-        return dq.value(), dk, dv
+        return dq.result(), dk, dv
 
     def _gather(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """All keys and values, [B, N, K, D] in the order of the shards."""

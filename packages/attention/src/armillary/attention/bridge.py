@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A method, a call and what the method has sent already: found by number as long as somebody holds the plan, which
-    is the caller, or the autograd graph.
+    """A method, a call, and what waits for what the method has sent already: found by number as long as somebody holds
+    the plan, which is the caller, or the autograd graph.
 
     Numbers are never used twice, so that a stale one is an error and not another plan.
     """
@@ -34,7 +34,7 @@ class Plan:
     method: Method
     call: Call
     with_lse: bool
-    started: Any = None
+    started: list[Any] = field(default_factory=list[Any])
     handle: int = field(default_factory=count().__next__)
 
     alive: ClassVar[WeakValueDictionary[int, Plan]] = WeakValueDictionary()
@@ -46,6 +46,8 @@ class Plan:
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """The plan on local tensors, differentiable: (out [B, T, H, Dv], lse [B, T, H]; empty unless `with_lse`)."""
     out, lse, *_ = _forward(q, k, v, sinks, plan.handle)
+    while plan.started:  # the op has not run: a checkpoint had its results
+        plan.started.pop()()
     return out, lse
 
 
@@ -54,7 +56,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -
     """[out, lse, *saved]; saved is there only where the method saves others than q, k, v, out and lse themselves."""
     found = Plan.alive[plan]
     method, call = found.method, found.call
-    out, saved = method.resume(found.started, q, k, v, call)
+    out, saved = method.resume(found.started.pop() if found.started else None, q, k, v, call)
     # The local lse costs communication where the method moves its tensors: only when it is needed.
     lse = method.local_lse(saved, call) if needs_lse(found, sinks) else saved.lse.new_empty(0)
     if sinks is not None:

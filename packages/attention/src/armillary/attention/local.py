@@ -30,4 +30,4 @@ class Local(Method):
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (Sum.like(x) for x in (saved.q, saved.k, saved.v))
         Cell(call, 0, 0).backward(dout, saved, dq, dk, dv)
-        return dq.value(), dk.value(), dv.value()
+        return dq.result(), dk.result(), dv.result()

@@ -73,11 +73,17 @@ class Sum:
 
     def add(self, part: Part, gradient: Tensor) -> None:
         if self.total is None and gradient.shape == self.shape:
-            self.total = gradient.to(self.dtype)
+            self.total = gradient
             return
         self.value()[part] += gradient
 
     def value(self) -> Tensor:
+        """The sum in the accumulation dtype."""
         if self.total is None:
             self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self.total = self.total.to(self.dtype)
         return self.total
+
+    def result(self) -> Tensor:
+        """The sum as it is: in a kernel's own dtype, if there was nothing to add up."""
+        return self.value() if self.total is None else self.total

@@ -52,7 +52,9 @@ class Method(ABC):
         """out [B, T, H, Dv] of this rank's queries, and what `backward` needs."""
 
     def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
-        """Starts sending q before there are keys; what it returns goes to `resume`. By default there is nothing to do.
+        """Starts sending q before there are keys. What it returns goes to `resume`; called, it waits for what was sent.
+
+        By default there is nothing to do.
 
         Args:
             key_heads, layout: as in `Call`.
@@ -65,7 +67,7 @@ class Method(ABC):
 
     @abstractmethod
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this rank's tokens, from dout [B, T, H, Dv]."""
+        """(dq, dk, dv) of this rank's tokens, from dout [B, T, H, Dv]; in its dtype or wider, and nobody else's."""
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
         """Refuses shapes that this method cannot do, with a `ValueError`; called before any communication."""
@@ -203,8 +205,9 @@ class Method(ABC):
             out [B, T, H, Dv].
         """
         q = projections.q(x, range(projections.heads))
-        whole = self._sequence_layout(layout, q.shape[1])
-        started = self.start(q.detach(), key_heads_of(projections.heads, projections.key_heads), whole)
+        k = torch.empty((*q.shape[:2], projections.key_heads, q.shape[3]), dtype=q.dtype, device="meta")
+        call = self._call(q.to("meta"), k, k, Inputs.of(q, q, softcap), mask, layout, None, scale, sinks, kernel)
+        started = self.start(q.detach(), call.key_heads, call.layout)
         k, v = projections.kv(x, range(projections.key_heads))
         return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, False, started)[0]
 
@@ -224,7 +227,7 @@ class Method(ABC):
         started: Any = None,
     ) -> tuple[Tensor, Tensor]:
         call = self._call(q, k, v, Inputs.of(q, v, softcap), mask, layout, key_layout, scale, sinks, kernel)
-        return attend(Plan(self, call, return_lse, started), q, k, v, sinks)
+        return attend(Plan(self, call, return_lse, [] if started is None else [started]), q, k, v, sinks)
 
     def _call(
         self,

@@ -6,7 +6,7 @@ results; the Function, because backward runs the projections under autograd, wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from armillary.attention.bridge import Plan, sinks_gradient, sunk
 from armillary.attention.call import Call
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.sources import Projected
-from armillary.core import Totals, as_now, wide
+from armillary.core import Draws, Totals, as_now, wide
 from armillary.core.ledger import phase
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class ProjectedPlan(Plan):
     """A plan with projections, whose method is UPipe."""
 
     projections: Projections
+    draws: Draws = field(default_factory=Draws)
 
     @property
     def upipe(self) -> UPipe:
@@ -62,7 +63,8 @@ class ProjectedAttention(torch.autograd.Function):
         (dout,) = grad_outputs
         x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
         dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
-        source = Projected(x, plan.projections, dx=dx, totals=Totals(plan.trained()))
+        draws, totals = plan.draws.again(), Totals(plan.trained())
+        source = Projected(x, plan.projections, dx=dx, totals=totals, draws=draws)
         with phase("backward"), ctx.autocast():
             plan.upipe.differentiate(dout, source, out, lse, plan.call)
         dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None
@@ -74,7 +76,7 @@ def _forward(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor
     """(out, lse of this rank's heads, lse of its own tokens; the last is empty without sinks)."""
     found = cast(ProjectedPlan, Plan.alive[plan])
     method, call = found.upipe, found.call
-    out, lse = method.attend(Projected(x, found.projections), call)
+    out, lse = method.attend(Projected(x, found.projections, draws=found.draws), call)
     local_lse = lse.new_empty(0)
     if sinks is not None:
         out, local_lse = sunk(out, method.lse_to_seq(lse, call), sinks)

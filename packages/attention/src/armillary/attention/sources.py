@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.projections import Projections, TokenProjections
-from armillary.core import Totals, pieces, wide
+from armillary.core import Draws, Totals, pieces, wide
 
 Heads = Sequence[int]
 
@@ -73,6 +73,7 @@ class Projected(Source):
         dx: what the gradient of x is added to, in place; None where nobody wants it.
         totals: what the gradients of parameters are added to. They are the parameters as they are now: FSDP swaps them
             between forward and backward.
+        draws: random numbers of the projections (dropout), which backward draws again.
     """
 
     x: Tensor
@@ -80,40 +81,41 @@ class Projected(Source):
     piece: int | None = None
     dx: Tensor | None = None
     totals: Totals = field(default_factory=Totals)
+    draws: Draws = field(default_factory=Draws)
 
     def q(self, heads: Heads) -> Tensor:
-        (q,) = self._make(lambda projections, x: (projections.q(x, heads),))
+        (q,) = self._make(("q", *heads), lambda projections, x: (projections.q(x, heads),))
         return q
 
     def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        k, v = self._make(lambda projections, x: projections.kv(x, heads))
+        k, v = self._make(("kv", *heads), lambda projections, x: projections.kv(x, heads))
         return k, v
 
     def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
-        self._add(lambda projections, x: (projections.q(x, heads),), [dq])
+        self._add(("q", *heads), lambda projections, x: (projections.q(x, heads),), [dq])
 
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
-        self._add(lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)])
+        self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)])
 
     @torch.no_grad()
-    def _make(self, project: Project) -> Sequence[Tensor]:
+    def _make(self, what: Hashable, project: Project) -> Sequence[Tensor]:
         """The projections of all tokens, piece by piece: what lies between x and them never exists for all at once."""
-        parts = self._pieces()
-        if len(parts) == 1:
-            return project(self.projections, self.x)
-        whole: list[Tensor] = []
+        parts, whole = self._pieces(), list[Tensor]()
         for tokens, projections in parts:
-            made = project(projections, self.x[:, tokens])
+            with self.draws.at((what, tokens.start), self.x.device):
+                made = project(projections, self.x[:, tokens])
+            if len(parts) == 1:
+                return made
             whole = whole or [y.new_empty((y.shape[0], self.x.shape[1], *y.shape[2:])) for y in made]
             for all_tokens, y in zip(whole, made, strict=True):
                 all_tokens[:, tokens] = y
         return whole
 
-    def _add(self, project: Project, grads: Sequence[Sequence[Tensor]]) -> None:
+    def _add(self, what: Hashable, project: Project, grads: Sequence[Sequence[Tensor]]) -> None:
         """Adds to dx and to the parameters' totals what gradients of the projections, each in parts, come to."""
         for tokens, projections in self._pieces() if self.dx is not None or self.totals.parameters else []:
             x = self.x[:, tokens].detach().requires_grad_(self.dx is not None)
-            with torch.enable_grad():
+            with torch.enable_grad(), self.draws.at((what, tokens.start), x.device):
                 made = project(projections, x)
             dmade = [torch.cat([part[:, tokens] for part in parts], dim=2) for parts in grads]
             pairs = [(y, dy.to(y.dtype)) for y, dy in zip(made, dmade, strict=True) if y.requires_grad]

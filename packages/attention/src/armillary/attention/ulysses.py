@@ -5,6 +5,7 @@ Sequence shards become head shards by an all-to-all, any method attends, and a s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,7 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call import Call, Saved
 from armillary.attention.local import Local
 from armillary.attention.method import Method
-from armillary.core import Axis, Collective, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
+from armillary.core import Axis, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
+
+Arriving = Callable[[], Tensor]
+"""Waits for a tensor that is on its way."""
 
 
 class HeadShards(NamedTuple):
@@ -83,23 +87,23 @@ class Ulysses(Method):
         check_split(q.shape[2], self.axis)
         self.inner.check(q, k, v)
 
-    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Collective[Tensor]:
-        return start_seq_to_head(q, self.axis, self._sizes(layout), split_heads(key_heads, self.axis.size).queries)
+    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Arriving:
+        queries = split_heads(key_heads, self.axis.size).queries
+        return start_seq_to_head(q, self.axis, self._sizes(layout), queries).wait
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         return self.resume(None, q, k, v, call)
 
-    def resume(
-        self, started: Collective[Tensor] | None, q: Tensor, k: Tensor, v: Tensor, call: Call
-    ) -> tuple[Tensor, Saved]:
+    def resume(self, started: Arriving | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         heads = split_heads(call.key_heads, self.axis.size)
         tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
         moving = (
             started or self.start(q, call.key_heads, call.layout),
-            start_seq_to_head(k, self.axis, keys, heads.keys),
-            start_seq_to_head(v, self.axis, keys, heads.keys),
+            start_seq_to_head(k, self.axis, keys, heads.keys).wait,
+            start_seq_to_head(v, self.axis, keys, heads.keys).wait,
         )
-        q, k, v = (move.wait() for move in moving)
+        q, k, v = (arrive() for arrive in moving)
+        del moving, started
         out, saved = self.inner.forward(q, k, v, self._inside(call))
         return start_head_to_seq(out, self.axis, tokens, heads.queries).wait(), saved
 
@@ -108,8 +112,8 @@ class Ulysses(Method):
         tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
         whole = start_seq_to_head(dout, self.axis, tokens, heads.queries).wait()
         dq, dk, dv = self.inner.backward(whole, saved, self._inside(call))
-        if not heads.shared:  # else they are sums that are not finished yet, and stay wide
-            dk, dv = dk.to(dout.dtype), dv.to(dout.dtype)
+        # Where ranks share a key/value head, they are sums that are not finished yet, and wide.
+        dk, dv = (x.to(wide(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
         moving = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, tokens, heads.queries),
             start_head_to_seq(dk, self.axis, keys, heads.keys),

@@ -30,7 +30,7 @@ from armillary.attention.projected import attend_projected
 from armillary.attention.projections import Projections
 from armillary.attention.sources import Finished, Heads, Source, place, select
 from armillary.attention.stages import Keys, Stage, stages
-from armillary.attention.ulysses import check_split, split_heads
+from armillary.attention.ulysses import Arriving, check_split, split_heads
 from armillary.core import (
     Axis,
     PackedHeads,
@@ -45,13 +45,10 @@ from armillary.core import (
 Column = Callable[[Heads], Tensor]
 """Gives [B, T, len(heads), D] of this rank's tokens."""
 
-Arriving = Callable[[], Tensor]
-"""Waits for a tensor that is on its way."""
-
 
 @dataclass
 class OnHand:
-    """Key/value heads [B, n, k, D] and [B, n, k, Dv] of n tokens, and the sums of their gradients, wide."""
+    """Key/value heads [B, n, k, D] and [B, n, k, Dv] of n tokens, and the sums of their gradients so far."""
 
     k: Tensor
     v: Tensor
@@ -60,8 +57,8 @@ class OnHand:
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
         """Takes in the gradients of one stage."""
-        self.dk = dk if self.dk is None else self.dk.add_(dk)
-        self.dv = dv if self.dv is None else self.dv.add_(dv)
+        self.dk = dk if self.dk is None else self.dk.to(wide(dk.dtype)).add_(dk)
+        self.dv = dv if self.dv is None else self.dv.to(wide(dv.dtype)).add_(dv)
 
     def spent(self) -> OnHand:
         """No heads any more, of the same dims."""
@@ -162,14 +159,18 @@ class UPipe(Method):
 
     # -- the walk over stages, without autograd -----------------------------------------------------------------------
 
-    def attend(self, source: Source, call: Call) -> tuple[Tensor, Tensor]:
-        """(out [B, T, H, Dv] of this rank's tokens, lse [B, n, h] of its heads, for n tokens of its sequence shard)."""
+    def attend(self, source: Source, call: Call, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(out [B, T, H, Dv] of this rank's tokens, lse [B, n, h] of its heads, for n tokens of its sequence shard).
+
+        Args:
+            into: becomes out, if it has its shape and dtype.
+        """
         sizes, results = self._sizes(call.layout), list[Tensor]()
 
         def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
             q = arrived.pop()
             if not results:
-                results.extend(self.results(q.shape[0], q, keys.v, call))
+                results.extend(self.results(q.shape[0], q, keys.v, call, into))
             out, lse = results
             part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             if mine := stage.shares[self.axis.rank].queries:
@@ -213,10 +214,14 @@ class UPipe(Method):
         moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self._sizes(call.layout), self._queries(call))
         return moving.wait().squeeze(-1)
 
-    def results(self, batch: int, q: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Empty out and lse of `attend`, for q [..., D] and v [..., Dv]."""
+    def results(
+        self, batch: int, q: Tensor, v: Tensor, call: Call, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse of `attend`, still without content, for q [..., D] and v [..., Dv]."""
         tokens, own = self._sizes(call.layout), len(self._queries(call)[self.axis.rank])
-        out = q.new_empty((batch, tokens[self.axis.rank], len(call.key_heads), v.shape[3]))
+        shape = (batch, tokens[self.axis.rank], len(call.key_heads), v.shape[3])
+        fits = into is not None and into.shape == shape and into.dtype == q.dtype
+        out = into if into is not None and fits else q.new_empty(shape)
         return out, q.new_empty((batch, sum(tokens), own), dtype=wide(q.dtype))
 
     def own_queries(self, call: Call) -> slice:
@@ -287,7 +292,7 @@ class UPipe(Method):
         sizes, home = self._sizes(call.key_layout), list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=wide(dtype)) if grad is None else grad
-            grad = grad if leaving.shared else grad.to(dtype)
+            grad = grad.to(wide(dtype) if leaving.shared else dtype)
             home.append(start_head_to_seq(grad, self.axis, sizes, leaving.ranges).wait())
         dk, dv = home
         return dk, dv

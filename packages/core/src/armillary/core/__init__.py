@@ -1,5 +1,6 @@
 """Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on."""
 
+from armillary.core.again import Draws, as_now
 from armillary.core.all_to_all import (
     PackedHeads,
     start_head_to_parts,
@@ -7,7 +8,6 @@ from armillary.core.all_to_all import (
     start_packed_to_head,
     start_seq_to_head,
 )
-from armillary.core.autocast import as_now
 from armillary.core.collective import Collective, wide
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
@@ -20,7 +20,7 @@ from armillary.core.label import Label, current_label, label
 from armillary.core.layout import SequenceLayout, Spans
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
-from armillary.core.pieces import Totals, pieces
+from armillary.core.pieces import Totals, pieces, rehearsing
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Axis",
     "Collective",
     "CommLedger",
+    "Draws",
     "Exchange",
     "Label",
     "PackedHeads",
@@ -45,6 +46,7 @@ __all__ = [
     "merge_",
     "merge_scatter",
     "pieces",
+    "rehearsing",
     "scatter_sum",
     "seq_to_head",
     "start_exchange",

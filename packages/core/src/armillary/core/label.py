@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -35,7 +35,7 @@ def label(name: str, *, host: bool = False) -> Generator[None]:
         return
     token = _current.set(Label(name, host))
     try:
-        with torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext():
+        with torch.profiler.record_function(name) if cast(Any, torch.autograd)._profiler_enabled() else nullcontext():
             yield
     finally:
         _current.reset(token)

@@ -13,7 +13,7 @@ tensors as large as x [B, T, E] there are, at a time: in forward x and out; in b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 from weakref import ref
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import Call, Method, Projected, UPipe
-from armillary.core import Totals, as_now, compat, label
+from armillary.core import Draws, Totals, as_now, compat, label
 from armillary.core.ledger import phase
 from armillary.models import tokenwise
 from armillary.models.block import Block, Context, Decoder, attend, plainly
@@ -115,6 +115,7 @@ class Work:
     context: Context
     upipe: UPipe
     call: Call
+    draws: Draws = field(default_factory=Draws)
 
     @property
     def keeps_attention(self) -> bool:
@@ -123,19 +124,29 @@ class Work:
     def source(self, x: Tensor, dx: Tensor | None = None, totals: Totals | None = None) -> Projected:
         """q, k and v, a few heads at a time, made of x."""
         projections = self.block.projections(self.context, normed=False)
-        return Projected(x, projections, self.options.piece, dx, Totals() if totals is None else totals)
+        totals = Totals() if totals is None else totals
+        return Projected(x, projections, self.options.piece, dx, totals, self.draws)
 
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, without autograd."""
         with label("attention"):
-            return self.upipe.attend(self.source(x), self.call)
+            return self.upipe.attend(self.source(x), self.call, into)
 
-    def rest(self, x: Tensor, out: Tensor) -> Tensor:
-        """The block's result; in the memory of `out`, if that is not needed any more and large enough."""
-        fits = out.dtype == x.dtype and out.shape[2] * out.shape[3] == x.shape[2]
-        into = out.flatten(2) if fits and not self.keeps_attention else None
+    def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
+        """The block's result."""
         with label("mlp"):
-            return tokenwise.run(self.block.rest, (x, out), self.options.piece, into)
+            return tokenwise.run(self.block.rest, (x, out), self.draws, self.options.piece, into)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(the block's result, out, lse). If out need not be kept, the result takes its place, piece by piece."""
+        heads = len(self.call.key_heads)
+        if self.keeps_attention or x.shape[2] % heads:
+            out, lse = self.attend(x)
+            return self.rest(x, out, None), out, lse
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        room = y.unflatten(2, (heads, -1))
+        out, lse = self.attend(x, room)
+        return self.rest(x, out, y if out is room else None), out, lse
 
     def keep(self, tensors: Sequence[Tensor]) -> Kept | None:
         """Puts them into the host's memory, if asked to."""
@@ -152,7 +163,7 @@ class Work:
         dout = torch.empty_like(out) if attention_too else None
         with label("mlp"):
             grads = (source.dx, dout)
-            tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.options.piece)
+            tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, self.options.piece)
         if dout is not None:
             with label("attention"):
                 self.upipe.differentiate(dout, source, out, lse, self.call)
@@ -163,18 +174,18 @@ class CheckpointedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Work, x: Tensor, *params: Tensor) -> Tensor:
-        out, lse = work.attend(x)
+        y, out, lse = work.forward(x)
         kept = (x, out, lse) if work.keeps_attention else (x,)
         ctx.work, ctx.autocast, ctx.kept = work, as_now(x.device.type), work.keep(kept)
         # Parameters are not used from here, but autograd then notices if somebody has changed them meanwhile.
         ctx.save_for_backward(*params, *(() if ctx.kept else kept))
         ctx.params = len(params)
-        return work.rest(x, out)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        work: Work = ctx.work
+        work: Work = replace(ctx.work, draws=ctx.work.draws.again())
         dx, totals = writable(grad_outputs), Totals(trained(work.block))
         with phase("backward"), ctx.autocast():
             x, *attended = take(ctx)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.core import Totals, as_now, pieces
+from armillary.core import Draws, Totals, as_now, pieces
 
 TokenFunction = Callable[..., Tensor]
-"""From tensors [B, T, ...] to [B, T, E], each token by itself, and without randomness: it is run again in backward."""
+"""From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward."""
 
 
 def in_pieces(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None) -> Tensor:
@@ -27,15 +27,21 @@ def in_pieces(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Modu
 
 
 def run(
-    function: TokenFunction, inputs: Sequence[Tensor], piece: int | None = None, into: Tensor | None = None
+    function: TokenFunction,
+    inputs: Sequence[Tensor],
+    draws: Draws,
+    piece: int | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """`function(*inputs)`, without autograd, piece by piece.
 
     Args:
+        draws: random numbers (dropout), which `differentiate` draws again.
         into: where to put the result; may share memory with an input: each piece of that is read before.
     """
     for tokens in pieces(inputs[0].shape[1], piece):
-        y = function(*(x[:, tokens] for x in inputs))
+        with draws.at(tokens.start, inputs[0].device):
+            y = function(*(x[:, tokens] for x in inputs))
         if into is None:
             into = y.new_empty((y.shape[0], inputs[0].shape[1], *y.shape[2:]))
         into[:, tokens] = y
@@ -50,6 +56,7 @@ def differentiate(
     dy: Tensor,
     grads: Sequence[Tensor | None],
     totals: Totals,
+    draws: Draws,
     piece: int | None = None,
 ) -> None:
     """Computes `function` again, piece by piece, and its gradients.
@@ -59,10 +66,11 @@ def differentiate(
         grads: where the gradient of each input goes; None for one that needs none. One may be `dy` itself, of which
             each piece is read before.
         totals: what parameters' gradients are added to.
+        draws: the random numbers of `run`, `again`.
     """
     for tokens in pieces(dy.shape[1], piece):
         parts = [x[:, tokens].detach().requires_grad_(g is not None) for x, g in zip(inputs, grads, strict=True)]
-        with torch.enable_grad():
+        with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*parts)
         wanted = [part for part in parts if part.requires_grad]
         shares: list[Tensor | None] = list(
@@ -83,9 +91,9 @@ class Tokenwise(torch.autograd.Function):
         ctx: Any, function: TokenFunction, module: nn.Module, piece: int | None, count: int, *tensors: Tensor
     ) -> Tensor:
         ctx.function, ctx.module, ctx.piece, ctx.count = function, module, piece, count
-        ctx.autocast = as_now(tensors[0].device.type)
+        ctx.autocast, ctx.draws = as_now(tensors[0].device.type), Draws()
         ctx.save_for_backward(*tensors)
-        return run(function, tensors[:count], piece)
+        return run(function, tensors[:count], ctx.draws, piece)
 
     @staticmethod
     @once_differentiable
@@ -95,7 +103,7 @@ class Tokenwise(torch.autograd.Function):
         grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
         totals = Totals(trained(ctx.module))
         with ctx.autocast():
-            differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.piece)
+            differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), ctx.piece)
         return None, None, None, None, *grads, *totals.result()
 
 

@@ -1,0 +1,62 @@
+"""Computing again later as it was computed first: with the same autocast, and the same random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from armillary.core.pieces import is_rehearsing
+
+
+def as_now(device_type: str) -> Callable[[], torch.autocast]:
+    """A context in which autocast is what it is now; for backward passes, which compute again and run outside it."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), enabled=enabled)
+
+
+class Draws:
+    """The random numbers that parts of a computation draw (dropout), to be drawn again when they are computed again.
+
+    draws = Draws()
+    with draws.at("norm", x.device): ...            # first
+    with draws.again().at("norm", x.device): ...    # later, any number of times, without trace
+    """
+
+    def __init__(self, states: dict[Hashable, Tensor] | None = None) -> None:
+        self._again = states is not None
+        self._states: dict[Hashable, Tensor] = {} if states is None else states
+
+    def again(self) -> Draws:
+        """The same, for computing again."""
+        return Draws(self._states)
+
+    @contextmanager
+    def at(self, part: Hashable, device: torch.device) -> Generator[None]:
+        """Around one part of the computation. Parts that draw nothing cost no memory."""
+        if is_rehearsing():
+            yield
+            return
+        now, before = rng_state(device), self._states.get(part)
+        if self._again and before is not None:
+            set_rng_state(before, device)
+        try:
+            yield
+        finally:
+            if self._again:
+                set_rng_state(now, device)
+            elif not torch.equal(now, rng_state(device)):
+                self._states[part] = now
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """The state of the device's random number generator, in the host's memory."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Puts the device's random number generator into a state."""
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
