@@ -14,11 +14,17 @@ from armillary.train.parallel import choose_axes, choose_device
 from armillary.train.schedule import learning_rate
 
 
+def parsed(argv: list[str]) -> Config:
+    return parse(argv, Config, "armillary-train")
+
+
 def test_every_field_is_a_flag():
-    config = parse(["--train.steps", "7", "--data.layout", "striped", "--parallel.ring", "4", "--optimizer.lr", "1e-4"])
+    config = parsed(
+        ["--train.steps", "7", "--data.layout", "striped", "--parallel.ring", "4", "--optimizer.lr", "1e-4"]
+    )
     assert (config.train.steps, config.data.layout) == (7, "striped")
     assert (config.parallel.ring, config.optimizer.lr) == (4, 1e-4)
-    assert parse([]) == Config()
+    assert parsed([]) == Config()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +40,7 @@ def test_every_field_is_a_flag():
 )
 def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
     with pytest.raises(ValueError, match=message) as error:
-        parse(argv)
+        parsed(argv)
     assert "\n" not in str(error.value)
 
 
@@ -56,13 +62,13 @@ def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
 )
 def test_values_that_no_run_could_use_are_refused(argv, message):
     with pytest.raises(ValueError) as error:
-        check(parse(argv.split()))
+        check(parsed(argv.split()))
     assert str(error.value) == message
 
 
 def test_help_exits_with_success(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
+        parsed(["--help"])
     assert stop.value.code == 0
     assert "--data.sequence-length" in capsys.readouterr().out
 

@@ -172,11 +172,12 @@ class UPipe(Method):
             if not results:
                 results.extend(self.results(q.shape[0], q, keys.v, call, into))
             out, lse = results
-            part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             if mine := stage.shares[self.axis.rank].queries:
                 part, saved = self.inner.forward(q, keys.k, keys.v, self._inside(stage, call))
                 place(lse, self._own(mine, call), [saved.lse])
                 del saved
+            else:
+                part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
             moving = start_head_to_parts(part, self.axis, sizes, stage.query_ranges)
             place(out, stage.queries, moving.wait())

@@ -8,6 +8,7 @@ from armillary.core.all_to_all import (
     start_packed_to_head,
     start_seq_to_head,
 )
+from armillary.core.cluster import Cluster
 from armillary.core.collective import Collective, wide
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
@@ -26,6 +27,7 @@ from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, sc
 __all__ = [
     "AXES",
     "Axis",
+    "Cluster",
     "Collective",
     "CommLedger",
     "Draws",

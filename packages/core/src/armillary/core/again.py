@@ -48,7 +48,7 @@ class Draws:
         finally:
             if self._again:
                 set_rng_state(now, device)
-            elif not torch.equal(now, rng_state(device)):
+            elif now.tolist() != rng_state(device).tolist():  # as lists: on fake tensors, ops would compare nothing
                 self._states[part] = now
 
 

@@ -143,7 +143,8 @@ class Work:
         if self.keeps_attention or x.shape[2] % heads:
             out, lse = self.attend(x)
             return self.rest(x, out, None), out, lse
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with label("checkpoints"):  # what the next block keeps
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
         room = y.unflatten(2, (heads, -1))
         out, lse = self.attend(x, room)
         return self.rest(x, out, y if out is room else None), out, lse
@@ -160,7 +161,8 @@ class Work:
         """Turns dx, which holds dy at first, into the gradient of x."""
         source = self.source(x, dx if wants_dx else None, totals)
         attention_too = wants_dx or any(p.requires_grad for p in source.projections.parameters())
-        dout = torch.empty_like(out) if attention_too else None
+        with label("attention"):
+            dout = torch.empty_like(out) if attention_too else None
         with label("mlp"):
             grads = (source.dx, dout)
             tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, self.options.piece)
@@ -186,7 +188,9 @@ class CheckpointedBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         work: Work = replace(ctx.work, draws=ctx.work.draws.again())
-        dx, totals = writable(grad_outputs), Totals(trained(work.block))
+        with label("gradients"):
+            dx = writable(grad_outputs)
+        totals = Totals(trained(work.block))
         with phase("backward"), ctx.autocast():
             x, *attended = take(ctx)
             out, lse = attended or work.attend(x)

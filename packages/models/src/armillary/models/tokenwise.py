@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.core import Draws, Totals, as_now, pieces
+from armillary.core import Draws, Totals, as_now, label, pieces
 
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward."""
@@ -100,7 +100,8 @@ class Tokenwise(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         inputs: Sequence[Tensor] = ctx.saved_tensors[: ctx.count]
         needed = ctx.needs_input_grad[4 : 4 + ctx.count]
-        grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
+        with label("gradients"):
+            grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
         totals = Totals(trained(ctx.module))
         with ctx.autocast():
             differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), ctx.piece)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from typing import TypeVar
 
 import tyro
 
@@ -17,7 +18,7 @@ from armillary.train.trainer import prepare, process_group, train
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, trains, and exits: 2 for what cannot be started, with one line that says why."""
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(sys.argv[1:] if argv is None else argv, Config, "armillary-train")
         with process_group(config) as device:
             run = prepare(config, device)
             train(run)
@@ -27,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def parse(argv: Sequence[str]) -> Config:
-    """The configuration from command line arguments.
+Parsed = TypeVar("Parsed")
+
+
+def parse(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed:
+    """A configuration of this kind from command line arguments.
 
     Raises:
         ValueError: an unknown key or a value of the wrong kind, with the nearest known keys.
@@ -36,7 +40,7 @@ def parse(argv: Sequence[str]) -> Config:
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(Config, args=list(argv), prog="armillary-train")
+            return tyro.cli(kind, args=list(argv), prog=program)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

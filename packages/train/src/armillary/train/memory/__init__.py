@@ -1,0 +1,20 @@
+"""What a training step holds in memory, found without a GPU."""
+
+from armillary.train.memory.accounts import Account
+from armillary.train.memory.live import LiveBytes
+from armillary.train.memory.measured import measured_peak
+from armillary.train.memory.simulate import Job, Rehearsal, StepMemory, simulate
+from armillary.train.memory.simulated_flash import SimulatedFlash
+from armillary.train.memory.world import fake_world
+
+__all__ = [
+    "Account",
+    "Job",
+    "LiveBytes",
+    "Rehearsal",
+    "SimulatedFlash",
+    "StepMemory",
+    "fake_world",
+    "measured_peak",
+    "simulate",
+]

@@ -1,0 +1,1 @@
+"""Planning a run before there is a machine for it."""

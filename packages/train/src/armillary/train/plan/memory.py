@@ -1,0 +1,138 @@
+"""`armillary-plan memory`: what a training step of a model takes on a cluster, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import gcd
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention import Method, build_attention
+from armillary.core import Cluster
+from armillary.models import Checkpointing
+from armillary.train.memory import Job, StepMemory, simulate
+from armillary.train.plan.fit import Fit, Room, longest
+from armillary.train.plan.presets import Model, cluster_of, model_of
+from armillary.train.plan.quantity import quantity
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Simulates a training step without a GPU, and says what it holds at most.
+
+    The model is the real one, sharded by the real FSDP2; its tensors hold no numbers.
+    """
+
+    model: str = "llama3-8b"
+    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
+    cluster: str = "8xh100"
+    """8xh100, 16xh100, 8xa100-40, 8xa100-80 or 8xh200."""
+    tokens: str = "1M"
+    """Length of a sequence: 5M, 128Ki, ... With --max-context, where to begin looking."""
+    max_context: bool = False
+    """Find the longest sequence that fits."""
+    attention: str = "upipe"
+    """As the trainer's --parallel.attention."""
+    heads_per_stage: int | None = None
+    """Of upipe; by default one head for each rank of the head axis."""
+    shard: int = 1
+    """Ranks that have sequences of their own."""
+    ring: int | None = None
+    """Ranks on the sequence axis; by default what ulysses leaves."""
+    ulysses: int | None = None
+    """Ranks on the head axis, for methods with one; by default as many of a node as share key/value heads evenly."""
+    rows: int = 1
+    """Sequences of each rank."""
+    checkpointing: Checkpointing = field(
+        default_factory=lambda: Checkpointing(policy="layer", offload=True, ahead=False)
+    )
+    on_host: bool = True
+    """Master weights, their gradients and the optimizer's state in the host's memory."""
+    reserve: str = "5GiB"
+    """Of each device, for what is not torch's tensors: CUDA context, NCCL's buffers, libraries, fragments."""
+    host_memory: str | None = None
+    """Of each node; by default the cluster's."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was asked, in full, and what was found."""
+
+    plan: MemoryPlan
+    model: Model
+    cluster: Cluster
+    axes: dict[str, int]
+    room: Room
+    length: int
+    memory: StepMemory
+    fit: Fit | None = None
+
+
+def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: None) -> Planned:
+    """Runs the simulations that a plan asks for.
+
+    Args:
+        progress: told before each simulation what it is about.
+
+    Raises:
+        ValueError: an unknown name, axes that do not fit the cluster or the model, or no room for anything.
+    """
+    cluster = cluster_of(plan.cluster)
+    if plan.host_memory is not None:
+        cluster = replace(cluster, host_memory=quantity(plan.host_memory))
+    room, length = Room.of(cluster, quantity(plan.reserve)), quantity(plan.tokens)
+    axes = axes_of(plan, model_of(plan.model, length), cluster)
+
+    def measure(length: int) -> StepMemory:
+        progress(f"{length:,} tokens on {cluster.name}")
+        return simulate(job_of(plan, axes, length))
+
+    def planned(length: int, memory: StepMemory, fit: Fit | None = None) -> Planned:
+        return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, fit)
+
+    if not plan.max_context:
+        return planned(length, measure(length))
+    fit = longest(measure, room, step=1024 * cluster.ranks, start=length)
+    return planned(fit.length, fit.memory, fit)
+
+
+def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
+    """The training step to simulate."""
+
+    def attention(mesh: DeviceMesh) -> Method:
+        return build_attention(plan.attention, mesh, plan.heads_per_stage)
+
+    return Job(
+        model=model_of(plan.model, length),
+        axes=axes,
+        attention=attention,
+        length=length,
+        rows=plan.rows,
+        checkpointing=plan.checkpointing,
+        on_host=plan.on_host,
+    )
+
+
+def axes_of(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
+    """Sizes of the mesh axes, the open ones filled in.
+
+    Raises:
+        ValueError: they do not multiply to the ranks of the cluster.
+    """
+    left = max(1, cluster.ranks // plan.shard)
+    ulysses = plan.ulysses
+    if ulysses is None:
+        has_heads = plan.attention.split("+")[0] in ("ulysses", "upipe", "usp")
+        rings = plan.ring or 1
+        ulysses = gcd(gcd(model.kv_heads, cluster.ranks_per_node), left // rings) if has_heads else 1
+        ulysses = left // rings if has_heads and "+" not in plan.attention and plan.attention != "usp" else ulysses
+    ring = max(1, left // ulysses) if plan.ring is None else plan.ring
+    if plan.shard * ring * ulysses != cluster.ranks:
+        raise ValueError(
+            f"shard {plan.shard} x ring {ring} x ulysses {ulysses} = {plan.shard * ring * ulysses} ranks, but "
+            f"{cluster.name} are {cluster.ranks}"
+        )
+    return {"shard": plan.shard, "ring": ring, "ulysses": ulysses}

@@ -1,0 +1,33 @@
+"""Numbers as people write them."""
+
+from __future__ import annotations
+
+import re
+
+FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def quantity(text: str) -> int:
+    """A whole number such as "5M", "128Ki", "1_000_000", "2.5M" or, of bytes, "2TB": k, M, G, T or Ki, Mi, Gi, Ti.
+
+    Raises:
+        ValueError: something else, or less than 1.
+    """
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kMGT]|[KMGT]i|)B?", text.strip())
+    number = float(found[1].replace("_", "").replace(",", "")) * FACTORS[found[2]] if found else 0
+    if number < 1 or number != int(number):
+        raise ValueError(f"{text!r} is no whole number such as 1000000, 5M or 128Ki")
+    return int(number)
+
+
+def short(count: int) -> str:
+    """A number of tokens, to four digits: 6.144M."""
+    for unit, factor in (("M", 10**6), ("k", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.4g}{unit}"
+    return str(count)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / 2**30:,.2f}"
