@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,19 @@ def test_gradients_that_are_added_up_in_place_are_right():
         y.data.copy_(x.data)
         (y.sin() + y * 2 + y.exp()).sum().backward()
     assert torch.equal(x.grad, y.grad)
+
+
+def test_what_earlier_measurements_left_is_no_part_of_a_later_one():
+    def leave():
+        ring = [torch.zeros(MiB)]
+        ring.append(ring)
+
+    def work():
+        gc.collect()
+        torch.zeros(MiB)
+
+    measured_peak(leave)
+    assert measured_peak(work) == 4 * MiB
 
 
 def test_an_attention_op_is_counted_with_what_it_allocates_inside():

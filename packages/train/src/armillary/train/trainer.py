@@ -28,7 +28,7 @@ from armillary.data import (
     read_documents,
     split_documents,
 )
-from armillary.models import Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models import GPT, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.train.checkpoint import save_checkpoint, write_config
 from armillary.train.config import Config, ModelConfig, OptimizerConfig, check
 from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
@@ -162,7 +162,7 @@ def precision(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if chosen == "bfloat16" else torch.float32
 
 
-def build_optimizer(model: Llama, config: OptimizerConfig) -> AdamW:
+def build_optimizer(model: Llama | GPT, config: OptimizerConfig) -> AdamW:
     """AdamW; weight decay on matrices only."""
     parameters = list(model.parameters())
     groups = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, cast
@@ -15,6 +16,7 @@ def measured_peak(work: Callable[[], object]) -> int:
     Counts every allocation of torch's, those inside kernels too. Nothing watches the ops themselves, so that torch does
     what it does without a watcher.
     """
+    gc.collect()  # else what an earlier measurement has left may be freed in this one, and count as less than nothing
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = cast(Any, profiler).profiler.kineto_results.events()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Kernel
 from armillary.core import SequenceLayout, label, rehearsing
-from armillary.models import Checkpointing, Llama, LlamaConfig, linear_token_loss
+from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.train.config import OptimizerConfig
 from armillary.train.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.train.memory.simulated_flash import SimulatedFlash
@@ -43,7 +43,7 @@ class Job:
         kernel: what attention allocates. With one for the CPU, a `Rehearsal` can be run on real tensors.
     """
 
-    model: LlamaConfig
+    model: LlamaConfig | GPTConfig
     axes: Mapping[str, int]
     attention: Callable[[DeviceMesh], Method]
     length: int
@@ -89,7 +89,7 @@ class Rehearsal:
     """A model on the meta device, sharded over a mesh, and where the tokens lie that it is to be trained on."""
 
     job: Job
-    model: Llama
+    model: Llama | GPT
     layout: SequenceLayout
     shard: int
 
@@ -98,7 +98,7 @@ class Rehearsal:
         method = job.attention(mesh)
         method.kernel = job.kernel
         with torch.device("meta"):
-            model = Llama(job.model, method)
+            model = Llama(job.model, method) if isinstance(job.model, LlamaConfig) else GPT(job.model, method)
         job.checkpointing.apply(model)
         shard_model(model, mesh, job.precision, job.on_host)
         return cls(job, model, method.layout(job.length), method.shard)

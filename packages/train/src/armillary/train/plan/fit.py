@@ -35,62 +35,74 @@ class Room:
         return "device" if found.device / self.device >= found.host / self.host else "host"
 
 
+Measure = Callable[[int], StepMemory]
+"""From the length of a sequence to what a step takes."""
+
+
 @dataclass(frozen=True)
 class Fit:
-    """A length that fits, what it takes, and what another million tokens would take."""
+    """A length that fits, what it takes, and what another million tokens would take by the outlook."""
 
     length: int
     memory: StepMemory
     longer: StepMemory
-    tried: int
 
     @property
     def longer_length(self) -> int:
         return self.length + 1_000_000
 
 
-def longest(measure: Callable[[int], StepMemory], room: Room, step: int, start: int, most: int = 5) -> Fit:
-    """The longest sequence, in multiples of `step` tokens, that fits the room to within a percent.
-
-    Memory grows linearly with the length but for small steps, so two lengths tell where to look.
+def longest(measure: Measure, outlook: Measure, room: Room, step: int, start: int) -> Fit:
+    """The longest sequence that fits, in multiples of `step` tokens and to within a percent.
 
     Args:
-        measure: from a length to what it takes.
+        measure: exact, and asked as little as possible.
+        outlook: quicker, to look for the length with.
         start: where to begin.
-        most: how often to measure on the way.
 
     Raises:
         ValueError: not even one `step` fits.
     """
+    length = search(outlook, room, step, start)
+    memory = measure(length)
+    while (share := room.share(memory)) > 1:
+        if length == step:
+            raise ValueError(f"not even {step:,} tokens fit: {missing(memory, room)}")
+        length = max(step, int(length / share * 0.995) // step * step)
+        memory = measure(length)
+    return Fit(length, memory, outlook(length + 1_000_000))
+
+
+def search(outlook: Measure, room: Room, step: int, start: int, most: int = 8) -> int:
+    """Where the room is full. Memory grows with the length along a line, nearly: two lengths tell where to look next.
+
+    Args:
+        most: how often to look.
+    """
     least = max(step, start // 2 // step * step)
-    known = {length: measure(length) for length in (least, 2 * least)}
+    known = {length: outlook(length) for length in (least, 2 * least)}
     for _ in range(most):
         guess = max(step, solve(known, room) // step * step)
         if guess in known:
             break
-        known[guess] = measure(guess)
-        if 0.99 <= room.share(known[guess]) <= 1:
-            break
+        known[guess] = outlook(guess)
     fitting = [length for length, found in known.items() if room.share(found) <= 1]
-    if not fitting:
-        least = known[min(known)]
-        raise ValueError(
-            f"not even {min(known):,} tokens fit: {least.device / 2**30:.1f} of {room.device / 2**30:.1f} GiB on the "
-            f"device, {least.host / 2**30:.1f} of {room.host / 2**30:.1f} GiB on the host"
-        )
-    best = max(fitting)
-    return Fit(best, known[best], measure(best + 1_000_000), len(known) + 1)
+    return max(fitting, default=step)
 
 
 def solve(known: dict[int, StepMemory], room: Room) -> int:
     """Where the line through the two nearest to full meets it, for whichever of device and host is met first."""
     a, b = sorted(known, key=lambda length: abs(room.share(known[length]) - 1))[:2]
+    x, y = known[a], known[b]
     reached: list[float] = []
-    for have, x, y in (
-        (room.device, known[a].device, known[b].device),
-        (room.host, known[a].host, known[b].host),
-    ):
-        slope = (y - x) / (b - a)
+    for have, first, second in ((room.device, x.device, y.device), (room.host, x.host, y.host)):
+        slope = (second - first) / (b - a)
         if slope > 0:
-            reached.append(a + (have - x) / slope)
+            reached.append(a + (have - first) / slope)
     return int(min(reached, default=max(a, b)))
+
+
+def missing(memory: StepMemory, room: Room) -> str:
+    """What is needed of what there is."""
+    pairs = ((memory.device, room.device, "device"), (memory.host, room.host, "host"))
+    return ", ".join(f"{need / 2**30:.1f} of {have / 2**30:.1f} GiB on the {where}" for need, have, where in pairs)

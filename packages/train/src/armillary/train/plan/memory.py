@@ -90,13 +90,28 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
         progress(f"{length:,} tokens on {cluster.name}")
         return simulate(job_of(plan, axes, length))
 
+    def outlook(length: int) -> StepMemory:
+        progress(f"{length:,} tokens in a few blocks")
+        return from_few_blocks(job_of(plan, axes, length))
+
     def planned(length: int, memory: StepMemory, fit: Fit | None = None) -> Planned:
         return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, fit)
 
     if not plan.max_context:
         return planned(length, measure(length))
-    fit = longest(measure, room, step=1024 * cluster.ranks, start=length)
+    fit = longest(measure, outlook, room, step=1024 * cluster.ranks, start=length)
     return planned(fit.length, fit.memory, fit)
+
+
+def from_few_blocks(job: Job) -> StepMemory:
+    """What a step will hold by the looks of one with two blocks and one with three: they are all alike."""
+    two, three = (simulate(replace(job, model=replace(job.model, layers=n))) for n in (2, 3))
+    more = job.model.layers - 2
+
+    def along(a: int, b: int) -> int:
+        return a + more * (b - a)
+
+    return replace(three, device=along(two.device, three.device), host=along(two.host, three.host))
 
 
 def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
