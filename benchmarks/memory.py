@@ -1,0 +1,188 @@
+"""Memory of training steps, by simulation: what UPipe's stages save, and the longest sequences that fit.
+
+    python benchmarks/memory.py                         all of it, about 20 minutes on 2 cores
+    python benchmarks/memory.py --only stages wallfacer
+
+Nothing here needs a GPU. Figures are bytes of live tensors on rank 0 of a fake process group, in a real training step.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from report import write
+from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
+from armillary.models import Checkpointing, LlamaConfig
+from armillary.train.memory import attention_intermediates, before_attention
+from armillary.train.plan.memory import MemoryPlan, plan_memory
+
+Row = dict[str, Any]
+
+PLANS: dict[str, list[MemoryPlan]] = {
+    "contexts": [
+        MemoryPlan(cluster="8xh100", attention="upipe", tokens="7M"),
+        MemoryPlan(cluster="8xh100", attention="upipe+ring", ulysses=4, tokens="6M"),
+        MemoryPlan(cluster="8xh100", attention="ulysses", tokens="4M"),
+        MemoryPlan(cluster="8xh100", attention="usp", ulysses=4, tokens="4M"),
+        MemoryPlan(cluster="8xh100", attention="ring", tokens="4M"),
+        MemoryPlan(cluster="8xh100", attention="wallfacer", tokens="3M"),
+        MemoryPlan(cluster="16xh100", attention="upipe+ring", tokens="12M"),
+        MemoryPlan(cluster="16xh100", attention="usp", tokens="8M"),
+        MemoryPlan(cluster="16xh100", attention="ring", tokens="8M"),
+        MemoryPlan(cluster="16xh100", attention="wallfacer", tokens="3M"),
+    ],
+    "models": [
+        MemoryPlan(cluster="8xa100-40", tokens="2M"),
+        MemoryPlan(cluster="8xa100-80", tokens="3M"),
+        MemoryPlan(cluster="8xh200", tokens="7M"),
+        MemoryPlan(cluster="8xh100", model="llama2-7b", tokens="5M"),
+        MemoryPlan(cluster="8xh100", model="qwen3-32b", tokens="2M"),
+        MemoryPlan(cluster="16xh100", model="llama3-70b", attention="upipe+ring", tokens="2M"),
+        MemoryPlan(cluster="8xh100", model="gpt-3b", tokens="5M"),
+        MemoryPlan(cluster="8xh100", model="gpt-7b", tokens="3M"),
+    ],
+}
+
+
+def upipe(stage: int, prefetch: bool, mesh: DeviceMesh) -> Method:
+    return UPipe(mesh["ulysses"], heads_per_stage=stage, prefetch=prefetch)
+
+
+def teams(team: int, mesh: DeviceMesh) -> Method:
+    return Ring(mesh["ring"]) if team == 1 else WallFacer(mesh["ring"], team=team)
+
+
+def stages() -> list[Row]:
+    """q, k, v and out that are held at a time in a forward pass, in heads of a rank's tokens."""
+    rows: list[Row] = []
+    for heads, key_heads, stage in ((64, 64, 8), (64, 8, 8), (64, 8, 16), (32, 8, 8)):
+        whole, closed = 2 * heads + 2 * key_heads, 2 * stage + 2 * min(key_heads, stage)
+        held, early = (
+            attention_intermediates(partial(upipe, stage, early), {"ulysses": 8}, heads, key_heads)
+            for early in (False, True)
+        )
+        ulysses = attention_intermediates(lambda mesh: Ulysses(mesh["ulysses"]), {"ulysses": 8}, heads, key_heads)
+        rows.append(
+            {
+                "H": heads,
+                "K": key_heads,
+                "S": stage,
+                "2H + 2K": whole,
+                "2S + 2min(K, S)": closed,
+                "saved": f"{1 - closed / whole:.1%}",
+                "UPipe": held,
+                "saved, counted": f"{1 - held / whole:.1%}",
+                "with prefetch": early,
+                "Ulysses, counted": ulysses,
+            }
+        )
+    return rows
+
+
+def wallfacer() -> list[Row]:
+    """The WallFacer paper's model M, before the last block's attention in backward; in units of one [T, E]."""
+    model = LlamaConfig(vocab_size=32_000, dim=6656, layers=64, heads=52, kv_heads=52, hidden_dim=17_920)
+    rows: list[Row] = []
+    for name, team in (("Ring", 1), ("WallFacer, C = 4", 4)):
+        found = before_attention(model, {"ring": 64}, partial(teams, team), 65_536)
+        rows.append(
+            {
+                "method": name,
+                "paper": 65 + 3 * team,
+                "checkpoints": found.checkpoints,
+                "gradient": 1,
+                "q, k, v at hand": found.handed,
+                "sum": found.checkpoints + 1 + found.handed,
+                "all activations": found.activations + 1,
+            }
+        )
+    return rows
+
+
+def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
+    """The longest sequence that fits, and what is full."""
+    rows: list[Row] = []
+    for plan in plans:
+        with console.status(f"{plan.model} {plan.cluster} {plan.attention}"):
+            found = plan_memory(replace(plan, max_context=True))
+        assert found.fit is not None
+        axes = " x ".join(f"{name} {size}" for name, size in found.axes.items() if size > 1)
+        rows.append(
+            {
+                "model": plan.model,
+                "cluster": found.cluster.name,
+                "attention": f"{plan.attention} ({axes})",
+                "tokens, M": found.length / 1e6,
+                "device GiB": found.memory.device / 2**30,
+                "of": found.room.device / 2**30,
+                "host TB a node": found.memory.host * found.cluster.ranks_per_node / 1e12,
+                "full": found.room.limit(found.fit.longer),
+                "+1M: device GiB": found.fit.longer.device / 2**30,
+                "+1M: host TB": found.fit.longer.host * found.cluster.ranks_per_node / 1e12,
+                "s": round(found.memory.seconds),
+            }
+        )
+        console.print(rows[-1])
+    return rows
+
+
+def policies() -> list[Row]:
+    """LLaMA-3-8B, 1M tokens, 8 ranks: what each policy holds, by UPipe and by USP."""
+    rows: list[Row] = []
+    options = {
+        "layer": Checkpointing("layer"),
+        "layer, offloaded": Checkpointing("layer", offload=True, ahead=False),
+        "layer, offloaded, ahead": Checkpointing("layer", offload=True),
+        "attention_output": Checkpointing("attention_output"),
+        "attention_output, offloaded": Checkpointing("attention_output", offload=True, ahead=False),
+    }
+    for attention, ulysses in (("upipe", 8), ("usp", 4)):
+        for name, checkpointing in options.items():
+            plan = MemoryPlan(attention=attention, ulysses=ulysses, tokens="1M", checkpointing=checkpointing)
+            found = plan_memory(plan).memory
+            rows.append(
+                {
+                    "attention": attention,
+                    "policy": name,
+                    "device GiB": found.device / 2**30,
+                    "host GiB a rank": found.host / 2**30,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    console = Console(stderr=True)
+    parts: dict[str, tuple[str, Callable[[], list[Row]], list[str]]] = {
+        "stages": (
+            "Attention intermediates of UPipe",
+            stages,
+            ["8 ranks, forward, one row of 1,024 tokens a rank; the full out, lse, x and weights not counted"],
+        ),
+        "wallfacer": (
+            "The WallFacer paper's peak (arXiv 2407.00611, section 4.2)",
+            wallfacer,
+            [
+                "paper: L + 1 activations as checkpoints and 3 C for q, k, v; counted: L inputs of blocks, and the gradient"
+            ],
+        ),
+        "policies": ("Checkpoint policies, LLaMA-3-8B, 1M tokens on 8 H100", policies, []),
+        "contexts": ("Longest sequences, LLaMA-3-8B", lambda: longest(PLANS["contexts"], console), []),
+        "models": ("Longest sequences, other models and machines", lambda: longest(PLANS["models"], console), []),
+    }
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
+    for name in parser.parse_args().only:
+        title, measure, notes = parts[name]
+        print(write(f"memory-{name}", title, measure(), notes), flush=True)
+
+
+if __name__ == "__main__":
+    main()
