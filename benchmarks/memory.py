@@ -169,9 +169,7 @@ def main() -> None:
         "wallfacer": (
             "The WallFacer paper's peak (arXiv 2407.00611, section 4.2)",
             wallfacer,
-            [
-                "paper: L + 1 activations as checkpoints and 3 C for q, k, v; counted: L inputs of blocks, and the gradient"
-            ],
+            ["paper: L + 1 activations as checkpoints and 3 C for q, k, v; counted: L inputs and the gradient"],
         ),
         "policies": ("Checkpoint policies, LLaMA-3-8B, 1M tokens on 8 H100", policies, []),
         "contexts": ("Longest sequences, LLaMA-3-8B", lambda: longest(PLANS["contexts"], console), []),

@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
-from armillary.attention.kernels import CudaFlash, Inputs
+from armillary.attention.kernels import CpuFlash, CudaFlash, Inputs
 from armillary.core import current_label, label
-from armillary.models import Checkpointing, Llama, LlamaConfig
+from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig
 from armillary.train.memory import (
     Account,
     Job,
@@ -308,9 +308,25 @@ def parameters(config: LlamaConfig) -> list[nn.Parameter]:
         return list(Llama(config).parameters())
 
 
-def test_a_large_model_takes_seconds():
+MODELS = {
+    "grouped heads": replace(SMALL, dim=96, heads=6, kv_heads=2, head_dim=16, layers=3),
+    "norms, biases, tied": replace(SMALL, qk_norm=True, qkv_bias=True, tied_embeddings=True),
+    "gpt": GPTConfig(vocab_size=300, dim=64, layers=2, heads=4, max_positions=300),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_small_models_with_the_kernel_of_the_cpu(name, policy):
+    """To the byte in tensors. What the kernel takes for itself on the CPU is no tensor, and 13% of so small a step."""
+    job = replace(JOB, model=MODELS[name], kernel=CpuFlash(), checkpointing=Checkpointing(policy, piece=100))
+    simulated, true = simulate(job), real(job)
+    assert replace(simulated, seconds=0, ops=0) == replace(true, seconds=0, ops=0)
+    assert simulated.device == pytest.approx(measured(job), rel=0.15)
+
+
+def test_a_block_of_a_large_model_on_many_ranks():
     model = replace(LlamaConfig.llama3_8b(), layers=1)
     job = Job(model=model, axes={"ulysses": 8}, attention=partial(build_attention, "usp"), length=2**20)
     memory = simulate(replace(job, checkpointing=Checkpointing("layer")))
-    assert memory.seconds < 20
-    assert memory.device > 2**32
+    assert memory.device > 2**32 and memory.label == "attention"
