@@ -1,8 +1,10 @@
 """What each method sends, counted, is its closed form to the byte; and what nobody sees is not sent."""
 
+from collections.abc import Sequence
+
 import torch
 
-from armillary.attention import AllGatherKV, AttentionMask, Method, Ring, TokenRing, Ulysses, WallFacer
+from armillary.attention import AllGatherKV, AttentionMask, Method, Ring, TokenRing, Ulysses, UPipe, WallFacer
 from armillary.core import CommLedger
 from armillary.core.testing import mesh
 
@@ -160,3 +162,44 @@ def test_all_gather(worlds):
     for key_heads in (1, 8):
         keys = (P - 1) * 2 * B * T * key_heads * D * 4
         assert worlds(P).run(all_gather_bytes, key_heads) == [(keys, keys, keys)] * P
+
+
+# -- in stages of heads -----------------------------------------------------------------------------------------------
+
+
+class Columns:
+    """Hidden states that are q, k and v side by side already."""
+
+    def __init__(self, key_heads: int) -> None:
+        self.heads, self.key_heads = H, key_heads
+
+    def q(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        return x.unflatten(-1, (-1, D))[:, :, list(heads)]
+
+    def kv(self, x: torch.Tensor, heads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (x.unflatten(-1, (-1, D))[:, :, [start + head for head in heads]] for start in (H, H + self.key_heads))
+        return k, v
+
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+
+def sent_in_stages(key_heads: int, heads_per_stage: int, dtype: torch.dtype) -> tuple[int, int]:
+    attend = UPipe(mesh(ulysses=P)["ulysses"], heads_per_stage=heads_per_stage)
+    x = torch.randn(B, T, (H + 2 * key_heads) * D, dtype=dtype, requires_grad=True)
+    with CommLedger() as ledger:
+        out = attend.projected(x, Columns(key_heads), mask=FULL, layout=attend.layout(P * T))
+        out.sum().backward()
+    return ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
+
+
+def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(worlds):
+    for key_heads in (1, 2, 4, 8):
+        for dtype, e, a in DTYPES[:2]:
+            queries, keys = (n * (P - 1) * B * T * D // P for n in (H, 2 * max(key_heads, P)))
+            forward = (2 * queries + keys) * e
+            again = (3 * queries + keys) * e  # q, out and dout, k and v come in
+            home = queries * e + keys * (a if key_heads < P else e)
+            for heads_per_stage in (P, 2 * P):
+                expected = [(forward, again + home)] * P
+                assert worlds(P).run(sent_in_stages, key_heads, heads_per_stage, dtype) == expected

@@ -1,0 +1,69 @@
+"""Which heads meet in which stage of UPipe, for any head counts: without processes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.attention.method import key_heads_of
+from armillary.attention.stages import Share, Stage, stages
+from armillary.attention.ulysses import split_heads
+
+
+def plan(heads: int, key_heads: int, ranks: int, at_once: int) -> tuple[Stage, ...]:
+    mapping = key_heads_of(heads, key_heads)
+    return stages(mapping, split_heads(mapping, ranks).queries, ranks * at_once)
+
+
+@st.composite
+def counts(draw) -> tuple[int, int, int, int]:
+    key_heads, group = draw(st.integers(1, 12)), draw(st.integers(1, 8))
+    ranks = draw(st.integers(1, min(8, key_heads * group)))
+    return key_heads * group, key_heads, ranks, draw(st.integers(1, 6))
+
+
+@given(counts())
+@settings(max_examples=300)
+def test_every_query_head_attends_once_beside_its_own_key_head(chosen):
+    heads, key_heads, _, at_once = chosen
+    found = plan(*chosen)
+    mapping = key_heads_of(heads, key_heads)
+    assert sorted(head for stage in found for head in stage.queries) == list(range(heads))
+    assert all(len(share.queries) <= at_once for stage in found for share in stage.shares)
+    for share in (share for stage in found for share in stage.shares):
+        keys = [mapping[head] for head in share.queries]
+        assert set(keys) <= set(share.keys) and keys == sorted(keys)  # grouped by key head, as kernels want them
+
+
+@given(counts())
+@settings(max_examples=300)
+def test_keys_arrive_once_for_each_round_and_leave_after_it(chosen):
+    for rank in range(chosen[2]):
+        on_hand: tuple[int, ...] = ()
+        for share in (stage.shares[rank] for stage in plan(*chosen) if stage.shares[rank] != Share()):
+            assert share.first == (on_hand == ())
+            on_hand = () if share.last else share.keys
+            assert share.first or share.last or on_hand == share.keys
+        assert on_hand == ()
+
+
+@given(counts())
+@settings(max_examples=300)
+def test_travelling_keys_are_each_ranks_own(chosen):
+    for stage in plan(*chosen):
+        for keys, flag in ((stage.arriving, "first"), (stage.leaving, "last")):
+            for share, part in zip(stage.shares, keys.ranges, strict=True):
+                assert keys.heads[part.start : part.stop] == (share.keys if getattr(share, flag) else ())
+
+
+def test_llama_3_8b_on_eight_ranks():
+    """One round: all 8 key heads come in with query head 4 k of each group, then come 4 k + 1, 4 k + 2, 4 k + 3."""
+    found = plan(32, 8, 8, 1)
+    assert [stage.queries for stage in found] == [tuple(range(turn, 32, 4)) for turn in range(4)]
+    assert [stage.arriving.heads for stage in found] == [tuple(range(8)), (), (), ()]
+    assert [stage.leaving.heads for stage in found] == [(), (), (), tuple(range(8))]
+
+
+def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
+    found = plan(8, 2, 4, 1)  # a stage has 4 query heads, one for each rank, and there are 2 key heads
+    assert [stage.queries for stage in found] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [[share.keys for share in stage.shares] for stage in found] == [[(0,), (0,), (1,), (1,)]] * 2
+    assert [stage.arriving.shared for stage in found] == [True, False]

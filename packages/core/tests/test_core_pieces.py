@@ -1,0 +1,65 @@
+"""Pieces of tokens, sums of gradients, and computing again with the same random numbers."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.core import Draws, Totals, as_now, pieces, rehearsing
+
+
+@given(st.integers(0, 10_000_000), st.none() | st.integers(1, 100_000))
+def test_pieces_cover_all_tokens_once(tokens, size):
+    size = size if size is None or size * 1000 > tokens else None
+    cut = pieces(tokens, size)
+    assert cut[0].start == 0 and cut[-1].stop == tokens
+    assert all(a.stop == b.start for a, b in pairwise(cut))
+    assert size is not None or len(cut) <= 64
+
+
+def test_a_rehearsal_leaves_out_pieces_that_are_like_others():
+    with rehearsing():
+        assert pieces(35, 10) == [slice(0, 10), slice(10, 20), slice(30, 35)]
+        assert pieces(30, 10) == [slice(0, 10), slice(10, 20), slice(20, 30)]
+    assert len(pieces(35, 10)) == 4
+
+
+def test_pieces_without_tokens_are_refused():
+    with pytest.raises(ValueError, match="pieces of 0 tokens: at least 1"):
+        pieces(10, 0)
+
+
+def test_totals_round_once_and_leave_shares_alone():
+    weights = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(3)]
+    totals, share = Totals(weights), torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    for _ in range(1000):
+        totals.add([share * 1.001, None, None])
+    totals.add([None, share, None])
+    first, second, third = totals.result()
+    assert torch.equal(first, ((share * 1.001).float() * 1000).bfloat16()) and third is None
+    assert second is share and torch.equal(share, torch.tensor([1.0, 2.0, 3.0]).bfloat16())
+
+
+def test_what_is_computed_again_draws_the_same_numbers_and_leaves_no_trace():
+    draws, device = Draws(), torch.device("cpu")
+    with draws.at("a", device):
+        first = torch.rand(4)
+    with draws.at("nothing", device):
+        torch.ones(3)
+    with draws.at("b", device):
+        second = torch.rand(4)
+    before = torch.get_rng_state()
+    for part, expected in (("b", second), ("a", first), ("a", first)):
+        with draws.again().at(part, device):
+            assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(torch.get_rng_state(), before) and not torch.equal(first, second)
+
+
+def test_autocast_later_is_as_it_was():
+    with torch.autocast("cpu", torch.bfloat16):
+        then = as_now("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    with then():
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16

@@ -1,0 +1,67 @@
+"""What a training step holds in memory, by closed formulas: at once, and within a few percent of `simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from armillary.train.memory.estimate.attention import Attention
+from armillary.train.memory.estimate.moments import Held, Moments, times
+from armillary.train.memory.estimate.step import MASTER, Step
+from armillary.train.memory.simulate import Job
+
+__all__ = ["Attention", "Estimate", "estimate"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a training step on one rank at the moment when the device holds most, and when the host does.
+
+    Breakdowns are by category, and add up; `moment` is when. `moments` has the device's bytes at every moment that was
+    looked at.
+    """
+
+    device: int
+    device_breakdown: dict[str, int]
+    host: int
+    host_breakdown: dict[str, int]
+    moment: str
+    moments: dict[str, int]
+
+
+def estimate(job: Job) -> Estimate:
+    """What `simulate(job)` would find, by formulas; without tensors, and at once.
+
+    For causal masks and zigzag layouts, FlashAttention-2's memory (`SimulatedFlash`), and sizes that divide evenly.
+
+    Raises:
+        ValueError: the job's attention is not an `Attention`.
+    """
+    step = Step.of(job)
+    moments = {name: rounded(held) for name, held in Moments(step).all()}
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    host = max((rounded(held) for held in host_moments(step)), key=lambda held: sum(held.values()))
+    return Estimate(
+        device=sum(moments[moment].values()),
+        device_breakdown=moments[moment],
+        host=sum(host.values()),
+        host_breakdown=host,
+        moment=moment,
+        moments={name: sum(held.values()) for name, held in moments.items()},
+    )
+
+
+def host_moments(step: Step) -> list[Held]:
+    """What the host holds when the last block is about to be differentiated, and when the optimizer steps."""
+    model = step.model
+    shard = MASTER / step.sharing if step.on_host else 0
+    state = Held(parameters=shard * model.all, optimizer=2 * shard * model.all)
+    kept = Moments(step).kept_by_block() if step.checkpointing.offload else Held()
+    return [
+        state + times(model.layers, kept) + Held(gradients=shard * model.head),
+        state + Held(gradients=shard * model.all),
+    ]
+
+
+def rounded(held: Held) -> dict[str, int]:
+    """Whole bytes, largest first."""
+    return {category: round(size) for category, size in held.most_common() if round(size)}
