@@ -13,6 +13,7 @@ from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
 from armillary.models import Checkpointing, Llama, LlamaConfig, in_pieces, initialize, linear_token_loss
 from armillary.models.block import Context
+from armillary.models.projections import HeadProjections
 from armillary.models.rope import Rotation
 from armillary.models.tokenwise import TokenFunction
 
@@ -141,6 +142,59 @@ def test_gradients_that_somebody_else_holds_are_not_overwritten():
     assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
 
 
+def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
+    model = build(Checkpointing(policy), torch.float64, layers=1)
+    x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    rotation = Rotation.at(torch.arange(8), 8, 1e4, torch.float64)
+    return model.model.layers[0], x, Context(rotation, AttentionMask(), None)
+
+
+def through_views(policy: str, how: str) -> list[Tensor]:
+    """Gradients, where the block's own comes in as a view of a tensor that somebody else has."""
+    block, x, context = block_and_input(policy)
+    y, other, given = block(x, context), torch.ones_like(x, requires_grad=True), torch.ones(16, 32, dtype=torch.float64)
+    if how == "given":
+        y.flatten(0, 1).backward(given)
+        return [x.grad, given]
+    if how == "asked for":
+        flat = y.flatten(0, 1)
+        return list(torch.autograd.grad((flat * flat.sin()).sum(), [flat, x]))
+    ((y.flatten(0, 1) + other.tanh().flatten(0, 1)) ** 2).sum().backward()
+    return [x.grad, other.grad]
+
+
+@pytest.mark.parametrize("how", ["given", "asked for", "shared"])
+@pytest.mark.parametrize("policy", ["layer", "attention_output"])
+def test_gradients_that_are_views_of_somebody_elses_are_not_overwritten(policy, how):
+    pairs = zip(through_views(policy, how), through_views("none", how), strict=True)
+    assert max(itertools.starmap(relative_error, pairs)) < 1e-12
+
+
+@pytest.mark.parametrize("policy", ["layer", "attention_output"])
+def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
+    def found(policy: str) -> Tensor:
+        block, x, _ = block_and_input(policy)
+        context = Context(Rotation.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
+        block.shift = nn.Parameter(torch.zeros(1, 1, 32, dtype=torch.float64))
+        rest = block.rest
+        block.rest = lambda x, out: rest(x, out) + block.shift
+        (block(x[:1, :1].detach().requires_grad_(), context) ** 2).sum().backward()
+        return block.shift.grad
+
+    assert relative_error(found(policy), found("none")) < 1e-12
+
+
+def test_nothing_goes_to_the_host_that_nobody_will_differentiate(monkeypatch):
+    made = []
+    monkeypatch.setattr("armillary.models.checkpoint.Kept", lambda *args: made.append(args))
+    model = build(Checkpointing("layer", offload=True), torch.float32)
+    with torch.no_grad():
+        model(TOKENS)
+    model.requires_grad_(False)
+    model(TOKENS)
+    assert not made
+
+
 def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int, ...], int]:
     """Shapes of what blocks save for backward, apart from parameters, and how many of each; one batch of 64 tokens."""
     model = build(options, torch.float32, stage, heads=4, layers=1)
@@ -167,7 +221,22 @@ def test_a_block_keeps_what_its_policy_says():
     assert kept_for(Checkpointing("layer", offload=True)) == {}
 
 
+def test_a_projection_that_is_shared_has_its_gradient_once():
+    def found(stage: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        both, norm, query = nn.Linear(32, 16), nn.RMSNorm(8), nn.Linear(32, 32)
+        shared = HeadProjections(query, both, both, 4, 2, 8, query_norm=norm, key_norm=norm)
+        attend = Local() if stage is None else UPipe.around(Local(), stage)
+        out = attend.projected(torch.randn(1, 9, 32), shared, mask=AttentionMask())
+        out.square().sum().backward()
+        return [both.weight.grad, norm.weight.grad]
+
+    assert max(itertools.starmap(relative_error, zip(found(2), found(None), strict=True))) < 1e-5
+
+
 def test_what_cannot_be_done_is_refused():
+    with pytest.raises(ValueError, match="Linear has no blocks of armillary's"):
+        Checkpointing("layer").apply(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
         Checkpointing("all")
     with pytest.raises(ValueError, match="policy 'none' has none to keep"):

@@ -103,6 +103,9 @@ def test_open_axes_are_filled_in():
         ("memory --tokens lots", "'lots' is no whole number"),
         ("memory --attention ring --ulysses 8", "ulysses"),
         ("memory --trian 3", "Unrecognized options: --trian"),
+        ("memory --reserve 100GiB", "leave nothing of 8 x H100 80 GB"),
+        ("memory --rows 0", "--rows 0: must be at least 1"),
+        ("memory --ulysses 0", "--ulysses 0: must be at least 1"),
         ("mermory", "no command 'mermory'; known: memory"),
     ],
 )
@@ -119,7 +122,7 @@ def test_the_command_prints_a_table_or_json(capsys):
     main(command)
     shown = capsys.readouterr().out
     assert "a sequence of 64,000 tokens, 8k on a rank" in shown and "fits" in shown and "attention" in shown
-    main([*command, "--max-context", "--host-memory", "20GB"])
+    main([*command, "--max-context", "--host-memory", "120GB"])
     assert "the longest that fits; full is the host's memory" in capsys.readouterr().out
     main([*command, "--json"])
     found = json.loads(capsys.readouterr().out)

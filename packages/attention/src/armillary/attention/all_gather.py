@@ -48,6 +48,7 @@ class AllGatherKV(Method):
         whole = saved._replace(k=k_all, v=v_all)
         dq, dk, dv = (Sum.like(x) for x in (whole.q, whole.k, whole.v))
         self._cell(call).backward(dout, whole, dq, dk, dv)
+        del k_all, v_all, whole  # gradients go home in their place
         moving = [start_scatter_sum(x.value(), self.axis, call.key_layout.sizes) for x in (dk, dv)]
         dk, dv = (move.wait() for move in moving)
         return dq.result(), dk, dv

@@ -37,7 +37,8 @@ class ProjectedPlan(Plan):
 
     def trained(self) -> list[Tensor]:
         """The parameters that want a gradient, as they are now."""
-        return [parameter for parameter in self.projections.parameters() if parameter.requires_grad]
+        named = {id(parameter): parameter for parameter in self.projections.parameters() if parameter.requires_grad}
+        return list(named.values())  # each once, even if two projections share it
 
 
 def attend_projected(method: UPipe, call: Call, x: Tensor, projections: Projections, sinks: Tensor | None) -> Tensor:

@@ -105,7 +105,7 @@ class Direct:
     """
 
     def __init__(self, walk: Rotation, call: Call, combine: Callable[[range, Shares], None] | None = None) -> None:
-        self.walk, self.call, self.combine = walk, call, combine or self._add
+        self.walk, self.call, self.combine = walk, call, combine
         self.all = walk.needed(call)[walk.place][0]
         self.own: Shares = ()
         self.arriving: tuple[range, Parcel] | None = None
@@ -137,7 +137,7 @@ class Direct:
             self.exchange = None
         if self.arriving:
             tokens, parcel = self.arriving
-            self.combine(tokens, parcel.tensors)
+            (self.combine or self._add)(tokens, parcel.tensors)
             self.arriving = None
 
     def _add(self, tokens: range, shares: Shares) -> None:

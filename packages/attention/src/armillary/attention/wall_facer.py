@@ -107,6 +107,7 @@ class WallFacer(Method):
             dq, dk, dv = rotate_keys.backward(dout, team, self.rotation(moving), self._by_teams(call))
         else:
             dq, dk, dv = rotate_queries.backward(dout, team, self.rotation(moving), self._by_teams(call), direct=False)
+        del gathered, q, k, v, out, dout, lse, team  # gradients go home in their place
         queries = start_scatter_sum(dq, self.mates, self._sizes(call.layout))
         dk, dv = self._bring_home((dk, dv), call)
         return queries.wait(), dk, dv

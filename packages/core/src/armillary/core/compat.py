@@ -1,4 +1,4 @@
-"""What differs between the torch releases that are supported (>= 2.11), or is still private there. Nothing else may."""
+"""What differs between the torch releases that are supported (>= 2.11), or is still private there."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ def all_gather(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts an all-gather of flat tensors. torch 2.13 renames it, and warns of the old name from then on."""
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
+
+
+def references(x: Tensor) -> tuple[int, int]:
+    """How many of torch's own refer to a tensor, and to its storage."""
+    storage: Any = x.untyped_storage()
+    return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
+
+
+def profiling() -> bool:
+    """Whether a torch profiler is running."""
+    return cast(Any, torch.autograd)._profiler_enabled()
 
 
 def keeps_graph() -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
+
+from armillary.core import compat
 
 
 class Label(NamedTuple):
@@ -35,7 +37,7 @@ def label(name: str, *, host: bool = False) -> Generator[None]:
         return
     token = _current.set(Label(name, host))
     try:
-        with torch.profiler.record_function(name) if cast(Any, torch.autograd)._profiler_enabled() else nullcontext():
+        with torch.profiler.record_function(name) if compat.profiling() else nullcontext():
             yield
     finally:
         _current.reset(token)

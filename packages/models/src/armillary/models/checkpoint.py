@@ -7,7 +7,9 @@
 
 Under the last two a block is one `autograd.Function`. What surrounds attention is run on a few tokens at a time, q, k
 and v come in stages of heads where the method has some (UPipe), and residuals and gradients are added in place. So of
-tensors as large as x [B, T, E] there are, at a time: in forward x and out; in backward x, out, dy = dx and dout.
+tensors as large as x [B, T, E] there are, at a time: in forward x and out, which becomes the result (under
+"attention_output", or where it does not fit, the result beside them); in backward x, out, dy = dx and dout. In 16 bits
+dx is rounded each time that a stage of heads adds to it.
 """
 
 from __future__ import annotations
@@ -69,9 +71,11 @@ class Checkpointing:
         """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again.
 
         Raises:
-            ValueError: a policy other than "none" on attention that is no armillary method.
+            ValueError: a model of other blocks, or a policy other than "none" on attention that is no armillary method.
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
+        if not blocks and (self.policy != "none" or self.tiled):
+            raise ValueError(f"{type(model).__name__} has no blocks of armillary's to be run otherwise")
         for block in blocks:
             if self.policy != "none" and not isinstance(block.attention, Method):
                 kind = type(block.attention).__name__
@@ -102,8 +106,11 @@ def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: C
     projections = block.projections(context, normed=False)
     upipe = UPipe.around(cast(Method, block.attention))
     call = upipe.call_for(x, projections, mask=context.mask, layout=context.layout)
+    params = trained(block)
+    if not torch.is_grad_enabled() or not (x.requires_grad or params):
+        options = replace(options, offload=False)  # nothing will be differentiated
     work = Work(options, block, context, upipe, call)
-    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *trained(block)))
+    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *params))
 
 
 @dataclass

@@ -5,7 +5,8 @@ On CUDA, tensors go to pinned memory and come back on a stream of their own; on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -13,24 +14,57 @@ from torch import Tensor
 
 from armillary.core import label
 
+PINNED = 2**26
+"""Bytes of a part of a copy. torch rounds pinned memory up to powers of two: in one part, a copy might take twice as
+much."""
+
+
+class HostCopy:
+    """A copy of a tensor in the host's memory, in parts, under way if the tensor is on a GPU."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        flat, pinned = x.detach().reshape(-1), x.device.type == "cuda"
+        with label("checkpoints", host=True):
+            size = PINNED // x.element_size()
+            sizes = [part.numel() for part in flat.split(size)]
+            self.parts = [torch.empty(n, dtype=x.dtype, device="cpu", pin_memory=pinned) for n in sizes]
+        with on_side_stream(self.device):
+            for part, source in zip(self.parts, flat.split(size), strict=True):
+                part.copy_(source, non_blocking=True)
+        if pinned:
+            flat.record_stream(side_stream(self.device))
+
+    def back(self) -> Tensor:
+        """The tensor on its device, begun; the current stream must wait for it."""
+        with label("checkpoints"):
+            whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        flat = whole.view(-1)
+        with on_side_stream(self.device):
+            for part, target in zip(self.parts, flat.split(PINNED // flat.element_size()), strict=True):
+                target.copy_(part, non_blocking=True)
+        if self.device.type == "cuda":
+            whole.record_stream(side_stream(self.device))
+        return whole
+
 
 class Kept:
     """Copies of tensors in the host's memory.
 
     Args:
-        tensors: to be copied; their memory is free to be used again when they are dropped, not to be written to.
+        tensors: to be copied. Their memory may be given back, but not be written to while they live.
         below: what the layer before keeps, and backward needs next.
     """
 
     def __init__(self, tensors: Sequence[Tensor], below: Kept | None) -> None:
         self.device = tensors[0].device
         self.below = below
-        self.host = [to_host(x) for x in tensors]
+        self.host = [HostCopy(x) for x in tensors]
         self.coming: list[Tensor] = []
 
     def fetch(self) -> None:
         """Starts bringing the tensors back, if nobody has."""
-        self.coming = self.coming or [to_device(x, self.device) for x in self.host]
+        self.coming = self.coming or [copy.back() for copy in self.host]
 
     def take(self) -> Sequence[Tensor]:
         """The tensors on their device, ready for the current stream. The copies stay."""
@@ -51,31 +85,16 @@ class Kept:
         self.host.clear()
 
 
-def to_host(x: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where a device copies to it."""
-    with label("checkpoints", host=True):
-        if x.device.type != "cuda":
-            return x.detach().clone()
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    stream = side_stream(x.device)
-    stream.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(stream):
-        host.copy_(x.detach(), non_blocking=True)
-    x.record_stream(stream)
-    return host
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, begun. It is allocated by the current stream, which must wait for it."""
-    with label("checkpoints"):
-        if device.type != "cuda":
-            return x.clone()
-        back = torch.empty(x.shape, dtype=x.dtype, device=device)
+@contextmanager
+def on_side_stream(device: torch.device) -> Generator[None]:
+    """Around copies: on CUDA they run on a stream of their own, after what the current one has been given so far."""
+    if device.type != "cuda":
+        yield
+        return
     stream = side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # whoever had this memory before is done with it
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        back.copy_(x, non_blocking=True)
-    return back
+        yield
 
 
 @cache

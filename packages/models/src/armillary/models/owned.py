@@ -10,36 +10,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from armillary.core import compat
+
 
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
     """The one gradient in `grad_outputs`, if nobody else refers to it; else a copy.
 
     To be called from the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`, before anything
     else there refers to the gradient: a hook, a caller of `torch.autograd.grad` or a neighbour in the graph that keeps
-    it shows as one reference more than usual.
+    it, or something that it is a view of, shows as one reference more than usual.
     """
-    python, autograd = references(grad_outputs)
+    found = references(grad_outputs)
     (grad,) = grad_outputs
-    most_python, most_autograd = usual(type(grad))
-    alone = python <= most_python and autograd <= most_autograd
+    alone = all(count <= most for count, most in zip(found, usual(type(grad)), strict=True))
     if alone and grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.nbytes:
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 
 
-def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int]:
-    """How many refer to the gradient: from Python, and from autograd's own code."""
-    return sys.getrefcount(grad_outputs[0]), cast(Any, grad_outputs[0])._use_count()
+def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int, int]:
+    """How many refer to the gradient from Python, to it from autograd's own code, and to its storage (views)."""
+    return sys.getrefcount(grad_outputs[0]), *compat.references(grad_outputs[0])
 
 
 @cache
-def usual(kind: type[Tensor]) -> tuple[int, int]:
+def usual(kind: type[Tensor]) -> tuple[int, int, int]:
     """The references to a gradient of this class that belongs to nobody else, in this release of torch: tried out."""
     with torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
         if type(x.detach()) is not kind:  # a subclass that does its own counting
-            return 0, 0
-        found: list[tuple[int, int]] = []
+            return 0, 0, 0
+        found: list[tuple[int, int, int]] = []
         probe = cast(Any, _Probe).apply
         probe(probe(x, found), found).backward(torch.ones(1))
     return found[-1]
@@ -49,7 +50,7 @@ class _Probe(torch.autograd.Function):
     """Notes the references to its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[tuple[int, int]]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, found: list[tuple[int, int, int]]) -> Tensor:
         ctx.found = found
         return x.clone()
 

@@ -73,10 +73,10 @@ def differentiate(
         with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*parts)
         wanted = [part for part in parts if part.requires_grad]
-        shares: list[Tensor | None] = list(
-            torch.autograd.grad(y, [*wanted, *totals.parameters], dy[:, tokens], allow_unused=True)
-        )
-        del y
+        # A copy: the share of a parameter that is merely added is this very tensor, and dy may be overwritten below.
+        part, sources = dy[:, tokens].clone(), [*wanted, *totals.parameters]
+        shares: list[Tensor | None] = list(torch.autograd.grad(y, sources, part, allow_unused=True))
+        del y, part, sources
         totals.add(shares[len(wanted) :])
         for grad, share in zip((g for g in grads if g is not None), shares, strict=False):
             grad[:, tokens] = 0 if share is None else share

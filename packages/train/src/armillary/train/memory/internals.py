@@ -49,10 +49,13 @@ def made_of_ops(op: OpOverload) -> Callable[..., Any] | None:
     """The function that an op is, if it is one of armillary's, or one of torch's that merely calls others."""
     if op.namespace == "armillary":
         return cast(Any, custom_ops.OPDEFS[name_of(op)])._init_fn
-    composite = op.namespace == "aten" and C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd"
-    )
-    return op.decompose if composite else None
+    merely = op.namespace == "aten" and has_kernel(op, "CompositeImplicitAutograd") and not has_kernel(op, "CPU")
+    return op.decompose if merely else None
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Whether the op is implemented for a dispatch key."""
+    return C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def uses(tensors: Sequence[Tensor]) -> list[Uses]:

@@ -22,9 +22,19 @@ class Room:
     host: int
 
     @classmethod
-    def of(cls, cluster: Cluster, reserve: int) -> Room:
-        """Room on a cluster, where `reserve` bytes of each device are taken by other things than tensors."""
-        return cls(cluster.device_memory - reserve, cluster.host_memory_per_rank)
+    def of(cls, cluster: Cluster, reserve: int, host_reserve: int) -> Room:
+        """Room on a cluster, where other things than tensors take so many bytes of each device and of each machine.
+
+        Raises:
+            ValueError: they take all.
+        """
+        room = cls(cluster.device_memory - reserve, (cluster.host_memory - host_reserve) // cluster.ranks_per_node)
+        if min(room.device, room.host) < 1:
+            raise ValueError(
+                f"--reserve {reserve:,} and --host-reserve {host_reserve:,} bytes leave nothing of {cluster.name} with "
+                f"{cluster.device_memory:,} bytes a device and {cluster.host_memory:,} a machine"
+            )
+        return room
 
     def share(self, found: StepMemory) -> float:
         """How full the fuller of the two is; above 1, it does not fit."""
@@ -53,7 +63,7 @@ class Fit:
 
 
 def longest(measure: Measure, outlook: Measure, room: Room, step: int, start: int) -> Fit:
-    """The longest sequence that fits, in multiples of `step` tokens and to within a percent.
+    """The longest sequence that fits by the outlook, in multiples of `step` tokens, or a shorter one that really does.
 
     Args:
         measure: exact, and asked as little as possible.

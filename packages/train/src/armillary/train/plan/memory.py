@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import gcd
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from armillary.attention import Method, build_attention
 from armillary.core import Cluster
 from armillary.models import Checkpointing
 from armillary.train.memory import Job, StepMemory, simulate
+from armillary.train.memory.estimate import Attention, Estimate, estimate
 from armillary.train.plan.fit import Fit, Room, longest
 from armillary.train.plan.presets import Model, cluster_of, model_of
 from armillary.train.plan.quantity import quantity
@@ -41,7 +39,8 @@ class MemoryPlan:
     ring: int | None = None
     """Ranks on the sequence axis; by default what ulysses leaves."""
     ulysses: int | None = None
-    """Ranks on the head axis, for methods with one; by default as many of a node as share key/value heads evenly."""
+    """Ranks on the head axis, for methods with one; by default all, or beside a sequence axis as many of a node as
+    share key/value heads evenly."""
     rows: int = 1
     """Sequences of each rank."""
     checkpointing: Checkpointing = field(
@@ -53,6 +52,8 @@ class MemoryPlan:
     """Of each device, for what is not torch's tensors: CUDA context, NCCL's buffers, libraries, fragments."""
     host_memory: str | None = None
     """Of each node; by default the cluster's."""
+    host_reserve: str = "100GB"
+    """Of each node, for what is not torch's tensors: system, loaders, and pinned memory's rounding up."""
     json: bool = False
     """Print JSON."""
 
@@ -68,6 +69,7 @@ class Planned:
     room: Room
     length: int
     memory: StepMemory
+    estimate: Estimate
     fit: Fit | None = None
 
 
@@ -83,7 +85,9 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
     cluster = cluster_of(plan.cluster)
     if plan.host_memory is not None:
         cluster = replace(cluster, host_memory=quantity(plan.host_memory))
-    room, length = Room.of(cluster, quantity(plan.reserve)), quantity(plan.tokens)
+    check(plan)
+    room = Room.of(cluster, quantity(plan.reserve), quantity(plan.host_reserve))
+    length = quantity(plan.tokens)
     axes = axes_of(plan, model_of(plan.model, length), cluster)
 
     def measure(length: int) -> StepMemory:
@@ -95,12 +99,21 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
         return from_few_blocks(job_of(plan, axes, length))
 
     def planned(length: int, memory: StepMemory, fit: Fit | None = None) -> Planned:
-        return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, fit)
+        closed = estimate(job_of(plan, axes, length))
+        return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, closed, fit)
 
     if not plan.max_context:
         return planned(length, measure(length))
     fit = longest(measure, outlook, room, step=1024 * cluster.ranks, start=length)
     return planned(fit.length, fit.memory, fit)
+
+
+def check(plan: MemoryPlan) -> None:
+    """Refuses counts below 1."""
+    for name in ("shard", "ring", "ulysses", "rows", "heads_per_stage"):
+        value = getattr(plan, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def from_few_blocks(job: Job) -> StepMemory:
@@ -117,13 +130,10 @@ def from_few_blocks(job: Job) -> StepMemory:
 def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
     """The training step to simulate."""
 
-    def attention(mesh: DeviceMesh) -> Method:
-        return build_attention(plan.attention, mesh, plan.heads_per_stage)
-
     return Job(
         model=model_of(plan.model, length),
         axes=axes,
-        attention=attention,
+        attention=Attention(plan.attention, plan.heads_per_stage),
         length=length,
         rows=plan.rows,
         checkpointing=plan.checkpointing,

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from armillary.train.memory import StepMemory
 from armillary.train.plan.memory import Planned
 from armillary.train.plan.quantity import gib, short
 
@@ -25,6 +24,7 @@ def as_json(planned: Planned) -> str:
         "room": asdict(planned.room),
         "tokens": planned.length,
         "memory": asdict(planned.memory),
+        "estimate": asdict(planned.estimate),
         "fits": planned.room.share(planned.memory) <= 1,
     }
     if planned.fit is not None:
@@ -76,16 +76,23 @@ def table(planned: Planned) -> Table:
 def verdict(planned: Planned) -> list[str]:
     """Whether it fits; of the longest sequence that does, what holds the next million tokens back."""
     room, memory = planned.room, planned.memory
+    device, host = gib(planned.estimate.device), gib(planned.estimate.host)
+    closed = f"by closed formulas: {device} GiB on the device, {host} on the host"
     took = f"(simulated in {memory.seconds:.0f} s, {memory.ops:,} operations; most is held during {memory.label})"
     if planned.fit is None:
         fits = room.share(memory) <= 1
-        return [f"{'fits' if fits else 'does not fit'}: {fullness(room.share(memory), room.limit(memory))}", took]
+        return [
+            f"{'fits' if fits else 'does not fit'}: {fullness(room.share(memory), room.limit(memory))}",
+            closed,
+            took,
+        ]
     longer = planned.fit.longer
     more = short(planned.fit.longer_length)
     return [
         f"the longest that fits; full is the {room.limit(longer)}'s memory",
         f"{more} would need {lacking(longer.device, room.device)} on the device and {lacking(longer.host, room.host)} "
         f"on the host",
+        closed,
         took,
     ]
 
@@ -98,8 +105,3 @@ def lacking(need: int, have: int) -> str:
     """Bytes needed, and how many are missing or to spare."""
     word = "missing" if need > have else "to spare"
     return f"{gib(need)} GiB ({gib(abs(need - have))} {word})"
-
-
-def headline(name: str, memory: StepMemory) -> str:
-    """One line for a report's table."""
-    return f"{name}: {gib(memory.device)} GiB on the device, {gib(memory.host)} GiB on the host"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from armillary.train.memory.estimate.attention import Attention
-from armillary.train.memory.estimate.moments import Held, Moments, times
+from armillary.train.memory.estimate.held import Held
+from armillary.train.memory.estimate.moments import Moments
 from armillary.train.memory.estimate.step import MASTER, Step
 from armillary.train.memory.simulate import Job
 
@@ -31,15 +32,16 @@ class Estimate:
 def estimate(job: Job) -> Estimate:
     """What `simulate(job)` would find, by formulas; without tensors, and at once.
 
-    For causal masks and zigzag layouts, FlashAttention-2's memory (`SimulatedFlash`), and sizes that divide evenly.
+    For causal masks, zigzag layouts, FlashAttention-2 (`SimulatedFlash`), and heads and tokens that divide evenly.
+    Norms and activations are as on CUDA: RMSNorm keeps x alone, and the backward of silu is one kernel.
 
     Raises:
         ValueError: the job's attention is not an `Attention`.
     """
     step = Step.of(job)
-    moments = {name: rounded(held) for name, held in Moments(step).all()}
+    moments = {name: held.whole() for name, held in Moments(step).all()}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    host = max((rounded(held) for held in host_moments(step)), key=lambda held: sum(held.values()))
+    host = max((held.whole() for held in host_moments(step)), key=lambda held: sum(held.values()))
     return Estimate(
         device=sum(moments[moment].values()),
         device_breakdown=moments[moment],
@@ -57,11 +59,6 @@ def host_moments(step: Step) -> list[Held]:
     state = Held(parameters=shard * model.all, optimizer=2 * shard * model.all)
     kept = Moments(step).kept_by_block() if step.checkpointing.offload else Held()
     return [
-        state + times(model.layers, kept) + Held(gradients=shard * model.head),
+        state + kept.times(model.layers) + Held(gradients=shard * model.head),
         state + Held(gradients=shard * model.all),
     ]
-
-
-def rounded(held: Held) -> dict[str, int]:
-    """Whole bytes, largest first."""
-    return {category: round(size) for category, size in held.most_common() if round(size)}

@@ -66,9 +66,11 @@ def local_backward(x: Sizes) -> float:
 
 
 def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
-    """R ranks pass keys on: k and v in hand, those that come next, and a copy of the share `onward` of them that goes on.
+    """R ranks pass keys on. Results are merged in float32: the sum, and half of the queries' partial out, and its copy.
 
-    What goes on whole is copied at the first step only: afterwards it leaves as it came. Results are merged in float32: the sum, and a partial out of half of the queries with its float32 copy.
+    Args:
+        onward: the share of the keys in hand that goes on, copied; all of them are at the first step alone, and leave
+            as they came afterwards.
     """
     if ranks == 1:
         return kernel_forward(x)
@@ -99,18 +101,15 @@ def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
 
 
 def rotate_queries_forward(x: Sizes, ranks: int) -> float:
-    """TokenRing's: queries go round, partial results come straight back.
+    """TokenRing's: R ranks pass queries on, and partial results come straight back.
 
-    Queries in hand, coming and (half of them) leaving; the sum; a partial result, the one being sent and the half that
-    arrives.
+    The first to come back is merged at the third step, with queries in hand and coming: there are this rank's own
+    partial result and its float32 copy, the third step's, and the one that came (half of the tokens) with its copy.
     """
     if ranks == 1:
         return kernel_forward(x)
-    passing, part = x.q * (1 if ranks == 2 else 2.5), kernel_forward(x)
-    merged, arriving = x.w * x.q + x.lse, part / 2
-    if ranks == 2:
-        return max(1.5 * x.q + part, passing + 2 * part, merged + part + arriving + x.w * x.q / 2 + 2 * x.lse)
-    return passing + merged + 2 * part + arriving
+    passing = x.q * min(ranks - 2, 2)
+    return passing + 2.5 * kernel_forward(x) + 1.5 * x.w * x.q + x.lse
 
 
 def rotate_queries_backward(x: Sizes, ranks: int, direct: bool) -> float:
@@ -176,7 +175,7 @@ def wallfacer_backward(x: Sizes, ranks: int, team: int, keys: bool) -> float:
     gathered = all_.travelling + 2 * all_.k
     inner = rotate_keys_backward(all_, ring, onward=1) if keys else rotate_queries_backward(all_, ring, direct=False)
     home = 2 * x.w * (all_.q + 2 * all_.k) + 2 * x.w * x.k
-    return gathered + max(inner, home)
+    return max(gathered + inner, home)
 
 
 def all_gather_forward(x: Sizes, ranks: int) -> float:
@@ -194,7 +193,7 @@ def all_gather_backward(x: Sizes, ranks: int) -> float:
     every = 2 * ranks * x.k
     others = kernel_backward(x, queries=0.5, keys=ranks - 1)
     scattering = x.w * x.q + x.w * every + 2 * x.w * x.k
-    return every + x.w * every + max(x.q + others, scattering)
+    return x.w * every + max(every + x.q + others, scattering)
 
 
 def keys_go_round(x: Sizes) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from armillary.models.linear_loss import chunk_rows
+from armillary.train.memory.estimate.held import Held
 from armillary.train.memory.estimate.step import MASTER, Step
-
-Held = Counter[str]
-"""Bytes by category."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Moments:
     # -- what blocks keep ---------------------------------------------------------------------------------------------
 
     def kept_by_block(self) -> Held:
-        """By policy: x; out and lse too; or all that autograd wants (see `kept_by_autograd`)."""
+        """By policy: x; out and lse too; or all that autograd wants."""
         step = self.step
         match step.checkpointing.policy:
             case "layer":
@@ -87,24 +84,25 @@ class Moments:
         return Held(other=2 * step.x, attention=step.kept_attention())
 
     def kept_by_rest(self) -> Held:
-        """By autograd, of what follows attention: its two inputs are x with out added, and that normed.
+        """By autograd, of what follows attention: out, if attention keeps that of other tokens, and the MLP's tensors.
 
-        Inside a gated MLP: the gate, silu of it, up, and their product; else before and after GELU.
+        These are its input, that normed, and inside: the gate, silu of it, up and their product, or before and after
+        GELU.
         """
         step = self.step
-        if step.checkpointing.tiled:
-            return Held()
-        return Held(mlp=2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner))
+        out = step.out if step.attention.head == "ulysses" and step.ulysses > 1 else 0
+        mlp = 2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
+        return Held(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
     def kept(self, blocks: int) -> Held:
         """Of so many blocks, on the device."""
-        return times(blocks, self.kept_by_block()) if not self.step.checkpointing.offload else Held()
+        return self.kept_by_block().times(blocks) if not self.step.checkpointing.offload else Held()
 
     def kept_at(self, i: int) -> Held:
         """When block i is differentiated; offloaded, its own and, if so asked, that of the block below."""
         if not self.step.checkpointing.offload:
             return self.kept(i + 1)
-        return times(2 if self.step.checkpointing.ahead and i else 1, self.kept_by_block())
+        return self.kept_by_block().times(2 if self.step.checkpointing.ahead and i else 1)
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -112,8 +110,8 @@ class Moments:
         """In the last block, of which x and room for the result are there; a forward gathers into a copy first."""
         step, model = self.step, self.step.model
         held = self.always() + self.kept(model.layers - 1)
-        gathered = 2 * step.e * model.block
-        return held + Held(parameters=gathered, checkpoints=step.x, attention=step.out + step.lse + step.staged_forward())
+        attention = step.out + step.lse + step.staged_forward()
+        return held + Held(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
 
     def loss(self) -> Held:
         """The last block's result, that normed, its gradient, that of the head in float32, and a chunk's logits twice.
@@ -204,7 +202,3 @@ class Moments:
         first += step.e * model.vocabulary * model.dim if model.tied else 0
         second = (MASTER + step.e) * numbers
         return self.state() + Held(gradients=done + max(first, second))
-
-
-def times(n: float, held: Held) -> Held:
-    return Held({category: n * size for category, size in held.items()})

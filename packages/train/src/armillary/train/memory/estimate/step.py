@@ -156,7 +156,7 @@ class Step:
         return (x.q if self.ulysses > 1 else 0) + self.backward(x)
 
     def kept_attention(self) -> float:
-        """What autograd keeps of attention, where it has its way: q, k, v, out and lse, and out of own tokens.
+        """What attention's backward wants, where autograd has its way: q, k, v, out and lse.
 
         Norms of queries and keys keep what these were before.
         """
@@ -164,7 +164,7 @@ class Step:
             return self.out + self.lse
         x, model = self.call(self.stages.queries, self.stages.keys), self.model
         before = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
-        return 2 * x.q + 2 * x.k + x.lse + before + (self.out if self.ulysses > 1 else 0)
+        return 2 * x.q + 2 * x.k + x.lse + before
 
 
 @dataclass(frozen=True)
