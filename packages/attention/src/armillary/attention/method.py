@@ -204,12 +204,18 @@ class Method(ABC):
         Returns:
             out [B, T, H, Dv].
         """
+        call = self.call_for(
+            x, projections, mask=mask, layout=layout, scale=scale, sinks=sinks, softcap=softcap, kernel=kernel
+        )
+        return self.project(x, projections, call, sinks)
+
+    def project(self, x: Tensor, projections: Projections, call: Call, sinks: Tensor | None) -> Tensor:
+        """`projected`, of a call that is checked already."""
         q = projections.q(x, range(projections.heads))
-        k = torch.empty((*q.shape[:2], projections.key_heads, q.shape[3]), dtype=q.dtype, device="meta")
-        call = self._call(q.to("meta"), k, k, Inputs.of(q, q, softcap), mask, layout, None, scale, sinks, kernel)
         started = self.start(q.detach(), call.key_heads, call.layout)
         k, v = projections.kv(x, range(projections.key_heads))
-        return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, False, started)[0]
+        plan = Plan(self, call, with_lse=False, started=[] if started is None else [started])
+        return attend(plan, q, k, v, sinks)[0]
 
     def _attend(
         self,
@@ -224,10 +230,9 @@ class Method(ABC):
         softcap: float | None,
         kernel: str | Kernel | None,
         return_lse: bool,
-        started: Any = None,
     ) -> tuple[Tensor, Tensor]:
         call = self._call(q, k, v, Inputs.of(q, v, softcap), mask, layout, key_layout, scale, sinks, kernel)
-        return attend(Plan(self, call, return_lse, [] if started is None else [started]), q, k, v, sinks)
+        return attend(Plan(self, call, return_lse), q, k, v, sinks)
 
     def _call(
         self,

@@ -5,56 +5,18 @@ Sequence shards become head shards by an all-to-all, any method attends, and a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.local import Local
+from armillary.attention.head_axis import Arriving, HeadMethod, split_heads
 from armillary.attention.method import Method
 from armillary.core import Axis, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
 
-Arriving = Callable[[], Tensor]
-"""Waits for a tensor that is on its way."""
 
-
-class HeadShards(NamedTuple):
-    """Which query and key/value heads each rank of the head axis works on. Key ranges overlap where K < U."""
-
-    queries: tuple[range, ...]
-    keys: tuple[range, ...]
-
-    @property
-    def shared(self) -> bool:
-        """Whether several ranks work on one key/value head."""
-        return any(a.stop > b.start for a, b in pairwise(self.keys))
-
-
-def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
-    """Consecutive query heads for each rank, counts differing by one at most, with the key/value heads that they use.
-
-    Args:
-        key_heads: for each query head, its key/value head.
-    """
-    heads = SequenceLayout.contiguous(len(key_heads), ranks)
-    queries = tuple(heads.spans(rank)[0] for rank in range(ranks))
-    return HeadShards(queries, tuple(range(key_heads[q[0]], key_heads[q[-1]] + 1) for q in queries))
-
-
-def check_split(heads: int, axis: Axis) -> None:
-    """Refuses fewer query heads than ranks."""
-    if heads < axis.size:
-        raise ValueError(
-            f"{heads} query heads cannot be split over {axis.size} ranks of axis {axis.name!r}; "
-            f"give it at most {heads} ranks and the rest to the sequence axis"
-        )
-
-
-class Ulysses(Method):
+class Ulysses(HeadMethod):
     """All-to-all over one mesh axis of U ranks, around `inner` (Local unless given). Around Ring it is USP.
 
     Rank u of the axis attends with its share of the heads, over all tokens of its sequence shard. U need not
@@ -68,35 +30,20 @@ class Ulysses(Method):
     besides what `inner` sends for its T U tokens and H / U heads.
     """
 
-    def __init__(self, axis: DeviceMesh, inner: Method | None = None) -> None:
-        self.axis = self.head_axis = Axis.of(axis)
-        self.inner = Local() if inner is None else inner
-        self.shards = self.inner.shards * self.axis.size
-        self.shard = self.inner.shard * self.axis.size + self.axis.rank
-        self.sequence_shards = self.inner.sequence_shards
+    def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
+        super().__init__(axis, inner)
         self.moves = self.axis.size > 1 or self.inner.moves
-
-    @property
-    def inside(self) -> Method:
-        return self.inner
-
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return self.inner.layout(length, kind).refine(self.axis.size)
-
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        check_split(q.shape[2], self.axis)
-        self.inner.check(q, k, v)
 
     def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Arriving:
         queries = split_heads(key_heads, self.axis.size).queries
-        return start_seq_to_head(q, self.axis, self._sizes(layout), queries).wait
+        return start_seq_to_head(q, self.axis, self.sizes(layout), queries).wait
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         return self.resume(None, q, k, v, call)
 
     def resume(self, started: Arriving | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         heads = split_heads(call.key_heads, self.axis.size)
-        tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
+        tokens, keys = self.sizes(call.layout), self.sizes(call.key_layout)
         moving = (
             started or self.start(q, call.key_heads, call.layout),
             start_seq_to_head(k, self.axis, keys, heads.keys).wait,
@@ -109,7 +56,7 @@ class Ulysses(Method):
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         heads = split_heads(call.key_heads, self.axis.size)
-        tokens, keys = self._sizes(call.layout), self._sizes(call.key_layout)
+        tokens, keys = self.sizes(call.layout), self.sizes(call.key_layout)
         whole = start_seq_to_head(dout, self.axis, tokens, heads.queries).wait()
         dq, dk, dv = self.inner.backward(whole, saved, self._inside(call))
         # Where ranks share a key/value head, they are sums that are not finished yet, and wide.
@@ -129,21 +76,16 @@ class Ulysses(Method):
     def local_lse(self, saved: Saved, call: Call) -> Tensor:
         lse = self.inner.local_lse(saved, self._inside(call)).unsqueeze(-1)
         queries = split_heads(call.key_heads, self.axis.size).queries
-        return start_head_to_seq(lse, self.axis, self._sizes(call.layout), queries).wait().squeeze(-1)
+        return start_head_to_seq(lse, self.axis, self.sizes(call.layout), queries).wait().squeeze(-1)
 
     def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
         heads = split_heads(call.key_heads, self.axis.size)
         mine, keys = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
-        q = q.new_empty((q.shape[0], sum(self._sizes(call.layout)), mine, q.shape[3]))
-        k, v = (x.new_empty((x.shape[0], sum(self._sizes(call.key_layout)), keys, x.shape[3])) for x in (k, v))
+        q = q.new_empty((q.shape[0], sum(self.sizes(call.layout)), mine, q.shape[3]))
+        k, v = (x.new_empty((x.shape[0], sum(self.sizes(call.key_layout)), keys, x.shape[3])) for x in (k, v))
         if self.inner.moves:
             return self.inner.saved_like(q, k, v, self._inside(call))
         return Saved(q, k, v, q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide(q.dtype)))
-
-    def _sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
-        """Tokens that each rank of the axis holds of the sequence shard that they share."""
-        first = self.inner.shard * self.axis.size
-        return layout.refine(self.shards // self.sequence_shards).sizes[first : first + self.axis.size]
 
     def _inside(self, call: Call) -> Call:
         """The call as `inner` sees it: this rank's heads only."""

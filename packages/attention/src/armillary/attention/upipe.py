@@ -22,19 +22,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.kernels import Kernel
-from armillary.attention.local import Local
-from armillary.attention.mask import AttentionMask
+from armillary.attention.head_axis import Arriving, HeadMethod, split_heads
 from armillary.attention.method import Method
 from armillary.attention.projected import attend_projected
 from armillary.attention.projections import Projections
 from armillary.attention.sources import Finished, Heads, Source, place, select
 from armillary.attention.stages import Keys, Stage, stages
-from armillary.attention.ulysses import Arriving, check_split, split_heads
 from armillary.core import (
     Axis,
     PackedHeads,
-    SequenceLayout,
     start_head_to_parts,
     start_head_to_seq,
     start_packed_to_head,
@@ -65,7 +61,7 @@ class OnHand:
         return OnHand(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))
 
 
-class UPipe(Method):
+class UPipe(HeadMethod):
     """Ulysses in stages of heads, around `inner` (Local unless given).
 
     Attention intermediates (q, k, v and out of one stage, after and while they are sent) take
@@ -90,60 +86,29 @@ class UPipe(Method):
 
     def __init__(
         self,
-        axis: DeviceMesh,
+        axis: DeviceMesh | Axis,
         inner: Method | None = None,
         heads_per_stage: int | None = None,
         prefetch: bool = False,
     ) -> None:
-        self._build(Axis.of(axis), Local() if inner is None else inner, heads_per_stage, prefetch)
+        super().__init__(axis, inner)
+        ranks = self.axis.size
+        if heads_per_stage is not None and (heads_per_stage < 1 or heads_per_stage % ranks):
+            raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {ranks} ranks")
+        if self.inner.head_axis is not None:
+            raise ValueError(f"inner {type(self.inner).__name__} divides heads itself; give a sequence-axis method")
+        self.heads_per_stage, self.prefetch = heads_per_stage, prefetch
 
     @classmethod
     def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
         """`method` in the form that keeps x, out and lse alone: itself if it is UPipe, else all heads in one stage."""
         if isinstance(method, UPipe):
             return method
-        made = cls.__new__(cls)
-        made._build(method.head_axis or Axis.alone("ulysses"), method.inside, heads_per_stage, prefetch=False)
+        made = cls(method.head_axis or Axis.alone("ulysses"), method.inside, heads_per_stage)
         made.kernel = method.kernel
         return made
 
-    def _build(self, axis: Axis, inner: Method, heads_per_stage: int | None, prefetch: bool) -> None:
-        if heads_per_stage is not None and (heads_per_stage < 1 or heads_per_stage % axis.size):
-            raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {axis.size} ranks")
-        if inner.head_axis is not None:
-            raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
-        self.axis, self.inner, self.head_axis = axis, inner, axis
-        self.heads_per_stage, self.prefetch = heads_per_stage, prefetch
-        self.shards = inner.shards * axis.size
-        self.shard = inner.shard * axis.size + axis.rank
-        self.sequence_shards = inner.sequence_shards
-
-    @property
-    def inside(self) -> Method:
-        return self.inner
-
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return self.inner.layout(length, kind).refine(self.axis.size)
-
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        check_split(q.shape[2], self.axis)
-        self.inner.check(q, k, v)
-
-    def projected(
-        self,
-        x: Tensor,
-        projections: Projections,
-        *,
-        mask: AttentionMask,
-        layout: SequenceLayout | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        kernel: str | Kernel | None = None,
-    ) -> Tensor:
-        call = self.call_for(
-            x, projections, mask=mask, layout=layout, scale=scale, sinks=sinks, softcap=softcap, kernel=kernel
-        )
+    def project(self, x: Tensor, projections: Projections, call: Call, sinks: Tensor | None) -> Tensor:
         return attend_projected(self, call, x, projections, sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
@@ -152,7 +117,7 @@ class UPipe(Method):
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         source, lse = Finished((saved.q, saved.k, saved.v)), saved.lse.unsqueeze(-1)
-        lse = start_seq_to_head(lse, self.axis, self._sizes(call.layout), self._queries(call)).wait().squeeze(-1)
+        lse = start_seq_to_head(lse, self.axis, self.sizes(call.layout), self._queries(call)).wait().squeeze(-1)
         self.differentiate(dout, source, saved.out, lse, call)
         dq, dk, dv = source.gradients()
         return dq, dk, dv
@@ -165,7 +130,7 @@ class UPipe(Method):
         Args:
             into: becomes out, if it has its shape and dtype.
         """
-        sizes, results = self._sizes(call.layout), list[Tensor]()
+        sizes, results = self.sizes(call.layout), list[Tensor]()
 
         def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
             q = arrived.pop()
@@ -188,7 +153,7 @@ class UPipe(Method):
 
     def differentiate(self, dout: Tensor, source: Source, out: Tensor, lse: Tensor, call: Call) -> None:
         """Gives `source` the gradients of its q, k and v, from dout [B, T, H, Dv] and what `attend` returned."""
-        sizes = self._sizes(call.layout)
+        sizes = self.sizes(call.layout)
 
         def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
             dq, share = arrived[0], stage.shares[self.axis.rank]
@@ -212,14 +177,14 @@ class UPipe(Method):
 
     def lse_to_seq(self, lse: Tensor, call: Call) -> Tensor:
         """lse [B, n, h] of this rank's heads -> [B, T, H] of its tokens."""
-        moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self._sizes(call.layout), self._queries(call))
+        moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self.sizes(call.layout), self._queries(call))
         return moving.wait().squeeze(-1)
 
     def results(
         self, batch: int, q: Tensor, v: Tensor, call: Call, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of `attend`, still without content, for q [..., D] and v [..., Dv]."""
-        tokens, own = self._sizes(call.layout), len(self._queries(call)[self.axis.rank])
+        tokens, own = self.sizes(call.layout), len(self._queries(call)[self.axis.rank])
         shape = (batch, tokens[self.axis.rank], len(call.key_heads), v.shape[3])
         fits = into is not None and into.shape == shape and into.dtype == q.dtype
         out = into if into is not None and fits else q.new_empty(shape)
@@ -269,16 +234,13 @@ class UPipe(Method):
             keys = list(source.kv(arriving.heads))
             while keys:
                 packed = PackedHeads.cut(keys.pop(0), arriving.ranges)
-                coming.append(self._send(packed, self._sizes(call.key_layout)))
+                coming.append(self._send(packed, self.sizes(call.key_layout)))
                 del packed
         for column in columns:
-            packed = self._packed(column, stage)
-            coming.append(self._send(packed, self._sizes(call.layout)))
+            packed = PackedHeads.cut(column(stage.queries), stage.query_ranges)
+            coming.append(self._send(packed, self.sizes(call.layout)))
             del packed
         return coming
-
-    def _packed(self, column: Column, stage: Stage) -> PackedHeads:
-        return PackedHeads.cut(column(stage.queries), stage.query_ranges)
 
     def _send(self, packed: PackedHeads, sizes: Sequence[int]) -> Arriving:
         """Starts the all-to-all; without prefetch, also waits for it, so that what was sent can go."""
@@ -290,7 +252,7 @@ class UPipe(Method):
 
     def _bring_home(self, keys: OnHand, leaving: Keys, dtype: torch.dtype, call: Call) -> tuple[Tensor, Tensor]:
         """dk and dv of this rank's tokens. Where ranks share a head they are sums not finished yet, and travel wide."""
-        sizes, home = self._sizes(call.key_layout), list[Tensor]()
+        sizes, home = self.sizes(call.key_layout), list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=wide(dtype)) if grad is None else grad
             grad = grad.to(wide(dtype) if leaving.shared else dtype)
@@ -316,8 +278,3 @@ class UPipe(Method):
         """The call as `inner` sees it: this rank's heads of the stage, against the keys on hand."""
         share = stage.shares[self.axis.rank]
         return replace(call, key_heads=tuple(share.keys.index(call.key_heads[head]) for head in share.queries))
-
-    def _sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
-        """Tokens that each rank of the axis holds of the sequence shard that they share."""
-        first = self.inner.shard * self.axis.size
-        return layout.refine(self.axis.size).sizes[first : first + self.axis.size]

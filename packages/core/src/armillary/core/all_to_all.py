@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.core.collective import Collective, start_parts, wide
+from armillary.core.collective import Collective, pack, start_parts, wide
 from armillary.core.mesh import Axis
 
 
@@ -33,12 +33,9 @@ class PackedHeads:
         """The heads [B, T, h, D] for each rank; copied, unless there is one rank only."""
         if len(parts) == 1:
             return cls(tuple(parts), parts[0])
-        sizes = [part.numel() for part in parts]
-        flat = parts[0].new_empty(sum(sizes))
-        views = tuple(view.view(part.shape) for view, part in zip(flat.split(sizes), parts, strict=True))
-        for view, part in zip(views, parts, strict=True):
-            view.copy_(part)
-        return cls(views, flat)
+        flat = pack(parts)
+        views = zip(flat.split([part.numel() for part in parts]), parts, strict=True)
+        return cls(tuple(view.view(part.shape) for view, part in views), flat)
 
     @classmethod
     def cut(cls, x: Tensor, heads: Sequence[range]) -> PackedHeads:

@@ -58,15 +58,21 @@ def start_parts(
     if axis.size == 1:
         return Parts(parts[0], parts[0], tuple(parts), ())
     send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
-    if packed is None:
-        packed = parts[0].new_empty(sum(send))
-        for into, part in zip(packed.split(send), parts, strict=True):
-            into.view(part.shape).copy_(part)
+    packed = pack(parts) if packed is None else packed
     buffer = packed.new_empty(sum(receive))
     record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes)
     work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
     received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
     return Parts(packed, buffer, received, (cast(dist.Work, work),))
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """The parts, copied one after another into one flat tensor."""
+    sizes = [part.numel() for part in parts]
+    flat = parts[0].new_empty(sum(sizes))
+    for into, part in zip(flat.split(sizes), parts, strict=True):
+        into.view(part.shape).copy_(part)
+    return flat
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

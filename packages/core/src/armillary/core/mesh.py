@@ -102,12 +102,14 @@ class Axis:
     timeout: timedelta | None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Axis:
-        """The axis of a 1-D mesh, such as `mesh["ring"]`.
+    def of(cls, mesh: DeviceMesh | Axis) -> Axis:
+        """The axis of a 1-D mesh, such as `mesh["ring"]`; an axis is itself.
 
         Raises:
             ValueError: the mesh has several axes.
         """
+        if isinstance(mesh, Axis):
+            return mesh
         if mesh.ndim != 1:
             axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
             raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import float32
 
+from armillary.attention.head_axis import split_heads
 from armillary.attention.method import key_heads_of
 from armillary.attention.stages import stages
-from armillary.attention.ulysses import split_heads
 from armillary.core import pieces
 from armillary.models import Checkpointing
 from armillary.train.memory.estimate import methods
