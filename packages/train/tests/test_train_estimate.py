@@ -13,7 +13,7 @@ from armillary.attention.kernels import Scores
 from armillary.attention.method import key_heads_of
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.train.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
-from armillary.train.memory.estimate import Attention, estimate
+from armillary.train.memory.estimate import AttentionChoice, estimate
 from armillary.train.memory.estimate import methods as of
 from armillary.train.memory.estimate.methods import Sizes
 
@@ -25,7 +25,7 @@ LAYER, OUTPUT = Checkpointing("layer"), Checkpointing("attention_output")
 
 
 def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, on_host=True, **options):
-    attention = Attention(name, options.pop("heads_per_stage", None), options.pop("team", None))
+    attention = AttentionChoice(name, options.pop("heads_per_stage", None), options.pop("team", None))
     return Job(
         model=model,
         axes=axes,
@@ -81,7 +81,7 @@ def test_each_method_allocates_what_its_formula_says(name, ranks, team, heads):
         "wallfacer": lambda: (of.wallfacer_forward(x, ranks, team), of.wallfacer_backward(x, ranks, team, keys)),
         "all_gather": lambda: (of.all_gather_forward(x, ranks), of.all_gather_backward(x, ranks)),
     }[name]()
-    assert said == pytest.approx(measured(Attention(name, team=team), ranks, *heads), rel=0.04)
+    assert said == pytest.approx(measured(AttentionChoice(name, team=team), ranks, *heads), rel=0.04)
 
 
 TOKENS, DIM = 8192, 128
@@ -169,12 +169,12 @@ def test_eight_million_tokens_of_llama_on_eight_ranks_fit_with_upipe_alone():
 
 def test_attention_as_data_builds_the_method():
     with fake_world(ring=4, ulysses=2) as mesh:
-        method = Attention("upipe+wallfacer", heads_per_stage=4, team=2)(mesh)
+        method = AttentionChoice("upipe+wallfacer", heads_per_stage=4, team=2)(mesh)
     assert isinstance(method, UPipe)
     assert isinstance(method.inner, WallFacer)
     assert (method.heads_per_stage, method.inner.teams.team) == (4, 2)
 
 
 def test_attention_that_could_be_anything_is_refused():
-    with pytest.raises(ValueError, match="must be an Attention"):
+    with pytest.raises(ValueError, match="must be an AttentionChoice"):
         estimate(replace(job(), attention=lambda mesh: None))

@@ -1,6 +1,5 @@
 """Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on."""
 
-from armillary.core.again import Draws, as_now
 from armillary.core.all_to_all import (
     PackedHeads,
     start_head_to_parts,
@@ -23,6 +22,7 @@ from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
 from armillary.core.pieces import Totals, pieces, rehearsing
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
+from armillary.core.recompute import Draws, as_now
 
 __all__ = [
     "AXES",

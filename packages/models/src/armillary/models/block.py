@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, TokenProjections
@@ -28,7 +29,7 @@ class AttentionFunction(Protocol):
 
 
 @runtime_checkable
-class ProjectedAttention(Protocol):
+class TakesProjections(Protocol):
     """Attention that makes q, k and v itself, when it needs them."""
 
     def projected(
@@ -87,7 +88,7 @@ def attend(block: Block, x: Tensor, context: Context) -> Tensor:
     """out [B, T, H, D], all of it differentiated by autograd."""
     projections, x = block.projections(context, normed=True), block.norm(x)
     with label("attention"):
-        if isinstance(block.attention, ProjectedAttention):
+        if isinstance(block.attention, TakesProjections):
             return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
         q = projections.q(x, range(projections.heads))
         k, v = projections.kv(x, range(projections.key_heads))
@@ -102,13 +103,61 @@ def plainly(block: Block, x: Tensor, context: Context) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Blocks, and a norm at the end. `norm_in_pieces`: the norm keeps its input alone, and `piece` tokens at once."""
+    """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm.
+
+    `norm_in_pieces`: the norm keeps its input alone, and is run on `piece` tokens at once.
+    """
 
     norm_in_pieces: bool = False
     piece: int | None = None
 
-    def through(self, blocks: Iterable[nn.Module], norm: nn.Module, x: Tensor, context: Context) -> Tensor:
-        """Hidden states [B, T, E] after all blocks and the norm."""
-        for block in blocks:
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        positions = checked_positions(ids, positions, layout)
+        x = self.embed(ids, positions)
+        mask = AttentionMask(causal=True) if mask is None else mask
+        context = Context(self.rotation(positions, x.dtype), mask, layout)
+        for block in self.blocks:
             x = block(x, context)
+        norm = self.final_norm
         return in_pieces(norm, (x,), norm, self.piece) if self.norm_in_pieces else norm(x)
+
+    @abstractmethod
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[B, T, E]"""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Iterable[nn.Module]:
+        """In the order in which they are run."""
+
+    @property
+    @abstractmethod
+    def final_norm(self) -> nn.Module:
+        """What the hidden states go through at the end."""
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
+        """RoPE at these positions; none, unless overridden."""
+        return None
+
+
+def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
+    """The positions [T] on the device of `ids`; refuses what does not match, and what cannot be known."""
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
+    if positions is None and layout is not None and layout.shards > 1:
+        raise ValueError(
+            f"positions are needed where {layout.shards} shards hold the sequence: layout.positions(shard)"
+        )
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device) if layout is None else layout.positions(0)
+    if positions.shape != ids.shape[1:] or positions.is_floating_point():
+        shown = f"{tuple(positions.shape)} of {positions.dtype}"
+        raise ValueError(f"positions must be {ids.shape[1]} integers for ids {tuple(ids.shape)}; got {shown}")
+    return positions.to(ids.device)

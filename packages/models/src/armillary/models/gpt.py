@@ -7,7 +7,7 @@ have a projection each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from armillary.core import SequenceLayout
 from armillary.models import block
 from armillary.models.block import AttentionFunction, Context
 from armillary.models.config import GPTConfig
-from armillary.models.llama import checked_positions
 from armillary.models.projections import HeadProjections
 
 
@@ -49,8 +48,7 @@ class GPT(nn.Module):
         """Token ids [B, T] -> logits [B, T, V]. Arguments and errors as in `Llama.forward`.
 
         Raises:
-            ValueError: as there, and positions beyond those that the model has; these only where they are cheap to see,
-                which is where none are given.
+            ValueError: as there, and more tokens than positions that the model has learned.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
         return head(hidden, self.head_weight)
@@ -72,21 +70,22 @@ class Transformer(block.Decoder):
         self.h = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.dim, eps=config.norm_eps)
 
-    def forward(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        mask: AttentionMask | None = None,
-        layout: SequenceLayout | None = None,
-    ) -> Tensor:
-        length = layout.length if layout is not None else ids.shape[-1] if positions is None else 0
+    def forward(self, ids: Tensor, *, layout: SequenceLayout | None = None, **options: Any) -> Tensor:
+        length = ids.shape[-1] if layout is None else layout.length
         if length > self.config.max_positions:
             raise ValueError(f"{length} tokens, but max_positions={self.config.max_positions} are all that are learned")
-        positions = checked_positions(ids, positions, layout)
-        x = self.wte(ids) + self.wpe(positions)
-        context = Context(None, AttentionMask(causal=True) if mask is None else mask, layout)
-        return self.through(self.h, self.ln_f, x, context)
+        return super().forward(ids, layout=layout, **options)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.wte(ids) + self.wpe(positions)
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        return self.h
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.ln_f
 
 
 class Block(block.Block):

@@ -7,7 +7,7 @@ its own: so the same module runs on a whole sequence or on one shard of it. Attr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
@@ -118,19 +118,19 @@ class Decoder(block.Decoder):
         self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        mask: AttentionMask | None = None,
-        layout: SequenceLayout | None = None,
-    ) -> Tensor:
-        positions = checked_positions(ids, positions, layout)
-        x = self.embed_tokens(ids)
-        rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
-        context = Context(rotation, AttentionMask(causal=True) if mask is None else mask, layout)
-        return self.through(self.layers, self.norm, x, context)
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.embed_tokens(ids)
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        return self.layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.norm
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        return Rotation.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
 
 class Block(block.Block):
@@ -200,19 +200,3 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
-    """The positions [T] on the device of `ids`; refuses what does not match, and what cannot be known."""
-    if ids.ndim != 2:
-        raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
-    if positions is None and layout is not None and layout.shards > 1:
-        raise ValueError(
-            f"positions are needed where {layout.shards} shards hold the sequence: layout.positions(shard)"
-        )
-    if positions is None:
-        positions = torch.arange(ids.shape[1], device=ids.device) if layout is None else layout.positions(0)
-    if positions.shape != ids.shape[1:] or positions.is_floating_point():
-        shown = f"{tuple(positions.shape)} of {positions.dtype}"
-        raise ValueError(f"positions must be {ids.shape[1]} integers for ids {tuple(ids.shape)}; got {shown}")
-    return positions.to(ids.device)

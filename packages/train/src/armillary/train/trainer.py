@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
@@ -203,13 +203,18 @@ def train_step(run: Run, step: int) -> tuple[float, float]:
         group["lr"] = learning_rate(step, run.config.train.steps, config)
     loss = global_loss(run, run.training.batch(step - 1))
     loss.backward()
-    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    norm = get_total_norm(grads)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    clip_grads_with_norm_(run.model.parameters(), config.clip_norm, norm)
+    norm = clip_gradients(run.model, config.clip_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
     return summed(run, loss.detach()).item(), norm.item()
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks."""
+    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    clip_grads_with_norm_(model.parameters(), limit, norm)
+    return norm
 
 
 def global_loss(run: Run, batch: Batch) -> Tensor:

@@ -12,8 +12,6 @@ import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnused
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
@@ -25,7 +23,7 @@ from armillary.train.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.train.memory.simulated_flash import SimulatedFlash
 from armillary.train.memory.world import fake_world
 from armillary.train.parallel import shard_model
-from armillary.train.trainer import build_optimizer
+from armillary.train.trainer import build_optimizer, clip_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +138,7 @@ class Rehearsal:
         """As `armillary.train.trainer.train_step`, but for what reads numbers."""
         self.loss().backward()
         with label("optimizer", host=self.job.on_host):
-            norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            clip_grads_with_norm_(self.model.parameters(), 1.0, norm)
+            clip_gradients(self.model, 1.0)
             optimizer.step()
         optimizer.zero_grad()
 

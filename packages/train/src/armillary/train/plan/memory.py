@@ -9,7 +9,7 @@ from math import gcd
 from armillary.core import Cluster
 from armillary.models import Checkpointing
 from armillary.train.memory import Job, StepMemory, simulate
-from armillary.train.memory.estimate import Attention, Estimate, estimate
+from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.plan.fit import Fit, Room, longest
 from armillary.train.plan.presets import Model, cluster_of, model_of
 from armillary.train.plan.quantity import quantity
@@ -129,11 +129,10 @@ def from_few_blocks(job: Job) -> StepMemory:
 
 def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
     """The training step to simulate."""
-
     return Job(
         model=model_of(plan.model, length),
         axes=axes,
-        attention=Attention(plan.attention, plan.heads_per_stage),
+        attention=AttentionChoice(plan.attention, plan.heads_per_stage),
         length=length,
         rows=plan.rows,
         checkpointing=plan.checkpointing,
@@ -147,13 +146,14 @@ def axes_of(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
     Raises:
         ValueError: they do not multiply to the ranks of the cluster.
     """
-    left = max(1, cluster.ranks // plan.shard)
-    ulysses = plan.ulysses
-    if ulysses is None:
-        has_heads = plan.attention.split("+")[0] in ("ulysses", "upipe", "usp")
-        rings = plan.ring or 1
-        ulysses = gcd(gcd(model.kv_heads, cluster.ranks_per_node), left // rings) if has_heads else 1
-        ulysses = left // rings if has_heads and "+" not in plan.attention and plan.attention != "usp" else ulysses
+    left, choice = max(1, cluster.ranks // plan.shard), AttentionChoice(plan.attention)
+    open_ranks = left // (plan.ring or 1)
+    if plan.ulysses is not None:
+        ulysses = plan.ulysses
+    elif choice.head and choice.sequence != "local":
+        ulysses = gcd(model.kv_heads, cluster.ranks_per_node, open_ranks)
+    else:
+        ulysses = open_ranks if choice.head else 1
     ring = max(1, left // ulysses) if plan.ring is None else plan.ring
     if plan.shard * ring * ulysses != cluster.ranks:
         raise ValueError(

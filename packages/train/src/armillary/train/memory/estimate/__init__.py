@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armillary.train.memory.estimate.attention import Attention
+from armillary.train.memory.estimate.choice import AttentionChoice
 from armillary.train.memory.estimate.held import Held
 from armillary.train.memory.estimate.moments import Moments
 from armillary.train.memory.estimate.step import MASTER, Step
 from armillary.train.memory.simulate import Job
 
-__all__ = ["Attention", "Estimate", "estimate"]
+__all__ = ["AttentionChoice", "Estimate", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def estimate(job: Job) -> Estimate:
     Norms and activations are as on CUDA: RMSNorm keeps x alone, and the backward of silu is one kernel.
 
     Raises:
-        ValueError: the job's attention is not an `Attention`.
+        ValueError: the job's attention is not an `AttentionChoice`.
     """
     step = Step.of(job)
     moments = {name: held.whole() for name, held in Moments(step).all()}

@@ -13,7 +13,7 @@ from armillary.attention.stages import stages
 from armillary.core import pieces
 from armillary.models import Checkpointing
 from armillary.train.memory.estimate import methods
-from armillary.train.memory.estimate.attention import Attention
+from armillary.train.memory.estimate.choice import AttentionChoice
 from armillary.train.memory.estimate.methods import Sizes
 from armillary.train.memory.estimate.widths import Widths
 from armillary.train.memory.simulate import Job
@@ -33,7 +33,7 @@ class Step:
     """
 
     model: Widths
-    attention: Attention
+    attention: AttentionChoice
     checkpointing: Checkpointing
     on_host: bool
     tokens: int
@@ -45,8 +45,10 @@ class Step:
 
     @classmethod
     def of(cls, job: Job) -> Step:
-        if not isinstance(job.attention, Attention):
-            raise ValueError(f"attention {job.attention!r} can be anything; to be estimated it must be an Attention")
+        if not isinstance(job.attention, AttentionChoice):
+            raise ValueError(
+                f"attention {job.attention!r} can be anything; to be estimated it must be an AttentionChoice"
+            )
         axes: Mapping[str, int] = job.axes
         ring, ulysses = axes.get("ring", 1), axes.get("ulysses", 1)
         return cls(

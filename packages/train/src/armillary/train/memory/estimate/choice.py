@@ -11,7 +11,7 @@ from armillary.attention.build import HEAD_METHODS, largest_team
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionChoice:
     """The method `build_attention(name, mesh, heads_per_stage)`; calling it with a mesh builds it, as a `Job` wants.
 
     Args:
