@@ -9,6 +9,7 @@ from armillary.core.all_to_all import (
 )
 from armillary.core.cluster import Cluster
 from armillary.core.collective import Collective, wide
+from armillary.core.dealt import gather_dealt, own_dealt, sum_dealt
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
     merge_,
@@ -42,11 +43,13 @@ __all__ = [
     "as_now",
     "build_mesh",
     "current_label",
+    "gather_dealt",
     "gather_seq",
     "head_to_seq",
     "label",
     "merge_",
     "merge_scatter",
+    "own_dealt",
     "pieces",
     "rehearsing",
     "scatter_sum",
@@ -60,5 +63,6 @@ __all__ = [
     "start_process_group",
     "start_scatter_sum",
     "start_seq_to_head",
+    "sum_dealt",
     "wide",
 ]

@@ -46,7 +46,7 @@ from armillary.core.mesh import Axis
 
 
 def seq_to_head(
-    x: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = None, heads: Sequence[range] | None = None
+    x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, heads: Sequence[range] | None = None
 ) -> Tensor:
     """[B, T, H, D], all heads of this rank's tokens -> [B, N, h, D], this rank's heads of all tokens. Differentiable.
 
@@ -78,7 +78,7 @@ def seq_to_head(
 
 
 def head_to_seq(
-    x: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = None, heads: Sequence[range] | None = None
+    x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, heads: Sequence[range] | None = None
 ) -> Tensor:
     """[B, N, h, D], this rank's heads of all tokens -> [B, T, H, D], all heads of this rank's tokens. Differentiable.
 
@@ -109,7 +109,7 @@ def head_to_seq(
     return _linear(x, start_head_to_seq, start_seq_to_head, along, tuple(sizes), tuple(heads))
 
 
-def gather_seq(x: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
+def gather_seq(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
     """[B, T, ...], this rank's tokens -> [B, N, ...], those of all ranks, in rank order. Differentiable.
 
     The gradient of a token is the sum over ranks, as by `scatter_sum`.
@@ -134,7 +134,7 @@ def gather_seq(x: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = Non
     return _linear(x, start_gather_seq, start_scatter_sum, along, tuple(sizes), dim)
 
 
-def scatter_sum(x: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
+def scatter_sum(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
     """[B, N, ...] on every rank -> [B, T, ...], this rank's tokens of the sum over ranks. Differentiable.
 
     The transpose of `gather_seq`. Sums in rank order and in float32 at least.
@@ -160,7 +160,7 @@ def scatter_sum(x: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = No
 
 
 def merge_scatter(
-    out: Tensor, lse: Tensor, axis: DeviceMesh, *, sizes: Sequence[int] | None = None
+    out: Tensor, lse: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over each rank's keys -> attention over all keys, for this rank's tokens. Differentiable in both.
 

@@ -1,0 +1,46 @@
+"""Tokens dealt out to the ranks of an axis, against the whole."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.core import CommLedger, build_mesh, gather_dealt, own_dealt, sum_dealt
+
+
+def gather_and_sum(shape: tuple[int, ...]) -> dict[str, bool]:
+    axis = build_mesh("cpu", tp=dist.get_world_size())["tp"]
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+    weights = torch.randn(axis.size(), *shape, generator=generator, dtype=torch.float64)
+    mine = own_dealt(whole, axis).requires_grad_()
+    with CommLedger() as ledger:
+        gathered = gather_dealt(mine, axis)
+        sent = ledger.bytes()
+        gathered.backward(weights[axis.get_local_rank()])
+    full = (whole * weights[axis.get_local_rank()]).requires_grad_()
+    summed = sum_dealt(full, axis)
+    summed.backward(own_dealt(weights.sum(0), axis))
+    return {
+        "gathered": torch.equal(gathered, whole),
+        "bytes": sent == (axis.size() - 1) * mine.nbytes,
+        "gradient of gathering": torch.allclose(mine.grad, own_dealt(weights.sum(0), axis)),
+        "summed": torch.allclose(summed, own_dealt(whole * weights.sum(0), axis)),
+        "gradient of summing": torch.equal(full.grad, weights.sum(0)),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(2, 8, 3), (1, 4), (3, 12, 2, 2)])
+def test_gathering_and_summing(worlds, ranks, shape):
+    for rank in worlds(ranks).run(gather_and_sum, shape):
+        assert all(rank.values()), rank
+
+
+def deal_unevenly() -> str:
+    with pytest.raises(ValueError) as caught:
+        sum_dealt(torch.zeros(1, 5, 2), build_mesh("cpu", tp=2)["tp"])
+    return str(caught.value)
+
+
+def test_uneven_tokens_are_refused_by_name(worlds):
+    assert worlds(2).run(deal_unevenly) == ["5 tokens cannot be dealt out to 2 ranks of axis 'tp' evenly"] * 2
