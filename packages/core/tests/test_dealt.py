@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import CommLedger, build_mesh, gather_dealt, own_dealt, sum_dealt
+from armillary.core import Axis, CommLedger, build_mesh, gather_dealt, own_dealt, sum_dealt
 
 
 def gather_and_sum(shape: tuple[int, ...]) -> dict[str, bool]:
@@ -33,6 +33,33 @@ def gather_and_sum(shape: tuple[int, ...]) -> dict[str, bool]:
 @pytest.mark.parametrize("shape", [(2, 8, 3), (1, 4), (3, 12, 2, 2)])
 def test_gathering_and_summing(worlds, ranks, shape):
     for rank in worlds(ranks).run(gather_and_sum, shape):
+        assert all(rank.values()), rank
+
+
+def there_and_back(x, axis):
+    return sum_dealt(gather_dealt(x.sin(), axis) * (1 + axis.rank), axis).cos()
+
+
+def compile_both() -> dict[str, bool]:
+    torch._dynamo.reset()
+    axis = Axis.of(build_mesh("cpu", tp=dist.get_world_size())["tp"])
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(axis.rank)).requires_grad_()
+    found = []
+    for function in (there_and_back, compiled, compiled):
+        with CommLedger() as ledger:
+            y = function(x, axis)
+            found.append((y, *torch.autograd.grad(y.square().sum(), x), dict(ledger.entries)))
+    return {
+        "result": torch.equal(found[0][0], found[2][0]),
+        "gradient": torch.equal(found[0][1], found[2][1]),
+        "bytes": found[0][2] == found[2][2] and len(found[2][2]) == (4 if axis.size > 1 else 0),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_they_are_in_compiled_graphs(worlds, ranks):
+    for rank in worlds(ranks).run(compile_both, timeout=200):
         assert all(rank.values()), rank
 
 

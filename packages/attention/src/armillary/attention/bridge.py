@@ -53,12 +53,15 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 @torch.library.custom_op("armillary::attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[Tensor]:
+    return forward(Plan.alive[plan], q, k, v, sinks)
+
+
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     """[out, lse, *saved]; saved is there only where the method saves others than q, k, v, out and lse themselves."""
-    found = Plan.alive[plan]
-    method, call = found.method, found.call
-    out, saved = method.resume(found.started.pop() if found.started else None, q, k, v, call)
+    method, call = plan.method, plan.call
+    out, saved = method.resume(plan.started.pop() if plan.started else None, q, k, v, call)
     # The local lse costs communication where the method moves its tensors: only when it is needed.
-    lse = method.local_lse(saved, call) if needs_lse(found, sinks) else saved.lse.new_empty(0)
+    lse = method.local_lse(saved, call) if needs_lse(plan, sinks) else saved.lse.new_empty(0)
     if sinks is not None:
         heads = method.heads(range(q.shape[2]))
         inner_out, inner_lse = sunk(saved.out, saved.lse, sinks[heads.start : heads.stop])
@@ -81,20 +84,28 @@ def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[Tensor]:
-    found = Plan.alive[plan]
+    return forward_like(Plan.alive[plan], q, k, v, sinks)
+
+
+def forward_like(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
+    """Empty tensors shaped as those of `forward`."""
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty(q.shape[:3] if needs_lse(found, sinks) else (0,), dtype=wide(q.dtype))
-    return [out, lse, *(found.method.saved_like(q, k, v, found.call) if found.method.moves else ())]
+    lse = q.new_empty(q.shape[:3] if needs_lse(plan, sinks) else (0,), dtype=wide(q.dtype))
+    return [out, lse, *(plan.method.saved_like(q, k, v, plan.call) if plan.method.moves else ())]
 
 
 @torch.library.custom_op("armillary::attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = Plan.alive[plan]
+    return backward(Plan.alive[plan], dout, Saved(q, k, v, out, lse))
+
+
+def backward(plan: Plan, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), in the dtypes of q, k and v."""
     with phase("backward"):
-        dq, dk, dv = found.method.backward(dout, Saved(q, k, v, out, lse), found.call)
-    dq, dk, dv = (alone(dx.to(x.dtype)) for dx, x in ((dq, q), (dk, k), (dv, v)))
+        dq, dk, dv = plan.method.backward(dout, saved, plan.call)
+    dq, dk, dv = (alone(dx.to(x.dtype)) for dx, x in zip((dq, dk, dv), saved, strict=False))
     return dq, dk, dv
 
 
@@ -128,14 +139,19 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], 
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    if any(grad is not None for grad in grads[1:]):
-        raise ValueError("lse has no gradient here; detach it before it enters a loss")
+    check_gradients(grads)
     dout = grads[0]
     if dout is None:
         return None, None, None, None, None
     q, k, v, out, lse, *local = ctx.saved_tensors
     dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.plan.handle)
     return dq, dk, dv, sinks_gradient(dout, *local) if local else None, None
+
+
+def check_gradients(grads: Sequence[Tensor | None]) -> None:
+    """Refuses a gradient of anything but out."""
+    if any(grad is not None for grad in grads[1:]):
+        raise ValueError("lse has no gradient here; detach it before it enters a loss")
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

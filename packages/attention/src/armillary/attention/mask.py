@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,10 +46,15 @@ class AttentionMask:
         object.__setattr__(self, "documents", _documents(documents))
         # Looked up for every cell, and boundaries may be many. Of numbers only: pickles go to other processes.
         left, right = (-1 if side is None else side for side in self.window or (None, None))
+        object.__setattr__(self, "ends", _tensor(self.documents))
         object.__setattr__(self, "_hash", hash((self.causal, left, right, self.documents or ())))
 
     def __hash__(self) -> int:
         return self.__dict__["_hash"]  # not a field: those are what `replace` rebuilds
+
+    ends: ClassVar[Tensor | None] = None
+    """`documents` as integers on the CPU, [n + 1] or [B, n + 1] filled up with -1: what a compiled graph may depend on
+    without being compiled anew for each mask."""
 
     @property
     def per_row(self) -> bool:
@@ -123,6 +129,16 @@ def _documents(
     if rows and isinstance(rows[0], list):
         return tuple(_boundaries(row) for row in rows if isinstance(row, list))
     return _boundaries([int(row) for row in rows if not isinstance(row, list)])
+
+
+def _tensor(documents: tuple[int, ...] | tuple[tuple[int, ...], ...] | None) -> Tensor | None:
+    if documents is None:
+        return None
+    rows = [[row] if isinstance(row, int) else row for row in documents]
+    if rows and isinstance(documents[0], int):
+        return torch.tensor(documents, dtype=torch.int64, device="cpu")
+    longest = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[-1] * (longest - len(row))] for row in rows], dtype=torch.int64, device="cpu")
 
 
 def _boundaries(ends: Sequence[int]) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ autograd bridge. To add a method, write one file with a subclass; nothing else c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from armillary.attention import traced
 from armillary.attention.bridge import Plan, attend
 from armillary.attention.call import Call, Saved
 from armillary.attention.dtensor import attend_dtensors
@@ -33,10 +34,24 @@ class Method(ABC):
     """Ranks on the sequence axis (P): as many as shards, but where a head axis divides the shards further."""
     moves: bool = False
     """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
+    staged: bool = False
+    """Whether `projected` makes q, k and v a few heads at a time: torch.compile then leaves it out of its graphs."""
     head_axis: Axis | None = None
     """The axis that divides the heads, where there is one."""
     kernel: str | Kernel | None = None
     """The kernel of calls that name none, or its name; None: the first that takes the inputs."""
+
+    number: int
+    """By which a compiled graph finds the method."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        method = super().__new__(cls)
+        method.number = traced.number(method)
+        return method
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the number: a copy is another method."""
+        return {name: value for name, value in vars(self).items() if name != "number"}
 
     @property
     def inside(self) -> Method:
@@ -204,6 +219,24 @@ class Method(ABC):
         Returns:
             out [B, T, H, Dv].
         """
+        if torch.compiler.is_compiling() and not self.staged:
+            q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
+            return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, return_lse=False)[0]
+        untraced: Any = self._projected
+        return untraced(x, projections, mask, layout, scale, sinks, softcap, kernel)
+
+    @torch.compiler.disable  # Stages of heads are projected again in backward, by autograd itself.
+    def _projected(
+        self,
+        x: Tensor,
+        projections: Projections,
+        mask: AttentionMask,
+        layout: SequenceLayout | None,
+        scale: float | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+        kernel: str | Kernel | None,
+    ) -> Tensor:
         call = self.call_for(
             x, projections, mask=mask, layout=layout, scale=scale, sinks=sinks, softcap=softcap, kernel=kernel
         )
@@ -231,10 +264,12 @@ class Method(ABC):
         kernel: str | Kernel | None,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        call = self._call(q, k, v, Inputs.of(q, v, softcap), mask, layout, key_layout, scale, sinks, kernel)
+        if torch.compiler.is_compiling():
+            return traced.attend(self, q, k, v, mask, layout, key_layout, scale, sinks, softcap, kernel, return_lse)
+        call = self.call(q, k, v, Inputs.of(q, v, softcap), mask, layout, key_layout, scale, sinks, kernel)
         return attend(Plan(self, call, return_lse), q, k, v, sinks)
 
-    def _call(
+    def call(
         self,
         q: Tensor,
         k: Tensor,
@@ -282,7 +317,7 @@ class Method(ABC):
         k, v = (
             torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
         )
-        return self._call(q, k, v, inputs, mask, layout, None, scale, sinks, kernel)
+        return self.call(q, k, v, inputs, mask, layout, None, scale, sinks, kernel)
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

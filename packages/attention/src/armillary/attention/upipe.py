@@ -84,6 +84,8 @@ class UPipe(HeadMethod):
         ValueError: heads_per_stage is no multiple of U, or `inner` has a head axis of its own.
     """
 
+    staged = True
+
     def __init__(
         self,
         axis: DeviceMesh | Axis,

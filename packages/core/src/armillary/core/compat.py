@@ -30,6 +30,11 @@ def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None
     return getattr(options, "_timeout", None)
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name, `group.group_name`."""
+    return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
+
+
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """The 1-D mesh over neighbouring `axes` of `mesh`."""
     return cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))

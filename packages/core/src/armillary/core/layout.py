@@ -31,13 +31,17 @@ class SequenceLayout:
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("_hash", "_sizes", "_spans")
+    __slots__ = ("_hash", "_sizes", "_spans", "text")
+
+    text: str
+    """All of it in one string, such as "0:2,6:8;2:6": what `read` reads, and what a compiled graph depends on."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self._spans = tuple(join_spans(shard) for shard in spans)
         self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
         self._hash = hash(self._spans)
         self._check()
+        self.text = ";".join(",".join(map(_short, shard)) for shard in self._spans)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SequenceLayout) and self._spans == other._spans)
@@ -96,6 +100,11 @@ class SequenceLayout:
             return cls([[range(r, length, shards)] for r in range(shards)])
         starts = [range(r * stripe, length, shards * stripe) for r in range(shards)]
         return cls([[range(s, min(s + stripe, length)) for s in shard] for shard in starts])
+
+    @classmethod
+    def read(cls, text: str) -> SequenceLayout:
+        """The layout whose `text` this is."""
+        return cls([[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")])
 
     # -- what a shard holds ---------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.core import dtensor
+from armillary.core import dtensor, traced
 from armillary.core.all_to_all import start_head_to_seq, start_seq_to_head
 from armillary.core.collective import Collective
 from armillary.core.gather import (
@@ -131,6 +131,8 @@ def gather_seq(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
         place, sizes = _dtensor_tokens("x", x, along, Shard(dim), dim, sizes)
         return cast(Tensor, _GatherDTensor.apply(x, along, sizes, dim, place))
     sizes = _sizes(along, sizes, tokens_on(x, dim) * along.size)
+    if torch.compiler.is_compiling():
+        return traced.gather(x, along, sizes, dim)
     return _linear(x, start_gather_seq, start_scatter_sum, along, tuple(sizes), dim)
 
 
@@ -156,6 +158,8 @@ def scatter_sum(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | No
         local = _linear(dtensor.local_of(x), start_scatter_sum, start_gather_seq, along, sizes, dim)
         return dtensor.like(x, local, x.shape, {place: Shard(dim)})
     sizes = _sizes(along, sizes, tokens_on(x, dim))
+    if torch.compiler.is_compiling():
+        return traced.scatter_sum(x, along, sizes, dim)
     return _linear(x, start_scatter_sum, start_gather_seq, along, tuple(sizes), dim)
 
 

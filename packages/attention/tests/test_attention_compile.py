@@ -1,0 +1,110 @@
+"""torch.compile: one graph with attention in it, whose results are those without the compiler, bit by bit."""
+
+import copy
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.attention.traced import documents_of
+from armillary.core import SequenceLayout
+from armillary.core.testing import mesh
+
+N, H, K, D = 22, 4, 2, 8
+MASKS = [
+    AttentionMask(),
+    AttentionMask(causal=False),
+    AttentionMask(window=(3, 0)),
+    AttentionMask(documents=[0, 5, N]),
+    AttentionMask(documents=[0, 5, 11, N]),
+    AttentionMask(documents=[[0, 3, N], [0, N]]),
+]
+METHODS = [
+    ("ring", {"ring": 4}),
+    ("token_ring", {"ring": 4}),
+    ("wallfacer", {"ring": 4}),
+    ("all_gather", {"ring": 4}),
+    ("ulysses", {"ulysses": 4}),
+    ("usp", {"ring": 2, "ulysses": 2}),
+    ("upipe", {"ulysses": 4}),
+    ("ulysses+wallfacer", {"ring": 4}),
+    ("upipe+ring", {"ring": 2, "ulysses": 2}),
+]
+
+
+def both_ways(attend: Method, mask: AttentionMask, layout: SequenceLayout, compiled, sinks: bool) -> bool:
+    """Whether out and all gradients are the same with the compiler and without."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, N, heads, D, generator=generator) for heads in (H, K, K, H)]
+    *inputs, dout = (layout.take(x, attend.shard) for x in whole)
+    leaves = [x.requires_grad_() for x in (*inputs, torch.randn(H, generator=generator))]
+    results: list[list[Tensor]] = []
+    for function in (plainly, compiled):
+        out = function(attend, *leaves[:3], leaves[3] if sinks else None, mask, layout)
+        results.append([out, *torch.autograd.grad(out, leaves[: 4 if sinks else 3], dout)])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def plainly(attend, q, k, v, sinks, mask, layout) -> Tensor:
+    return attend(2 * q, k, v, mask=mask, layout=layout, sinks=sinks).sin()
+
+
+def compile_method(name: str, axes: Mapping[str, int]) -> tuple[list[bool], int]:
+    torch._dynamo.reset()
+    attend = build_attention(name, mesh(**axes))
+    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    layout = attend.layout(N)
+    same = [both_ways(attend, mask, layout, compiled, sinks=False) for mask in MASKS]
+    same.append(both_ways(attend, MASKS[0], layout, compiled, sinks=True))
+    return same, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("name", "axes"), METHODS, ids=[f"{name}-{axes}" for name, axes in METHODS])
+def test_every_method_is_in_the_graph(worlds, name, axes):
+    for same, _ in worlds(4).run(compile_method, name, axes, timeout=300):
+        assert all(same)
+
+
+def test_other_documents_need_no_other_graph():
+    torch._dynamo.reset()
+    attend, layout = Local(), SequenceLayout.contiguous(N, 1)
+    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    for first in range(1, 4):
+        assert both_ways(attend, AttentionMask(documents=[0, first, N]), layout, compiled, sinks=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for cuts in range(3, 12):
+        mask = AttentionMask(documents=[*range(cuts), N])
+        assert both_ways(attend, mask, layout, compiled, sinks=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second takes any number of documents
+
+
+def test_what_does_not_fit_is_refused_while_tracing():
+    torch._dynamo.reset()
+    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 2, 8)
+    with pytest.raises(Exception, match="3 query heads cannot share 2"):
+        compiled(Local(), q, k, k, None, AttentionMask(), None)
+
+
+def test_what_does_not_fit_is_refused_when_run():
+    torch._dynamo.reset()
+    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="end at 5; the sequence has 4"):
+        compiled(Local(), q, q, q, None, AttentionMask(documents=[0, 5]), None)
+
+
+def test_a_copy_of_a_method_is_another_method():
+    attend = Local()
+    for other in (copy.copy(attend), copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))):
+        assert other.number != attend.number
+
+
+def test_masks_and_layouts_come_back_from_what_the_op_takes():
+    for mask in MASKS:
+        assert mask.ends is None or AttentionMask(documents=documents_of(mask.ends)).documents == mask.documents
+    for layout in (SequenceLayout.zigzag(23, 4), SequenceLayout.striped(23, 4), SequenceLayout.striped(23, 2, 3)):
+        assert SequenceLayout.read(layout.text) == layout

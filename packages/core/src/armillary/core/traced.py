@@ -1,0 +1,83 @@
+"""Gathering and scattering tokens inside `torch.compile`: opaque ops, each the other's gradient, without a graph break.
+
+Ops take tensors, numbers and strings only, so the axis goes in as its name and its group's, and is found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.core import compat
+from armillary.core.gather import start_gather_seq, start_scatter_sum
+from armillary.core.ledger import phase
+from armillary.core.mesh import Axis
+
+
+def gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
+    """`start_gather_seq(...).wait()`, differentiable and traceable."""
+    if axis.size == 1:
+        return x
+    return _gather(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
+
+
+def scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
+    """`start_scatter_sum(...).wait()`, differentiable and traceable."""
+    if axis.size == 1:
+        return x
+    return _scatter_sum(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
+
+
+@torch.library.custom_op("armillary::gather_seq", mutates_args=())
+def _gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+    with phase("backward") if backward else nullcontext():
+        return alone(start_gather_seq(x, axis_of(name, group, x), sizes, dim).wait(), x)
+
+
+@torch.library.custom_op("armillary::scatter_sum", mutates_args=())
+def _scatter_sum(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+    with phase("backward") if backward else nullcontext():
+        return alone(start_scatter_sum(x, axis_of(name, group, x), sizes, dim).wait(), x)
+
+
+@_gather.register_fake
+def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+    return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+
+
+@_scatter_sum.register_fake
+def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+    return x.new_empty((*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]))
+
+
+def axis_of(name: str, group: str, x: Tensor) -> Axis:
+    """The axis whose group has this name, for tensors like `x`."""
+    found = compat.group_named(group)
+    return Axis(name, dist.get_rank(found), found.size(), found, compat.host_timeout(found, x.device.type))
+
+
+def alone(y: Tensor, x: Tensor) -> Tensor:
+    """`y`, contiguous and in memory of its own: an op's result must be no view, and not what came in."""
+    shared = y is x or y.untyped_storage().nbytes() != y.nbytes
+    return y.clone(memory_format=torch.contiguous_format) if shared else y.contiguous()
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.call = inputs[1:-1]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _scatter_sum(grad, *ctx.call, True), *[None] * 6
+
+
+def _scatter_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gather(grad, *ctx.call, True), *[None] * 6
+
+
+_gather.register_autograd(_gather_backward, setup_context=_setup)
+_scatter_sum.register_autograd(_scatter_sum_backward, setup_context=_setup)
