@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from weakref import ref
 
 import torch
@@ -37,6 +37,14 @@ class TakesProjections(Protocol):
     ) -> Tensor: ...
 
 
+HeadFunction = Callable[..., Any]
+"""From hidden states [B, T, E] and the head's weight [V, E] to whatever the model is to return: logits, a loss."""
+
+
+def unchanged(head: HeadFunction) -> HeadFunction:
+    return head
+
+
 class Context:
     """What the blocks are told about their tokens: the rotation of each, who sees whom, and where they lie.
 
@@ -54,10 +62,12 @@ class Context:
 class Block(nn.Module):
     """[B, T, E] -> [B, T, E]: attention, and then what follows it token by token, both added to the residual stream.
 
-    `run` is how the two are done: `plainly`, unless a checkpoint policy is set.
+    `run` is how the two are done: `plainly`, unless a checkpoint policy is set. `spread`: for each token that the block
+    is given, attention and MLP have so many, brought in by the norms before them (tensor parallelism).
     """
 
     run: Callable[[Block, Tensor, Context], Tensor]
+    spread: int = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +79,11 @@ class Block(nn.Module):
     @property
     @abstractmethod
     def attention(self) -> AttentionFunction:
-        """What attends."""
+        """What attends. May be set."""
+
+    @attention.setter
+    @abstractmethod
+    def attention(self, attention: AttentionFunction) -> None: ...
 
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:

@@ -103,14 +103,20 @@ def run_tiled(piece: int | None, block: Block, x: Tensor, context: Context) -> T
 
 def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:
     """Keeps what the policy says."""
-    projections = block.projections(context, normed=False)
     upipe = UPipe.around(cast(Method, block.attention))
-    call = upipe.call_for(x, projections, mask=context.mask, layout=context.layout)
+    call = upipe.call_for(
+        like_inside(block, x), block.projections(context, True), mask=context.mask, layout=context.layout
+    )
     params = trained(block)
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         options = replace(options, offload=False)  # nothing will be differentiated
     work = Work(options, block, context, upipe, call)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *params))
+
+
+def like_inside(block: Block, x: Tensor) -> Tensor:
+    """A tensor shaped as what `x` is within attention. Takes no memory."""
+    return x[:, :1].expand(-1, x.shape[1] * block.spread, -1) if block.spread > 1 else x
 
 
 @dataclass
@@ -128,16 +134,24 @@ class Work:
     def keeps_attention(self) -> bool:
         return self.options.policy == "attention_output"
 
+    @property
+    def spread(self) -> int:
+        return self.block.spread
+
     def source(self, x: Tensor, dx: Tensor | None = None, totals: Totals | None = None) -> Projected:
-        """q, k and v, a few heads at a time, made of x."""
-        projections = self.block.projections(self.context, normed=False)
+        """q, k and v, a few heads at a time, made of x, or of what is `inside`."""
+        projections = self.block.projections(self.context, normed=self.spread > 1)
         totals = Totals() if totals is None else totals
         return Projected(x, projections, self.options.piece, dx, totals, self.draws)
+
+    def inside(self, x: Tensor) -> Tensor:
+        """What q, k and v are made of: x, to be normed for each stage of heads; or all ranks' x, normed."""
+        return tokenwise.run(self.block.norm, (x,), Draws(), self.options.piece) if self.spread > 1 else x
 
     def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, without autograd."""
         with label("attention"):
-            return self.upipe.attend(self.source(x), self.call, into)
+            return self.upipe.attend(self.source(self.inside(x)), self.call, into)
 
     def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
         """The block's result."""
@@ -147,12 +161,13 @@ class Work:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the block's result, out, lse). If out need not be kept, the result takes its place, piece by piece."""
         heads = len(self.call.key_heads)
-        if self.keeps_attention or x.shape[2] % heads:
+        if self.keeps_attention or x.shape[2] % (heads * self.spread):
             out, lse = self.attend(x)
             return self.rest(x, out, None), out, lse
         with label("checkpoints"):  # what the next block keeps
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        room = y.unflatten(2, (heads, -1))
+        tokens = x.shape[1] * self.spread
+        room = y.view(len(y), tokens, heads, -1)
         out, lse = self.attend(x, room)
         return self.rest(x, out, y if out is room else None), out, lse
 
@@ -166,16 +181,34 @@ class Work:
 
     def differentiate(self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: Totals, wants_dx: bool) -> None:
         """Turns dx, which holds dy at first, into the gradient of x."""
-        source = self.source(x, dx if wants_dx else None, totals)
-        attention_too = wants_dx or any(p.requires_grad for p in source.projections.parameters())
+        projections = self.block.projections(self.context, normed=False)
+        attention_too = wants_dx or any(p.requires_grad for p in projections.parameters())
         with label("attention"):
             dout = torch.empty_like(out) if attention_too else None
         with label("mlp"):
-            grads = (source.dx, dout)
+            grads = (dx if wants_dx else None, dout)
             tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, self.options.piece)
-        if dout is not None:
-            with label("attention"):
+        if dout is None:
+            return
+        with label("attention"):
+            if self.spread == 1:
+                source = self.source(x, dx if wants_dx else None, totals)
                 self.upipe.differentiate(dout, source, out, lse, self.call)
+            else:
+                self.differentiate_inside(x, out, lse, dout, dx, totals)
+
+    def differentiate_inside(
+        self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: Totals
+    ) -> None:
+        """Adds to dx what comes by attention, where all ranks' x was brought in for it."""
+        inside = self.inside(x)
+        source = self.source(inside, torch.zeros_like(inside), totals)
+        self.upipe.differentiate(dout, source, out, lse, self.call)
+        del dout
+        share = torch.empty_like(dx)
+        assert source.dx is not None
+        tokenwise.differentiate(self.block.norm, (x,), source.dx, (share,), totals, Draws(), self.options.piece)
+        dx += share
 
 
 class CheckpointedBlock(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
 from armillary.models import block
-from armillary.models.block import AttentionFunction, Context
+from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import GPTConfig
 from armillary.models.projections import HeadProjections
 
@@ -30,10 +30,12 @@ class GPT(nn.Module):
 
     lm_head = None
     """The embedding table is the head."""
+    heading: Callable[[HeadFunction], HeadFunction]
+    """As `Llama.heading`."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.heading = config, unchanged
         self.transformer = Transformer(config, Local() if attention is None else attention)
 
     def forward(
@@ -43,7 +45,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         mask: AttentionMask | None = None,
         layout: SequenceLayout | None = None,
-        head: Callable[[Tensor, Tensor], Any] = F.linear,
+        head: HeadFunction = F.linear,
     ) -> Any:
         """Token ids [B, T] -> logits [B, T, V]. Arguments and errors as in `Llama.forward`.
 
@@ -51,7 +53,7 @@ class GPT(nn.Module):
             ValueError: as there, and more tokens than positions that the model has learned.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
-        return head(hidden, self.head_weight)
+        return self.heading(head)(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:
@@ -102,6 +104,10 @@ class Block(block.Block):
     def attention(self) -> AttentionFunction:
         return self.attn.attention
 
+    @attention.setter
+    def attention(self, attention: AttentionFunction) -> None:
+        self.attn.attention = attention
+
     def projections(self, context: Context, normed: bool) -> HeadProjections:
         return self.attn.projections(None if normed else self.ln_1)
 
@@ -119,7 +125,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
         super().__init__()
         self.attention = attention
-        self.heads = config.heads
+        self.heads, self.key_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, config.dim) for _ in range(3))
         self.c_proj = nn.Linear(config.dim, config.dim)
 
@@ -130,8 +136,8 @@ class Attention(nn.Module):
             key=self.k_proj,
             value=self.v_proj,
             heads=self.heads,
-            key_heads=self.heads,
-            head_dim=self.q_proj.out_features // self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
             norm=norm,
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
 from armillary.models import block, hub
-from armillary.models.block import AttentionFunction, Context
+from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import LlamaConfig
 from armillary.models.projections import HeadProjections
 from armillary.models.rope import Rotation
@@ -32,9 +32,12 @@ class Llama(nn.Module):
             reference, `model.model.layers[i].self_attn.attention`.
     """
 
+    heading: Callable[[HeadFunction], HeadFunction]
+    """What becomes of a `head` before it is called: itself, unless the head's weight is sharded."""
+
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.heading = config, unchanged
         self.model = Decoder(config, Local() if attention is None else attention)
         # A tied head is no second name for one parameter: `to_empty` would untie the two.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
@@ -46,7 +49,7 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: AttentionMask | None = None,
         layout: SequenceLayout | None = None,
-        head: Callable[[Tensor, Tensor], Any] = F.linear,
+        head: HeadFunction = F.linear,
     ) -> Any:
         """Token ids [B, T] -> logits [B, T, V].
 
@@ -62,7 +65,7 @@ class Llama(nn.Module):
         Raises:
             ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard.
         """
-        hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
+        hidden, head = self.model(ids, positions=positions, mask=mask, layout=layout), self.heading(head)
         return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)
 
     @property
@@ -104,7 +107,7 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
 
-    def forward(self, input: Tensor, head: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
+    def forward(self, input: Tensor, head: HeadFunction = F.linear) -> Any:
         return head(input, self.weight)
 
 
@@ -147,6 +150,10 @@ class Block(block.Block):
     def attention(self) -> AttentionFunction:
         return self.self_attn.attention
 
+    @attention.setter
+    def attention(self, attention: AttentionFunction) -> None:
+        self.self_attn.attention = attention
+
     def projections(self, context: Context, normed: bool) -> HeadProjections:
         return self.self_attn.projections(context.rotation, None if normed else self.input_layernorm)
 
@@ -164,7 +171,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
         super().__init__()
         self.attention = attention
-        self.config = config
+        self.heads, self.key_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         queries, keys, bias = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.qkv_bias
         self.q_proj = nn.Linear(config.dim, queries, bias=bias)
         self.k_proj = nn.Linear(config.dim, keys, bias=bias)
@@ -179,9 +186,9 @@ class Attention(nn.Module):
             query=self.q_proj,
             key=self.k_proj,
             value=self.v_proj,
-            heads=self.config.heads,
-            key_heads=self.config.kv_heads,
-            head_dim=self.config.head_dim,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
             rotation=rotation,
             norm=norm,
             query_norm=self.q_norm,

@@ -78,4 +78,4 @@ def plain(linear: nn.Linear) -> bool:
     """Whether calling the module multiplies by its weight, adds its bias, and does nothing else."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     touched = "forward" in vars(linear) or any(vars(linear)[name] for name in hooks)
-    return type(linear) is nn.Linear and not touched
+    return type(linear).forward is nn.Linear.forward and not touched

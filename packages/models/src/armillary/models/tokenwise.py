@@ -12,7 +12,11 @@ from torch.autograd.function import once_differentiable
 from armillary.core import Draws, Totals, as_now, label, pieces
 
 TokenFunction = Callable[..., Tensor]
-"""From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward."""
+"""From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
+
+Inputs and results may have a whole number of tokens for each of the first input's, next to each other: dealt out to the
+ranks of an axis the tokens are fewer (`armillary.core.dealt`), and the function exchanges them.
+"""
 
 
 def in_pieces(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None) -> Tensor:
@@ -39,12 +43,14 @@ def run(
         draws: random numbers (dropout), which `differentiate` draws again.
         into: where to put the result; may share memory with an input: each piece of that is read before.
     """
-    for tokens in pieces(inputs[0].shape[1], piece):
+    total = inputs[0].shape[1]
+    for tokens in pieces(total, piece):
         with draws.at(tokens.start, inputs[0].device):
-            y = function(*(x[:, tokens] for x in inputs))
+            y = function(*(part(x, tokens, total) for x in inputs))
         if into is None:
-            into = y.new_empty((y.shape[0], inputs[0].shape[1], *y.shape[2:]))
-        into[:, tokens] = y
+            each = y.shape[1] // max(1, tokens.stop - tokens.start)
+            into = y.new_empty((y.shape[0], total * each, *y.shape[2:]))
+        part(into, tokens, total).copy_(y)
         del y
     assert into is not None
     return into
@@ -68,19 +74,31 @@ def differentiate(
         totals: what parameters' gradients are added to.
         draws: the random numbers of `run`, `again`.
     """
-    for tokens in pieces(dy.shape[1], piece):
-        parts = [x[:, tokens].detach().requires_grad_(g is not None) for x, g in zip(inputs, grads, strict=True)]
+    total = inputs[0].shape[1]
+    for tokens in pieces(total, piece):
+        parts = [
+            part(x, tokens, total).detach().requires_grad_(g is not None) for x, g in zip(inputs, grads, strict=True)
+        ]
         with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*parts)
         wanted = [part for part in parts if part.requires_grad]
         # A copy: the share of a parameter that is merely added is this very tensor, and dy may be overwritten below.
-        part, sources = dy[:, tokens].clone(), [*wanted, *totals.parameters]
-        shares: list[Tensor | None] = list(torch.autograd.grad(y, sources, part, allow_unused=True))
-        del y, part, sources
+        dy_part, sources = part(dy, tokens, total).clone(), [*wanted, *totals.parameters]
+        shares: list[Tensor | None] = list(torch.autograd.grad(y, sources, dy_part, allow_unused=True))
+        del y, dy_part, sources
         totals.add(shares[len(wanted) :])
         for grad, share in zip((g for g in grads if g is not None), shares, strict=False):
-            grad[:, tokens] = 0 if share is None else share
+            if share is None:
+                part(grad, tokens, total).zero_()
+            else:
+                part(grad, tokens, total).copy_(share)
         del parts, wanted, shares
+
+
+def part(x: Tensor, tokens: slice, total: int) -> Tensor:
+    """x at `tokens` of `total`, of which it has one each, or a whole number each."""
+    each = x.shape[1] // max(1, total)
+    return x[:, tokens.start * each : tokens.stop * each]
 
 
 class Tokenwise(torch.autograd.Function):

@@ -1,0 +1,113 @@
+"""Modules whose parameters are sharded over one mesh axis, and that compute with what this rank holds of them.
+
+A parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers want it; read as an attribute, it is this
+rank's part. What else differs from the module that it was is where tokens are exchanged: between blocks they are dealt
+out to the ranks (`armillary.core.dealt`), within attention and MLP every rank has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+
+from armillary.core import Axis, gather_dealt, own_dealt, sum_dealt
+from armillary.models.llama import Head
+
+M = TypeVar("M", bound="Placed")
+
+
+class Placed(nn.Module):
+    """A module whose parameters are placed on `axis`."""
+
+    axis: Axis
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        # Sharded by FSDP too, it is not to be computed with, and FSDP wants it as it is.
+        return local(value) if isinstance(value, DTensor) and value.device_mesh.ndim == 1 else value
+
+
+def local(parameter: DTensor) -> Tensor:
+    """This rank's part. Its gradient comes back as a part; of a copied parameter, as a share to be summed."""
+    (placement,) = parameter.placements
+    return parameter.to_local(grad_placements=[Partial() if placement == Replicate() else placement])
+
+
+def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
+    """Makes `module` one of `kind`, in place, with its parameters distributed; those not named are copied.
+
+    Every rank keeps its part of what the parameter is there, or of nothing (meta); nothing is sent.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        placed = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    module.__class__ = kind
+    made = cast(M, module)
+    made.axis = Axis.of(mesh)
+    return made
+
+
+class ColumnLinear(Placed, nn.Linear):
+    """Some of the outputs: weight and bias are cut by rows. Of all tokens."""
+
+
+class RowLinear(Placed, nn.Linear):
+    """From some of the inputs, of all tokens, to all outputs of this rank's: the weight is cut by columns."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y, bias = sum_dealt(F.linear(input, self.weight), self.axis), cast(Tensor | None, self.bias)
+        return y if bias is None else y + bias
+
+
+class CopiedRMSNorm(Placed, nn.RMSNorm):
+    """On whatever this rank has."""
+
+
+class CopiedLayerNorm(Placed, nn.LayerNorm):
+    """On whatever this rank has."""
+
+
+class GatheringRMSNorm(CopiedRMSNorm):
+    """From this rank's tokens to all, normed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_dealt(super().forward(x), self.axis)
+
+
+class GatheringLayerNorm(CopiedLayerNorm):
+    """From this rank's tokens to all, normed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gather_dealt(super().forward(input), self.axis)
+
+
+class VocabularyEmbedding(Placed, nn.Embedding):
+    """From all tokens to this rank's, embedded: each rank has some rows of the table."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        table = self.weight
+        inside = input - first_row(self.num_embeddings, self.axis)
+        mine = (inside >= 0) & (inside < len(table))
+        x = F.embedding(inside.where(mine, 0), table) if len(table) else table.new_zeros((*input.shape, table.shape[1]))
+        return sum_dealt(x.where(mine.unsqueeze(-1), 0), self.axis)
+
+
+def first_row(rows: int, axis: Axis) -> int:
+    """The first of the rows that this rank holds of a tensor cut by rows, as `DTensor` and torch.chunk cut it."""
+    return min(rows, axis.rank * -(-rows // axis.size))
+
+
+class DealtEmbedding(Placed, nn.Embedding):
+    """From all positions [T] to the embeddings of this rank's; the table is copied."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(own_dealt(input.unsqueeze(0), self.axis).squeeze(0), self.weight)
+
+
+class VocabularyHead(Placed, Head):
+    """A head of some rows: what is done with the weight must know that (`on_vocabulary`)."""

@@ -1,0 +1,66 @@
+"""FSDP2 over whatever axes hold tokens: parameters, gradients and what the optimizer keeps of them are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from armillary.core import compat
+from armillary.models.block import Block
+from armillary.models.gpt import GPT
+from armillary.models.llama import Llama
+
+SHARDING = ("shard", "ring", "ulysses")
+"""Axes over which parameters are sharded, as one."""
+
+
+def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, on_host: bool = False) -> None:
+    """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses as one, copied over replicate (HSDP).
+
+    Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
+    summed over all ranks, not averaged: divide the loss by the global count of tokens.
+
+    Args:
+        mesh: with some of these axes, and any others; such as `build_mesh` makes.
+        precision: of forward and backward; gradients are reduced in float32.
+        on_host: parameters and gradients stay in the host's memory, and so does what the optimizer keeps of them.
+
+    Raises:
+        ValueError: the mesh has none of the axes.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    over = sharding_mesh(mesh)
+    for module, keep in units(model):
+        fully_shard(module, mesh=over, mp_policy=policy, offload_policy=place, reshard_after_forward=not keep)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh for FSDP: [ranks that share parameters], behind [those that have copies] if there are several."""
+    names = mesh.mesh_dim_names or ()
+    axes = [name for name in SHARDING if name in names]
+    if not axes:
+        raise ValueError(
+            f"parameters are sharded over {', '.join(SHARDING)}; the mesh has {', '.join(names) or 'none'}"
+        )
+    sharding = compat.flatten(mesh, axes, "fsdp")
+    if "replicate" in names and mesh["replicate"].size() > 1:
+        return compat.join(mesh["replicate"], sharding)
+    return sharding
+
+
+def units(model: Llama | GPT) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules whose parameters are gathered together, inner ones first; and whether they stay until after backward."""
+    yield from ((module, False) for module in model.modules() if isinstance(module, Block))
+    if isinstance(model, Llama) and model.lm_head is not None:
+        yield model.model.embed_tokens, False
+        yield model.lm_head, True  # its backward follows at once
+    yield model, True
