@@ -7,6 +7,8 @@ import pytest
 import torch
 from test_models_gpt import theirs
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core import SequenceLayout
@@ -247,13 +249,12 @@ def test_room_is_made_once_and_logits_of_the_prompt_are_not():
     rooms = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in decoding.layers]
     assert {layer.k.shape for layer in decoding.layers} == {(2, 36, 2, 8)}
 
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-            for x in (out,) if isinstance(out, torch.Tensor) else out or ():
-                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
-                    largest.append(x.numel())
+            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            largest.extend(x.numel() for x in made if x.untyped_storage().data_ptr() not in known)
             return out
 
     with Sizes():
