@@ -135,6 +135,13 @@ def bytes_of_a_prompt(world: World) -> tuple[int, int]:
     return plain.bytes(), ledger.bytes()
 
 
+def text_of_many_minds(world: World) -> Tensor:
+    """Each rank draws by a seed of its own."""
+    method = world.method()
+    model = build("llama", method)
+    return generate(model, tokens(2, 9), new_tokens=8, temperature=3.0, seed=100 + method.shard)
+
+
 def agreed_tokens(world: World) -> Tensor:
     """What all take where each rank would have chosen its own number."""
     method = world.method()
@@ -227,6 +234,12 @@ def test_all_ranks_write_the_same_text(worlds, world, kind):
 def test_ranks_that_choose_differently_take_the_token_of_the_first(worlds):
     for found in worlds(4).run(agreed_tokens, World("usp", 2, 2)):
         assert found.tolist() == [7, 20]
+
+
+def test_a_text_is_that_of_the_first_rank(worlds):
+    texts = worlds(4).run(text_of_many_minds, World("usp", 2, 2))
+    expected = generate(build("llama", Local()), tokens(2, 9), new_tokens=8, temperature=3.0, seed=100)
+    assert all(torch.equal(text, expected) for text in texts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
