@@ -2,21 +2,28 @@
 
 from armillary.models.checkpoint import Checkpointing
 from armillary.models.config import GPTConfig, LlamaConfig
+from armillary.models.decoding import Decoding
+from armillary.models.generate import generate, stream
 from armillary.models.gpt import GPT
 from armillary.models.initialize import initialize
 from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
+from armillary.models.sampling import Sampling
 from armillary.models.tokenwise import in_pieces
 
 __all__ = [
     "GPT",
     "Checkpointing",
+    "Decoding",
     "GPTConfig",
     "Llama",
     "LlamaConfig",
+    "Sampling",
+    "generate",
     "in_pieces",
     "initialize",
     "linear_token_loss",
+    "stream",
     "token_loss",
 ]

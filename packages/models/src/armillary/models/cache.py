@@ -1,0 +1,143 @@
+"""Keys and values of tokens seen, kept where they are: each rank has those of its shard of the prompt.
+
+    prompt     attention is whatever the layer has (Ring, Ulysses, ...), and each rank keeps k and v of its own tokens
+    one token  all ranks have its q, k and v; one keeps k and v; each attends to the keys that it has, and what they
+               found is merged by log-sum-exp
+
+So of a long prompt's keys nothing ever moves again, and each new token costs the same few bytes whatever there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Method
+from armillary.attention.kernels import Inputs, Scores, choose_kernel
+from armillary.attention.merge import ALL, Merge
+from armillary.attention.tiles import tiles
+from armillary.core import SequenceLayout, Spans
+from armillary.models.everywhere import axes_of, merged
+
+
+class Holdings:
+    """Which rank holds which token: of the prompt as its layout says, each new one whoever has the fewest.
+
+    All layers of a model share it. Ranks know it of each other without asking.
+
+    Args:
+        shards: ranks.
+        shard: this one.
+        prompt: over all ranks; None: there are no tokens yet.
+        more: new tokens at most.
+    """
+
+    def __init__(self, shards: int, shard: int, prompt: SequenceLayout | None, more: int) -> None:
+        self.shard, self.more = shard, more
+        self.sizes = [0] * shards if prompt is None else list(prompt.sizes)
+        self.length = sum(self.sizes)
+        self.room = room(self.sizes, more)[shard]
+        """Tokens that this rank will have at most."""
+        self.owner: int | None = None
+        """Who has the newest token."""
+        self._prompt: Spans = () if prompt is None else prompt.spans(shard)
+        self._since: list[range] = []
+
+    @property
+    def spans(self) -> Spans:
+        """The positions of this rank's tokens, in the order in which they lie in memory."""
+        return (*self._prompt, *self._since)
+
+    def add(self) -> None:
+        """One new token, at position `length`.
+
+        Raises:
+            ValueError: no more are expected.
+        """
+        if self.more == 0:
+            raise ValueError(f"there is room for {self.length} tokens, and all of it is taken; ask for more at first")
+        self.owner = self.sizes.index(min(self.sizes))
+        if self.owner == self.shard:
+            self._since[-1:] = extended(self._since[-1:], self.length)
+        self.sizes[self.owner] += 1
+        self.length, self.more = self.length + 1, self.more - 1
+
+
+def room(sizes: Sequence[int], more: int) -> tuple[int, ...]:
+    """Tokens of each rank at most, once `more` have gone to whoever had the fewest, as water does."""
+    level = min(-(-(total + more) // (i + 1)) for i, total in enumerate(accumulate(sorted(sizes))))
+    return tuple(max(size, level) for size in sizes)
+
+
+def extended(last: list[range], position: int) -> list[range]:
+    """A run, or none, and a position after it: in one run if there is a step that fits."""
+    if not last:
+        return [range(position, position + 1)]
+    run, step = last[0], position - last[0][-1]
+    if len(run) == 1 or run.step == step:
+        return [range(run.start, position + 1, step)]
+    return [run, range(position, position + 1)]
+
+
+class Cached:
+    """A layer's attention with a memory: `method` over the prompt, and then token by token over all that is held.
+
+    Called with a layout it is given the prompt, called without one the newest of `holdings`, the same on every rank.
+    It takes finished q, k, v alone. Nothing in it has a gradient.
+
+    Bytes sent for each token: at most (P - 1) B H (D e + 4), all-gather, however long the prompt.
+    """
+
+    def __init__(self, method: Method, holdings: Holdings) -> None:
+        self.method, self.holdings = method, holdings
+        self.axes = axes_of(method)
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor:
+        """q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]; T = 1 for a new token.
+
+        Raises:
+            ValueError: a mask under which what is to come would change what was, or whose documents do not reach it.
+        """
+        check_mask(mask)
+        if layout is None:
+            return self._next(q, k, v, mask)
+        out = self.method(q, k, v, mask=mask, layout=layout)
+        self._keep(k, v, 0)
+        return out
+
+    def _next(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """One token's attention over the keys of all ranks: [B, 1, H, D]."""
+        holdings = self.holdings
+        if holdings.owner == holdings.shard:
+            self._keep(k, v, holdings.sizes[holdings.shard] - 1)
+        return merged(*self._over_held(q, v, mask), self.axes)
+
+    def _over_held(self, q: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+        """(out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
+        newest = range(self.holdings.length - 1, self.holdings.length)
+        kernel = choose_kernel(Inputs.of(q, v), self.method.kernel)
+        found, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
+        for tile in tiles((newest,), self.holdings.spans, mask):
+            assert self.k is not None and self.v is not None  # whoever holds a token has been given it
+            seen = slice(tile.k0, tile.k1)
+            found.add((ALL, ALL, ALL), *kernel.forward(q, self.k[:, seen], self.v[:, seen], tile.offsets, scores))
+        return found.result()
+
+    def _keep(self, k: Tensor, v: Tensor, at: int) -> None:
+        """Copies k and v [B, T, K, D] into the room, from token `at` on."""
+        if self.k is None or self.v is None:
+            self.k, self.v = (x.new_empty((x.shape[0], self.holdings.room, *x.shape[2:])) for x in (k, v))
+        self.k[:, at : at + k.shape[1]] = k
+        self.v[:, at : at + v.shape[1]] = v
+
+
+def check_mask(mask: AttentionMask) -> None:
+    """Refuses masks that one cannot go on with."""
+    if not mask.causal or mask.documents is not None:
+        raise ValueError(f"{mask}: only causal masks, with or without a window, can be continued token by token")

@@ -1,0 +1,181 @@
+"""A model that remembers: the prompt all at once, sharded or not, and then one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask, Method
+from armillary.core import SequenceLayout
+from armillary.models.block import AttentionFunction, Block, Context, plainly
+from armillary.models.cache import Cached, Holdings, check_mask
+from armillary.models.checkpoint import run_tiled
+from armillary.models.everywhere import axes_of, from_shard
+
+Run = Callable[[Block, Tensor, Context], Tensor]
+
+
+class Holder(Protocol):
+    """What a block keeps its attention in."""
+
+    attention: AttentionFunction
+
+
+class Decoding:
+    """A `Llama` or `GPT` with a cache of keys and values on the ranks of its attention's method.
+
+    Between calls the model is as it was: it may be trained, or decode something else. All ranks of the method must make
+    the same calls.
+
+    Args:
+        model: plain, or under FSDP.
+        more: tokens to come after the prompt, at most: room is made for so many.
+        mask: causal unless given; with a window, maybe.
+
+    Raises:
+        ValueError: a model without blocks of armillary's, whose attention is no armillary method, or whose layers have
+            methods that divide the sequence differently; a mask that cannot be continued.
+    """
+
+    def __init__(self, model: nn.Module, *, more: int, mask: AttentionMask | None = None) -> None:
+        self.model, self.more = model, more
+        self.mask = AttentionMask(causal=True) if mask is None else mask
+        check_mask(self.mask)
+        self.blocks = [module for module in model.modules() if isinstance(module, Block)]
+        methods = methods_of(model, self.blocks)
+        self.method = methods[0]
+        self.axes = axes_of(self.method)
+        self.start(None, more)
+
+    def start(self, prompt: SequenceLayout | None, more: int) -> None:
+        """Empty caches, with room for a prompt of this layout, over all ranks of the method, and what is to come."""
+        self.holdings = Holdings(self.method.shards, self.method.shard, prompt, more)
+        self.layers = [Cached(method, self.holdings) for method in methods_of(self.model, self.blocks)]
+
+    def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
+        """The whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
+
+        Each rank takes its own tokens, and attention runs as in training. Logits of no other token are computed.
+
+        Args:
+            layout: over all ranks of the method; `method.layout(N)` unless given. Where there are fewer tokens than
+                ranks and none is given, they come one by one.
+
+        Raises:
+            ValueError: a layout of another length, or over another number of ranks.
+        """
+        layout = self.layout_for(ids, layout)
+        if layout is None:
+            return self._one_by_one(ids)
+        self.start(layout, self.more)
+        shard = self.method.shard
+        with self._remembering(partial(run_tiled, None)):
+            return self.model(
+                layout.take(ids, shard),
+                positions=layout.positions(shard),
+                mask=self.mask,
+                layout=layout,
+                head=partial(self._last_logits, *place(layout, layout.length - 1)),
+            )
+
+    def step(self, token: Tensor) -> Tensor:
+        """The next token [B], the same on every rank -> logits [B, V] of the one after it, the same on every rank.
+
+        Raises:
+            ValueError: there is no room for it.
+        """
+        position = torch.tensor([self.holdings.length], device=token.device)
+        self.holdings.add()
+        with self._remembering(plainly):
+            return self.model(token[:, None], positions=position, mask=self.mask)[:, 0]
+
+    def agreed(self, token: Tensor) -> Tensor:
+        """The token [B] of the first rank, on every rank: one that differs in a bit would go its own way from there.
+
+        Bytes sent: at most (P - 1) 8 B, all-gather.
+        """
+        shard = self.method.shard
+        return from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
+
+    def layout_for(self, ids: Tensor, layout: SequenceLayout | None) -> SequenceLayout | None:
+        """The layout of a prompt [B, N] over all ranks, checked; None for fewer tokens than ranks."""
+        length, shards = ids.shape[1], self.method.shards
+        if layout is None:
+            return self.method.layout(length) if length >= shards else None
+        if layout.length != length or layout.shards not in (shards, self.method.sequence_shards):
+            raise ValueError(
+                f"{layout} does not fit a prompt of {length} tokens on {shards} ranks: attend.layout(length)"
+            )
+        return layout if layout.shards == shards else layout.refine(shards // layout.shards)
+
+    def _one_by_one(self, ids: Tensor) -> Tensor:
+        self.start(None, ids.shape[1] + self.more)
+        for token in ids.unbind(1)[:-1]:
+            self.step(token)
+        return self.step(ids[:, -1])
+
+    def _last_logits(self, owner: int, index: int, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E]."""
+        mine = hidden[:, index : index + 1] if owner == self.method.shard else hidden[:, :0]
+        return F.linear(from_shard(mine, owner, self.method.shard, self.axes), weight)[:, 0]
+
+    @contextmanager
+    def _remembering(self, run: Run) -> Generator[None]:
+        """Around one forward: attention with a cache, blocks run so, no dropout, no gradients."""
+        holders = [holder_of(block) for block in self.blocks]
+        before = [(holder.attention, block.run) for holder, block in zip(holders, self.blocks, strict=True)]
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            for holder, block, layer in zip(holders, self.blocks, self.layers, strict=True):
+                holder.attention, block.run = layer, run
+            with torch.no_grad():
+                yield
+        finally:
+            for holder, block, (attention, usual) in zip(holders, self.blocks, before, strict=True):
+                holder.attention, block.run = attention, usual
+            for module in training:
+                module.training = True
+
+
+def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
+    """The method of each block, checked."""
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no blocks of armillary's to generate with; give a Llama or a GPT")
+    methods: list[Method] = []
+    for block in blocks:
+        if not isinstance(block.attention, Method):
+            kind = type(block.attention).__name__
+            raise ValueError(f"{kind} is no armillary method: a cache needs to know who has which tokens; use Local()")
+        methods.append(block.attention)
+    first = methods[0]
+    for method in methods:
+        if (method.shards, method.shard, method.sequence_shards) != (first.shards, first.shard, first.sequence_shards):
+            raise ValueError(f"layers divide the sequence differently: over {first.shards} and {method.shards} ranks")
+    return methods
+
+
+def holder_of(block: Block) -> Holder:
+    """The module of a block whose attribute `attention` is what the block attends with."""
+    for module in block.modules():
+        if module is not block and getattr(module, "attention", None) is block.attention:
+            return cast(Holder, module)
+    raise ValueError(f"no module of {type(block).__name__} holds its attention as an attribute `attention`")
+
+
+def place(layout: SequenceLayout, position: int) -> tuple[int, int]:
+    """(shard, index among its tokens) of a position."""
+    for shard in range(layout.shards):
+        at = 0
+        for span in layout.spans(shard):
+            if position in span:
+                return shard, at + span.index(position)
+            at += len(span)
+    raise ValueError(f"{layout} has no position {position}")

@@ -1,0 +1,83 @@
+"""What one rank of an attention method knows, on all of its ranks: for decoding, where all run the same tokens.
+
+Everything goes along one axis after the other, innermost first, so that no process group is made for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from armillary.attention import Method
+from armillary.core import Axis, merge_, start_gather_seq, wide
+
+
+def axes_of(method: Method) -> tuple[Axis, ...]:
+    """The axes whose ranks share the sequence, outermost first: shard numbers count fastest along the last one.
+
+    Raises:
+        ValueError: the method does not keep its axes in `axis`, as armillary's do.
+    """
+    outer = () if method.inside is method else axes_of(method.inside)
+    own: Axis | None = getattr(method, "axis", None)
+    axes = outer if own is None else (*outer, own)
+    ranks = prod(axis.size for axis in axes)
+    if ranks != method.shards:
+        name = type(method).__name__
+        raise ValueError(f"{name} has {method.shards} shards and axes of {ranks} ranks; it must have its axis as .axis")
+    return axes
+
+
+def from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tensor:
+    """x [B, 1, ...] of the shard `owner`, on the ranks of all shards.
+
+    Args:
+        x: [B, 1, ...] where `shard` is the owner; elsewhere [B, 0, ...].
+        shard: this rank's.
+        axes: of the method, outermost first.
+
+    Bytes sent: at most (P - 1) B ... e, kind "all_gather".
+    """
+    for axis in reversed(axes):
+        row, owners_row = shard // axis.size, owner // axis.size
+        if row == owners_row:
+            sizes = [int(rank == owner % axis.size) for rank in range(axis.size)]
+            x = start_gather_seq(x, axis, sizes).wait()
+        shard, owner = row, owners_row
+    return x
+
+
+def merged(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Attention of one token over each rank's keys -> over the keys of all, with the same bits on every rank.
+
+    Merges in rank order, in float32 (float64 for float64), as a rank that has seen nothing, with out = 0 and
+    lse = -inf, weighs nothing.
+
+    Args:
+        out: [B, 1, H, D], lse: [B, 1, H] in the accumulation dtype.
+        axes: of the method, outermost first.
+
+    Returns:
+        out [B, 1, H, D], in its dtype.
+
+    Bytes sent: at most (P - 1) B H (D e + 4), or 8 in float64; kind "all_gather". What was merged along the inner axis
+    goes on in float32, once instead of U times.
+    """
+    dtype = out.dtype
+    for axis in reversed(axes):
+        if axis.size > 1:
+            out, lse = _along(out, lse, axis)
+    return out.to(dtype)
+
+
+def _along(out: Tensor, lse: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the keys of this axis' ranks, in the accumulation dtype."""
+    moving = [start_gather_seq(x, axis, [1] * axis.size) for x in (out, lse)]
+    outs, lses = (move.wait().split(1, dim=1) for move in moving)
+    total, total_lse = outs[0].to(wide(out.dtype), copy=True), lses[0].clone(memory_format=torch.contiguous_format)
+    for part, part_lse in zip(outs[1:], lses[1:], strict=True):
+        merge_(total, total_lse, part, part_lse)
+    return total, total_lse

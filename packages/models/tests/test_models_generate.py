@@ -1,0 +1,315 @@
+"""Generation on one device: against transformers, against full forwards, and what it leaves behind."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from test_models_gpt import theirs
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from armillary.attention import AttentionMask, Local, UPipe
+from armillary.core import SequenceLayout
+from armillary.core.testing import relative_error
+from armillary.models import GPT, Checkpointing, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
+
+LLAMA = LlamaConfig(vocab_size=60, dim=36, layers=3, heads=6, kv_heads=2, head_dim=8, hidden_dim=48, rope_theta=1e4)
+GPT2 = GPTConfig(vocab_size=60, dim=24, layers=2, heads=4, max_positions=40)
+MODELS = {"llama": LLAMA, "gpt": GPT2}
+
+
+def build(kind: str = "llama", dtype: torch.dtype = torch.float64, attention=None) -> Llama | GPT:
+    """Weights large enough that every token matters, and greedy text does not repeat itself at once."""
+    model = (Llama(LLAMA, attention) if kind == "llama" else GPT(GPT2, attention)).double()
+    initialize(model, seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model.to(dtype)
+
+
+def prompt(rows: int = 2, tokens: int = 9) -> torch.Tensor:
+    return torch.randint(60, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def greedy(model: nn.Module, ids: torch.Tensor, new: int, mask: AttentionMask | None = None) -> torch.Tensor:
+    """What `generate` is short for."""
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids, mask=mask)[:, -1:].argmax(-1)], 1)
+    return ids[:, -new:]
+
+
+def transformers_twin(model: Llama | GPT) -> nn.Module:
+    """The same weights in transformers' model."""
+    transformers = pytest.importorskip("transformers")
+    if isinstance(model, GPT):
+        config = transformers.GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=40)
+        twin = transformers.GPT2LMHeadModel(config)
+        weights = theirs(model)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=60,
+            hidden_size=36,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            rope_theta=1e4,
+            rms_norm_eps=LLAMA.norm_eps,
+        )
+        twin = transformers.LlamaForCausalLM(config)
+        weights = model.state_dict()
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    return twin.to(next(model.parameters()).dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_text_is_that_of_transformers(kind, dtype):
+    model = build(kind, dtype)
+    twin = transformers_twin(model)
+    ids = prompt()
+    expected = twin.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=25,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    got = generate(model, ids, new_tokens=25)
+    assert torch.equal(got, expected[:, ids.shape[1] :])
+    assert len(set(got[0].tolist())) > 5
+
+
+@pytest.mark.parametrize("window", [None, (4, None), (0, 0)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_of_each_step_are_those_of_the_whole(kind, window):
+    model, mask, ids = build(kind), AttentionMask(window=window), prompt(3, 30)
+    decoding = Decoding(model, more=19, mask=mask)
+    logits = [decoding.prompt(ids[:, :11]), *(decoding.step(token) for token in ids[:, 11:].unbind(1))]
+    assert relative_error(torch.stack(logits, 1), model(ids, mask=mask)[:, 10:]) < 1e-12
+
+
+def test_a_window_is_kept_to_by_the_text():
+    model, mask = build(), AttentionMask(window=(3, None))
+    assert torch.equal(generate(model, prompt(), new_tokens=20, mask=mask), greedy(model, prompt(), 20, mask))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("new", [1, 7])
+def test_the_shortest_prompts_and_texts(tokens, new):
+    model = build()
+    assert torch.equal(generate(model, prompt(2, tokens), new_tokens=new), greedy(model, prompt(2, tokens), new))
+
+
+def test_a_prompt_may_lie_in_any_order():
+    layout = SequenceLayout([[range(5, 9), range(5)]])
+    model = build()
+    assert torch.equal(generate(model, prompt(), new_tokens=9, layout=layout), greedy(model, prompt(), 9))
+
+
+@pytest.mark.parametrize("attention", [Local(), UPipe.around(Local(), 2)], ids=["local", "upipe"])
+@pytest.mark.parametrize("policy", ["none", "layer", "attention_output"])
+def test_checkpoint_policies_stay_out_of_it_and_stay(policy, attention):
+    model = build(attention=attention)
+    expected = greedy(model, prompt(), 6)
+    Checkpointing(policy).apply(model)
+    before = [block.run for block in model.model.layers]
+    assert torch.equal(generate(model, prompt(), new_tokens=6), expected)
+    assert [block.run for block in model.model.layers] == before
+
+
+def test_half_precision_follows_its_own_full_forward():
+    model = build(dtype=torch.bfloat16)
+    ids = prompt(2, 20)
+    decoding = Decoding(model, more=10)
+    logits = [decoding.prompt(ids[:, :10]), *(decoding.step(token) for token in ids[:, 10:].unbind(1))]
+    assert logits[-1].dtype == torch.bfloat16
+    assert relative_error(torch.stack(logits, 1), build()(ids)[:, 9:]) < 0.1
+
+
+# -- sampling -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_drawn_depends_on_the_seed_alone():
+    model, options = build(), {"new_tokens": 20, "temperature": 5.0, "top_k": 30, "top_p": 0.95}
+    first = generate(model, prompt(), seed=1, **options)
+    torch.manual_seed(99)
+    assert torch.equal(generate(model, prompt(), seed=1, **options), first)
+    assert not torch.equal(generate(model, prompt(), seed=2, **options), first)
+    assert torch.equal(generate(model, prompt(), seed=1, new_tokens=8, temperature=1e-6), greedy(model, prompt(), 8))
+
+
+def test_drawing_does_not_touch_the_generators_of_others():
+    model, state = build(), torch.get_rng_state()
+    generate(model, prompt(), new_tokens=3, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- stopping and streaming ---------------------------------------------------------------------------------------
+
+
+def test_a_row_that_has_stopped_is_filled_and_the_others_go_on():
+    model, whole = build(), generate(build(), prompt(), new_tokens=20)
+    stop = int(whole[0, 4])
+    got = generate(model, prompt(), new_tokens=20, stop=(stop,))
+    for row, free in zip(got.tolist(), whole.tolist(), strict=True):
+        end = free.index(stop) + 1 if stop in free else 20
+        assert row == free[:end] + [stop] * (20 - end)
+
+
+def test_a_stream_ends_when_all_rows_have_and_generate_fills_up():
+    model, whole = build(), generate(build(), prompt(), new_tokens=20).tolist()
+    stop = (whole[0][3], whole[1][6])
+    ends = [min(row.index(s) for s in stop if s in row) for row in whole]
+    columns = list(stream(model, prompt(), new_tokens=20, stop=stop))
+    assert len(columns) == max(ends) + 1
+    got = generate(model, prompt(), new_tokens=20, stop=stop)
+    assert got.shape == (2, 20)
+    assert torch.equal(got[:, : len(columns)], torch.stack(columns, 1))
+    assert [set(row[end:]) for row, end in zip(got.tolist(), ends, strict=True)] == [
+        {row[end]} for row, end in zip(whole, ends, strict=True)
+    ]
+
+
+def test_between_the_tokens_of_a_stream_the_model_is_free():
+    model = build()
+    expected, other = greedy(model, prompt(), 6), greedy(model, prompt(1, 5), 6)
+    pairs = zip(stream(model, prompt(), new_tokens=6), stream(model, prompt(1, 5), new_tokens=6), strict=True)
+    got = []
+    for pair in pairs:
+        model(prompt()).sum().backward()
+        got.append(pair)
+    first, second = zip(*got, strict=True)
+    assert torch.equal(torch.stack(first, 1), expected)
+    assert torch.equal(torch.stack(second, 1), other)
+
+
+# -- what it leaves behind ----------------------------------------------------------------------------------------
+
+
+def snapshot(model: Llama):
+    return [(b.self_attn.attention, b.run) for b in model.model.layers], [m.training for m in model.modules()]
+
+
+@contextmanager
+def failing(module: nn.Module, after: int):
+    """The module raises at its call number `after`."""
+    calls = []
+
+    def hook(*_):
+        calls.append(0)
+        if len(calls) > after:
+            raise RuntimeError("broken")
+
+    handle = module.register_forward_hook(hook)
+    yield
+    handle.remove()
+
+
+def test_the_model_is_as_it_was():
+    model = build()
+    model.model.layers[1].eval()
+    before = snapshot(model)
+    generate(model, prompt(), new_tokens=4)
+    assert snapshot(model) == before
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_the_model_is_as_it_was_after_an_error_too(after):
+    model = build()
+    model.model.layers[0].eval()
+    before = snapshot(model)
+    with failing(model.model.layers[2].mlp, after), pytest.raises(RuntimeError, match="broken"):
+        generate(model, prompt(), new_tokens=5)
+    assert snapshot(model) == before
+    assert torch.is_grad_enabled()
+    assert torch.equal(generate(model, prompt(), new_tokens=5), greedy(model, prompt(), 5))
+
+
+def test_layers_are_not_in_training_and_nothing_is_differentiated():
+    model, seen = build(), []
+    model.model.layers[0].mlp.register_forward_hook(lambda m, args, out: seen.append((m.training, out.requires_grad)))
+    generate(model, prompt(), new_tokens=3)
+    assert set(seen) == {(False, False)}
+
+
+def test_room_is_made_once_and_logits_of_the_prompt_are_not():
+    model, largest = build(), []
+    decoding = Decoding(model, more=6)
+    decoding.prompt(prompt(2, 30))
+    rooms = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in decoding.layers]
+    assert {layer.k.shape for layer in decoding.layers} == {(2, 36, 2, 8)}
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            largest.extend(x.numel() for x in made if x.untyped_storage().data_ptr() not in known)
+            return out
+
+    with Sizes():
+        for token in prompt(2, 6).unbind(1):
+            decoding.step(token)
+    assert [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in decoding.layers] == rooms
+    assert max(largest) < 2 * 36 * 2 * 8  # a room; logits are 2 * 60
+    with pytest.raises(ValueError, match="room for 36 tokens, and all of it is taken"):
+        decoding.step(prompt(2, 6)[:, 0])
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+def dense(q, k, v, *, mask, layout):
+    return q
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ids": torch.zeros(5, dtype=torch.long)}, r"integers \[B, N\].*got \(5,\) of torch.int64"),
+        ({"ids": torch.zeros(1, 0, dtype=torch.long)}, r"at least one of them; got \(1, 0\)"),
+        ({"ids": torch.zeros(1, 5)}, "of torch.float32"),
+        ({"ids": torch.full((1, 5), 60)}, r"ids from 60 to 60; the model knows 0..59"),
+        ({"new_tokens": 0}, "new_tokens=0: it must be at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0: it must be above 0 and at most 1"),
+        ({"layout": SequenceLayout.contiguous(8, 1)}, "does not fit a prompt of 9 tokens on 1 ranks"),
+        ({"layout": SequenceLayout.contiguous(9, 2)}, "does not fit a prompt of 9 tokens on 1 ranks"),
+        ({"mask": AttentionMask(causal=False)}, "only causal masks"),
+        ({"mask": AttentionMask(documents=[0, 4, 9])}, "only causal masks"),
+        ({"model": build("gpt"), "new_tokens": 32}, "a prompt of 9 and 32 new tokens, but max_positions=40"),
+        ({"model": build(attention=dense)}, "function is no armillary method.*use Local"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(change, message):
+    arguments = {"model": build(), "ids": prompt(), "new_tokens": 3} | change
+    with pytest.raises(ValueError, match=message):
+        stream(arguments.pop("model"), arguments.pop("ids"), **arguments)
+
+
+def test_a_gpt_fills_its_positions():
+    model = build("gpt")
+    assert torch.equal(generate(model, prompt(), new_tokens=31), greedy(model, prompt(), 31))
+
+
+def test_models_of_other_blocks_are_refused():
+    with pytest.raises(ValueError, match="Linear has no blocks of armillary's"):
+        Decoding(nn.Linear(2, 2), more=1)
+
+
+def test_tied_heads_generate_too():
+    model = Llama(replace(LLAMA, tied_embeddings=True)).double()
+    initialize(model, seed=0)
+    assert torch.equal(generate(model, prompt(), new_tokens=5), greedy(model, prompt(), 5))

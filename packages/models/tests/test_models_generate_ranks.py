@@ -1,0 +1,325 @@
+"""Generation with a cache that lies on several ranks: every method, layout and mask against one full forward."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.core import CommLedger, SequenceLayout
+from armillary.core.testing import relative_error
+from armillary.core.testing.rank import mesh
+from armillary.models import GPT, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
+from armillary.models.cache import Holdings, extended, room
+from armillary.models.everywhere import axes_of
+
+LLAMA = LlamaConfig(vocab_size=60, dim=32, layers=2, heads=4, kv_heads=2, head_dim=6, hidden_dim=48, rope_theta=1e4)
+GPT2 = GPTConfig(vocab_size=60, dim=24, layers=2, heads=4, max_positions=64)
+WINDOW = AttentionMask(window=(5, None))
+
+
+class World(NamedTuple):
+    """A method on a mesh."""
+
+    name: str
+    ring: int = 1
+    ulysses: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.ring * self.ulysses
+
+    def method(self) -> Method:
+        return build_attention(self.name, mesh(ring=self.ring, ulysses=self.ulysses))
+
+
+WORLDS = [
+    World("ring", 2),
+    World("ulysses", 1, 2),
+    World("upipe", 1, 2),
+    World("ring", 4),
+    World("all_gather", 4),
+    World("token_ring", 4),
+    World("wallfacer", 4),
+    World("ulysses", 1, 4),
+    World("usp", 2, 2),
+    World("upipe+ring", 2, 2),
+    World("ulysses+wallfacer", 4, 2),
+]
+NAMES = [f"{world.name}-{world.ring}x{world.ulysses}" for world in WORLDS]
+
+
+def build(kind: str, attention: Method, dtype: torch.dtype = torch.float64) -> Llama | GPT:
+    model = Llama(LLAMA, attention) if kind == "llama" else GPT(GPT2, attention)
+    initialize(model.double(), seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model.to(dtype)
+
+
+def tokens(rows: int, count: int) -> Tensor:
+    return torch.randint(60, (rows, count), generator=torch.Generator().manual_seed(count))
+
+
+def lopsided(length: int, shards: int) -> SequenceLayout:
+    """One token each, and all others on the last shard."""
+    return SequenceLayout([*([range(r, r + 1)] for r in range(shards - 1)), [range(shards - 1, length)]])
+
+
+def layouts(method: Method, length: int) -> list[SequenceLayout]:
+    """Of each kind, over all ranks, and one that is far from even."""
+    kinds = [method.layout(length, kind) for kind in ("zigzag", "contiguous", "striped")]
+    few = length < 2 * method.shards
+    return kinds if few or method.head_axis else [*kinds, lopsided(length, method.shards)]
+
+
+# -- in each rank -------------------------------------------------------------------------------------------------
+
+
+def worst_step(world: World, kind: str, mask: AttentionMask | None, lengths: tuple[int, ...]) -> tuple[float, int]:
+    """(largest error of any step's logits, over layouts and lengths; steps that were compared)."""
+    method, errors = world.method(), []
+    model, whole = build(kind, method), build(kind, Local())
+    for length in lengths:
+        ids = tokens(2, length + 12)
+        expected = whole(ids, mask=mask)[:, length - 1 :]
+        for layout in layouts(method, length) if length >= world.ranks else [None]:
+            decoding = Decoding(model, more=12, mask=mask)
+            logits = [decoding.prompt(ids[:, :length], layout)]
+            logits += [decoding.step(token) for token in ids[:, length:].unbind(1)]
+            errors += [relative_error(got, right) for got, right in zip(logits, expected.unbind(1), strict=True)]
+    return max(errors), len(errors)
+
+
+def same_text(world: World, kind: str) -> list[Tensor]:
+    """Greedy and drawn texts in float32, and greedy ones of a model that nobody divides."""
+    model, ids = build(kind, world.method(), torch.float32), tokens(2, 13)
+    return [
+        generate(model, ids, new_tokens=15),
+        generate(model, ids, new_tokens=15, temperature=3.0, top_p=0.9, seed=4),
+        generate(model, ids, new_tokens=15, mask=WINDOW),
+        generate(model, ids[:, :1], new_tokens=15),
+        generate(build(kind, Local(), torch.float32), ids, new_tokens=15),
+    ]
+
+
+def bytes_of_a_step(world: World, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[list[int], list[int], int]:
+    """(of one token, for prompts of these lengths; by kind "all_gather"; of the tokens' agreement)."""
+    model = build("llama", world.method(), dtype)
+    totals, gathered = list[int](), list[int]()
+    for length in lengths:
+        decoding = Decoding(model, more=3)
+        decoding.prompt(tokens(2, length))
+        with CommLedger() as ledger:
+            decoding.step(tokens(2, 1)[:, 0])
+        totals.append(ledger.bytes())
+        gathered.append(ledger.bytes(kind="all_gather"))
+    with CommLedger() as ledger:
+        decoding.agreed(tokens(2, 1)[:, 0])
+    return totals, gathered, ledger.bytes()
+
+
+def bytes_of_a_prompt(world: World) -> tuple[int, int]:
+    """Sent for a prompt: (in a plain forward, when it is remembered)."""
+    method = world.method()
+    model, ids = build("llama", method), tokens(2, 16)
+    layout = method.layout(16)
+    with CommLedger() as plain, torch.no_grad():
+        positions = layout.positions(method.shard)
+        model(layout.take(ids, method.shard), positions=positions, layout=layout)
+    with CommLedger() as ledger:
+        Decoding(model, more=1).prompt(ids)
+    return plain.bytes(), ledger.bytes()
+
+
+def text_of_many_minds(world: World) -> Tensor:
+    """Each rank draws by a seed of its own."""
+    method = world.method()
+    model = build("llama", method)
+    return generate(model, tokens(2, 9), new_tokens=8, temperature=3.0, seed=100 + method.shard)
+
+
+def agreed_tokens(world: World) -> Tensor:
+    """What all take where each rank would have chosen its own number."""
+    method = world.method()
+    own = torch.tensor([method.shard + 7, method.shard + 20])
+    return Decoding(build("llama", method), more=1).agreed(own)
+
+
+def refusals(world: World) -> list[str]:
+    """Messages of what is refused, and what was sent before."""
+    method, found = world.method(), []
+    model = build("gpt", method)
+    calls = [
+        {"new_tokens": 60},
+        {"new_tokens": 0},
+        {"new_tokens": 4, "layout": method.layout(12)},
+        {"new_tokens": 4, "layout": SequenceLayout.contiguous(13, 3)},
+        {"new_tokens": 4, "mask": AttentionMask(causal=False)},
+    ]
+    with CommLedger() as ledger:
+        for options in calls:
+            try:
+                stream(model, tokens(2, 13), **options)
+                found.append("nothing")
+            except ValueError as error:
+                found.append(str(error))
+    return [*found, str(ledger.bytes())]
+
+
+def generated_under_fsdp(ring: int, shard: int) -> list[Tensor]:
+    """The same text from a model whose weights are sharded over all ranks."""
+    world = mesh(ring=ring, shard=shard)
+    model = build("llama", build_attention("ring", world), torch.float32)
+    expected = generate(model, tokens(2, 9), new_tokens=6)
+    whole = world["shard", "ring"]._flatten("fsdp")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=whole)
+    fully_shard(model, mesh=whole)
+    return [expected, generate(model, tokens(2, 9), new_tokens=6)]
+
+
+def spoiled(world: World) -> tuple[bool, bool]:
+    """Whether attention is what it was: (after an error in the midst, after another text)."""
+    method = world.method()
+    model = build("llama", method)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        generate(model, tokens(1, 9), new_tokens=2)
+    except ZeroDivisionError:
+        hook.remove()
+    back = all(layer.self_attn.attention is method for layer in model.model.layers)
+    generate(model, tokens(1, 9), new_tokens=2)
+    return back, all(layer.self_attn.attention is method for layer in model.model.layers)
+
+
+# -- tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=NAMES)
+def test_every_step_is_that_of_one_full_forward(worlds, world):
+    for error, steps in worlds(world.ranks).run(worst_step, world, "llama", None, (world.ranks, 21)):
+        assert error < 1e-10
+        assert steps == (6 if world.ulysses > 1 else 7) * 13
+
+
+@pytest.mark.parametrize("world", [WORLDS[3], WORLDS[8], WORLDS[6]], ids=lambda w: w.name)
+@pytest.mark.parametrize("kind, mask", [("gpt", None), ("llama", WINDOW), ("llama", AttentionMask(window=(0, 0)))])
+def test_windows_and_learned_positions_too(worlds, world, kind, mask):
+    errors = worlds(world.ranks).run(worst_step, world, kind, mask, (13,))
+    assert max(error for error, _ in errors) < 1e-10
+
+
+@pytest.mark.parametrize("world", [WORLDS[3], WORLDS[8]], ids=lambda w: w.name)
+def test_prompts_shorter_than_the_number_of_ranks(worlds, world):
+    for error, steps in worlds(world.ranks).run(worst_step, world, "llama", None, (1, 2, 3)):
+        assert error < 1e-10
+        assert steps == 3 * 13
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+@pytest.mark.parametrize("world", [WORLDS[0], WORLDS[8], WORLDS[6]], ids=lambda w: w.name)
+def test_all_ranks_write_the_same_text(worlds, world, kind):
+    answers = worlds(world.ranks).run(same_text, world, kind)
+    greedy, drawn, windowed, _, alone = answers[0]
+    assert all(torch.equal(a, b) for other in answers for a, b in zip(other, answers[0], strict=True))
+    assert torch.equal(greedy, alone)
+    assert not torch.equal(drawn, greedy)
+    assert not torch.equal(windowed, greedy)
+
+
+def test_ranks_that_choose_differently_take_the_token_of_the_first(worlds):
+    for found in worlds(4).run(agreed_tokens, World("usp", 2, 2)):
+        assert found.tolist() == [7, 20]
+
+
+def test_a_text_is_that_of_the_first_rank(worlds):
+    texts = worlds(4).run(text_of_many_minds, World("usp", 2, 2))
+    expected = generate(build("llama", Local()), tokens(2, 9), new_tokens=8, temperature=3.0, seed=100)
+    assert all(torch.equal(text, expected) for text in texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [WORLDS[3], WORLDS[8], WORLDS[7]], ids=lambda w: w.name)
+def test_bytes_of_a_token_are_those_of_the_docstring_whatever_the_prompt(worlds, world, dtype):
+    rows = LLAMA.layers * 2 * LLAMA.heads
+    e, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    inner = (world.ulysses - 1) * (6 * e + wide)
+    outer = (world.ring - 1) * (6 * (e if world.ulysses == 1 else wide) + wide)
+    for totals, gathered, agreement in worlds(4).run(bytes_of_a_step, world, dtype, (4, 11, 40)):
+        assert totals == gathered == [rows * (inner + outer)] * 3
+        assert totals[0] <= rows * 3 * (6 * e + wide)
+        assert agreement <= 3 * 8 * 2
+
+
+def test_a_prompt_sends_the_last_hidden_state_and_no_more_than_in_training(worlds):
+    answers = worlds(4).run(bytes_of_a_prompt, World("ring", 4))
+    assert {after - plain for plain, after in answers} == {3 * 2 * LLAMA.dim * 8}
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_sent(worlds):
+    for *messages, sent in worlds(2).run(refusals, WORLDS[0]):
+        assert sent == "0"
+        assert "max_positions=64" in messages[0]
+        assert "new_tokens=0" in messages[1]
+        assert "does not fit a prompt of 13 tokens on 2 ranks" in messages[2]
+        assert "does not fit a prompt of 13 tokens on 2 ranks" in messages[3]
+        assert "only causal masks" in messages[4]
+
+
+def test_weights_may_be_sharded(worlds):
+    for plain, sharded in worlds(4).run(generated_under_fsdp, 2, 2):
+        assert torch.equal(plain, sharded)
+
+
+def test_attention_is_restored_on_every_rank(worlds):
+    assert worlds(2).run(spoiled, WORLDS[0]) == [(True, True)] * 2
+
+
+# -- who holds what -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (9, 1), (0, 0, 0), (7, 0, 3), (1, 2, 3, 4), (40, 1, 1)])
+@pytest.mark.parametrize("more", [0, 1, 5, 60])
+def test_room_is_enough_for_the_longest_text_and_hardly_more(sizes, more):
+    found, filled = room(sizes, more), list(sizes)
+    for _ in range(more):
+        filled[filled.index(min(filled))] += 1
+    assert all(held <= space <= held + 1 for held, space in zip(filled, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, SequenceLayout.zigzag(22, 3), SequenceLayout([[range(1, 9)], [range(1)], [range(9, 11)]])]
+)
+def test_every_token_has_one_holder_and_few_runs(prompt):
+    ranks = [Holdings(3, shard, prompt, 50) for shard in range(3)]
+    for holdings in ranks:
+        for _ in range(50):
+            holdings.add()
+    held = [position for holdings in ranks for span in holdings.spans for position in span]
+    assert sorted(held) == list(range(ranks[0].length))
+    for shard, holdings in enumerate(ranks):
+        assert sum(map(len, holdings.spans)) == holdings.sizes[shard] <= holdings.room
+        assert len(holdings.spans) <= 6
+    assert max(ranks[0].sizes) - min(ranks[0].sizes) <= 1
+
+
+def test_runs_of_positions_continue_while_the_step_is_the_same():
+    runs: list[range] = []
+    for position in (3, 4, 5, 8, 11, 14, 15):
+        runs[-1:] = extended(runs[-1:], position)
+    assert runs == [range(3, 6), range(8, 15, 3), range(15, 16)]
+
+
+class Unlike(Local):
+    """A method that does not say what its axes are."""
+
+    shards = 2
+
+
+def test_a_method_that_hides_its_axes_is_refused():
+    with pytest.raises(ValueError, match=r"Unlike has 2 shards and axes of 1 ranks; it must have its axis as \.axis"):
+        axes_of(Unlike())
