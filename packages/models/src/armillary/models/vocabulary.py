@@ -93,14 +93,16 @@ class Vocabulary:
         moving = start_scatter_sum(x, self.axis, self.shares(len(x)), 0)
         return lambda: into.copy_(moving.wait())
 
-    def merged(self, lse: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Each rank's log-sum-exp and chosen logit, [C, 1] -> those of all rows, [c, 1].
+    def merged(self, lse: Tensor, chosen: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+        """Each rank's log-sum-exp and, where it is `here`, the chosen logit, [C, 1] -> those of all rows, [c, 1].
 
         Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter".
         """
         if self.alone:
             return lse, chosen
-        parts = start_scatter_parts(torch.cat([lse, chosen], 1), self.axis, self.shares(len(lse)), 0).wait()
+        parts = start_scatter_parts(
+            torch.cat([lse, chosen.where(here, 0)], 1), self.axis, self.shares(len(lse)), 0
+        ).wait()
         lses, chosens = torch.stack(parts).unsqueeze(-1).unbind(2)  # [R, c, 1] each
         return lses.logsumexp(0), chosens.sum(0)
 
@@ -126,6 +128,10 @@ class Vocabulary:
         places = labels - self.first
         here = valid & (places >= 0) & (places < self.rows)
         return places.where(here, 0), here
+
+    def share(self, x: Tensor, part: Tensor, lse: Tensor) -> Tensor:
+        """`x` times exp(part - lse), what this rank's rows have of all probability; 0 where they have none."""
+        return x if self.alone else (x * (part - lse).exp()).masked_fill_(part == -torch.inf, 0)
 
 
 def cut(vocabulary: int, axis: Axis) -> slice:
@@ -154,16 +160,15 @@ def cross_entropy_(
     """
     valid = (labels != ignore).unsqueeze(1)
     places, here = vocabulary.find(labels.unsqueeze(1), valid)
-    chosen = logits.gather(1, places).where(here, 0)
+    chosen = logits.gather(1, places)
     # A rank whose logits are all -inf weighs nothing: they stay so, where -inf - -inf would be NaN.
     peak = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     total = logits.sub_(peak).exp_().sum(1, keepdim=True)
     part = peak + total.log()
-    lse, chosen = vocabulary.merged(part, chosen)
+    lse, chosen = vocabulary.merged(part, chosen, here)
     if gradient:
         everyone = vocabulary.gather(lse, len(logits)).wait()
-        share = ((part - everyone).exp() / total).masked_fill_(total == 0, 0)
-        logits.mul_(valid * (1 + 2 * z_loss * everyone) * share)
+        logits.mul_(vocabulary.share(valid * (1 + 2 * z_loss * everyone) / total, part, everyone))
         # What scatter_add_ would do, and the same on every run on a GPU.
         logits.scatter_(1, places, logits.gather(1, places) - here.to(logits.dtype))
     return (lse - chosen + z_loss * lse.square()).where(vocabulary.own(valid), 0).squeeze(1)
