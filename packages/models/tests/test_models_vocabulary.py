@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 
-from armillary.core import CommLedger, own_dealt
+from armillary.core import CommLedger, own_dealt, sum_dealt
 from armillary.core.testing import mesh, relative_error
 from armillary.models import linear_token_loss, token_loss
 from armillary.models.linear_loss import chunk_rows
@@ -224,6 +224,47 @@ def masked_rows():
 def test_rows_that_are_masked_away_weigh_nothing(worlds):
     for errors in worlds(2).run(masked_rows):
         assert max(errors) < 1e-12
+
+
+def row_parallel(tokens):
+    """Hidden states that are themselves a sum over ranks, dealt out: the layer before a head that is cut."""
+    case, axis = Case(2, tokens, 9), axis_of()
+    x, weight, _, labels = case.inputs()
+    layer = torch.randn(
+        case.E, case.E, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).requires_grad_()
+    total, _ = linear_token_loss(x @ layer, weight, labels)
+    part = rows_of(layer.detach()).requires_grad_()
+    hidden = sum_dealt(rows_of(x, 2) @ part, axis)
+    mine, _ = linear_token_loss(hidden, rows_of(weight), labels, axis=axis, vocabulary=9)
+    got, expected = torch.autograd.grad(mine, part)[0], torch.autograd.grad(total, layer)[0]
+    return relative_error(got, rows_of(expected))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_behind_it_all_ranks_differentiate_one_loss(worlds, ranks):
+    assert max(worlds(ranks).run(row_parallel, 8)) < 1e-12
+
+
+def autocast():
+    case = Case(2, 8, 12, dtype=torch.float32)
+    *tensors, labels = case.inputs()
+    axis, (hidden, weight, bias) = axis_of(), leaves_of(case, *tensors)
+    parts = leaves_of(case, own_dealt(hidden, axis).detach().clone(), rows_of(weight.detach()), rows_of(bias.detach()))
+    with torch.autocast("cpu", torch.bfloat16), CommLedger() as ledger:
+        total, _ = linear_token_loss(parts[0], parts[1], labels, bias=parts[2], axis=axis, vocabulary=12)
+        alone, _ = linear_token_loss(hidden, weight, labels, bias=bias)
+    got, expected = gradients(total, parts), gradients(alone, [hidden, weight, bias])
+    expected = own_dealt(expected[0], axis), rows_of(expected[1]), rows_of(expected[2])
+    assert [x.dtype for x in (total, *got)] == [torch.float32] * 4
+    errors = [relative_error(g, e) for g, e in zip((total, *got), (alone, *expected), strict=True)]
+    return ledger.bytes(kind="reduce_scatter"), errors
+
+
+def test_under_autocast_what_is_sent_is_low_too(worlds):
+    for sent, errors in worlds(2).run(autocast):
+        assert sent == 8 * (2 * 4 + 6 * 2)
+        assert errors[0] < 1e-6 and max(errors) < 5e-3, errors
 
 
 # -- token_loss -------------------------------------------------------------------------------------------------------
