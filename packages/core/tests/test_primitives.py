@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger
+from armillary.core import CommLedger, start_scatter_parts
 from armillary.core.dtensor import chunk_sizes
 from armillary.core.mesh import Axis
 from armillary.core.primitives import (
@@ -207,6 +207,24 @@ def sums_in_order() -> bool:
 
 def test_sums_are_taken_in_float32(worlds):
     assert worlds(4).run(sums_in_order) == [True] * 4
+
+
+def parts_apart(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
+    axis = Axis.of(mesh(ring=4)["ring"])
+    wholes = [random(rank, *(3, sum(sizes), 2)[1 - dim :]) for rank in range(4)]
+    with CommLedger() as ledger:
+        got = start_scatter_parts(wholes[axis.rank], axis, sizes, dim).wait()
+    expected = [split(whole, sizes, axis.rank, dim) for whole in wholes]
+    return all(torch.equal(g, e) for g, e in zip(got, expected, strict=True)), ledger.bytes("ring", "reduce_scatter")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_parts_to_sum_up_arrive_in_rank_order(worlds, sizes, dim):
+    tokens = SIZES[sizes]
+    for rank, (equal, sent) in enumerate(worlds(4).run(parts_apart, tokens, dim)):
+        assert equal
+        assert sent == (sum(tokens) - tokens[rank]) * (3 if dim else 1) * 2 * 8
 
 
 def starts_wait_twice() -> bool:

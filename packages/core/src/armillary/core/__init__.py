@@ -15,6 +15,7 @@ from armillary.core.gather import (
     merge_,
     start_gather_seq,
     start_merge_scatter,
+    start_scatter_parts,
     start_scatter_sum,
 )
 from armillary.core.label import Label, current_label, label
@@ -61,6 +62,7 @@ __all__ = [
     "start_merge_scatter",
     "start_packed_to_head",
     "start_process_group",
+    "start_scatter_parts",
     "start_scatter_sum",
     "start_seq_to_head",
     "sum_dealt",

@@ -2,6 +2,7 @@
 
     start_gather_seq     [B, T, ...]  -> [B, N, ...]    all tokens
     start_scatter_sum    [B, N, ...]  -> [B, T, ...]    own tokens of the sum over ranks
+    start_scatter_parts  [B, N, ...]  -> C [B, T, ...]  own tokens of what each rank has
     start_merge_scatter  [B, N, H, D] -> [B, T, H, D]   own tokens of partial attention, merged by log-sum-exp
 
 N are the tokens of the whole axis, T those of this rank. Attention methods are built of these; `primitives.py` has them
@@ -69,6 +70,16 @@ def start_scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1)
         return total.to(x.dtype)
 
     return Collective(axis, (sent, *parts), works, assemble)
+
+
+def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
+    """[B, sum(sizes), ...] on every rank -> this rank's tokens [B, T, ...] as each rank has them, in rank order.
+
+    For sums of a caller's own, such as those of exponentials. Arguments and bytes are those of `start_scatter_sum`.
+    """
+    check_tokens("x", x, dim, sum(sizes), sizes)
+    sent, _, parts, works = _start_parts(x, axis, sizes, dim)
+    return Collective(axis, (sent, *parts), works, lambda: parts)
 
 
 def start_merge_scatter(

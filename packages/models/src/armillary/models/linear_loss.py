@@ -6,7 +6,6 @@ For 5M tokens on 8 ranks those of LLaMA-3-8B would take 157 GiB in bfloat16, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal, cast, get_args
 
@@ -14,6 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core import Axis
+from armillary.models.linear_chunks import Work, loss_and_gradients
+from armillary.models.vocabulary import Vocabulary, scaled
 
 Backend = Literal["own", "torch"]
 
@@ -28,6 +32,8 @@ def linear_token_loss(
     chunk: int | None = None,
     z_loss: float = 0.0,
     backend: Backend = "own",
+    axis: DeviceMesh | Axis | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_loss(F.linear(hidden, weight, bias), labels)` without holding the logits; it fits a model's `head`.
 
@@ -38,61 +44,71 @@ def linear_token_loss(
     With e bytes to an element: from forward to backward there live d(hidden), T E e, and d(weight) in float32, 4 V E;
     in forward a chunk's logits and their float32 copy too, chunk V (e + 4). Neither `hidden` nor `weight` is kept.
 
+    With an `axis` of R ranks (tensor parallelism) each has its part of the vocabulary, V_r rows, and of the tokens
+    those that `own_dealt` deals to it: i R + r of each batch row. Then a chunk's hidden states are gathered, while the
+    chunk before is worked on, and their gradients are summed over ranks; of all else what lives is a part.
+
     Args:
-        hidden: [B, T, E].
-        weight: [V, E], whole: a linear layer's or an embedding's, under FSDP2 within `forward`.
-        labels: integers [B, T], shifted already: `labels[b, t]` is what `hidden[b, t]` predict.
-        bias: [V].
+        hidden: [B, T, E]; with an axis [B, T / R, E].
+        weight: [V, E], whole: a linear layer's or an embedding's, under FSDP2 within `forward`; with an axis [V_r, E],
+            as `torch.chunk` and DTensor's `Shard(0)` cut it: ceil(V / R) rows each while there are any.
+        labels: integers [B, T], shifted already: `labels[b, t]` is what the hidden state of token t of row b predicts.
+            With an axis too those of all tokens, the same on all its ranks.
+        bias: [V]; with an axis [V_r].
         ignore: the label that is not counted.
-        chunk: how many tokens at a time, over all rows; `chunk_rows` of these shapes unless given.
+        chunk: how many tokens at a time, over all rows; `chunk_rows` of these shapes unless given. With an axis those
+            of all ranks together: the multiple of R below, or R.
         z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
         backend: "own", or "torch" for `F.linear_cross_entropy` of torch 2.13. In float32 that is as exact and as fast,
             but keeps its gradients for as long as the sum is kept. In bfloat16 it rounds the sum and d(weight) after
             every chunk: with 1024 chunks the sum came out at a sixth.
+        axis: a 1-D mesh of R ranks. All must make the same call, and want gradients of the same inputs.
+        vocabulary: V, needed with an axis.
+
+    Bytes sent, all in forward, by each of R ranks for B T / R = n tokens of its own, with w = 4, in float64 8:
+
+        "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any gradient is wanted
+        "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if that of `hidden` is
 
     Returns:
         The sum of the cross entropies, in nats, a scalar in float32 (float64 for float64), and the count of valid
         labels, an integer scalar on the same device. With no valid label the sum is 0, with zero gradients.
 
+        With an axis both are those of all its tokens, to the bit the same on all its ranks. It is one loss of which
+        each rank has a copy, not R losses: each rank calls backward with the same upstream gradient, and gets that
+        loss's gradient by its own tokens, rows and biases. Nothing is left to be summed over the axis.
+
     Raises:
-        ValueError: shapes or dtypes that do not match, a chunk below 1, a backend that cannot do this. A label that
-            is neither below V nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
+        ValueError: shapes or dtypes that do not match, rows that are not this rank's part of `vocabulary`, a chunk
+            below 1, a backend that cannot do this. Raised before any communication. A label that is neither below V
+            nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
     """
-    check(hidden, weight, labels, bias, chunk)
-    dtype = matmul_dtype(hidden)
-    chunk = chunk or chunk_rows(labels.numel(), *reversed(weight.shape), itemsize=dtype.itemsize)
-    work = Work(labels.flatten().long(), ignore, chunk, dtype, z_loss)
-    total = backend_named(backend, z_loss)(hidden.flatten(0, 1), weight, bias, work)
+    ranks = 1 if axis is None else Axis.of(axis).size
+    check(hidden, weight, labels, bias, chunk, ranks)
+    rows = Vocabulary.of(len(weight), axis, vocabulary)
+    run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
+    chunk = chunk or chunk_rows(labels.numel(), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
+    rows.check_labels(labels, ignore)
+    work = Work(labels.flatten().long(), ignore, chunk, dtype, z_loss, rows)
+    total = run(hidden.flatten(0, 1), weight, bias, work)
     return total, (labels != ignore).sum()
 
 
-def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2) -> int:
+def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
     """How many tokens to take at a time, in chunks as equal as can be.
 
     Logits and their float32 copy are allowed 64 MiB or, where that is more, half of what `hidden` [tokens, dim] and
     `weight` [vocabulary, dim] take, which are there anyway: 683 tokens of 8192 for LLaMA-3-8B, 4148 of 655360. Smaller
     chunks would cost time, since each reads the weight and adds to all of its gradient.
+
+    With several ranks, each has a part of the tokens and of the vocabulary. Beside the logits are then what is sent
+    and received of a chunk: its hidden states and the next one's, their gradient before and after.
     """
-    budget = max(2**26, (tokens + vocabulary) * dim * itemsize // 2)
+    budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
     wide = 4 if itemsize < 4 else 0
-    chunks = ceil(tokens * vocabulary * (itemsize + wide) / budget)
+    sent = 4 * dim * itemsize if ranks > 1 else 0
+    chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide) + sent) / budget)
     return max(1, ceil(tokens / max(1, chunks)))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What to do with hidden states [T, E]: their labels [T], and how."""
-
-    labels: Tensor
-    ignore: int
-    chunk: int
-    dtype: torch.dtype  # of the matmuls
-    z_loss: float
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of sums."""
-        return torch.promote_types(self.dtype, torch.float32)
 
 
 Run = Callable[[Tensor, Tensor, Tensor | None, Work], Tensor]
@@ -116,7 +132,7 @@ def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work) 
 
 @torch.compiler.disable  # Traced, it would be a graph of all chunks, one after the other.
 def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Tensor:
-    """The sum by the code below."""
+    """The sum by our own code, in `linear_chunks`."""
     # Asked here, because inside a Function grad mode is off.
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     return cast(Tensor, LinearLoss.apply(hidden, weight, bias, work, wanted))
@@ -141,91 +157,15 @@ class LinearLoss(torch.autograd.Function):
         return *(None if x is None else scaled(x, grads[0], dtype) for x, dtype in saved), None, None
 
 
-def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` times a scalar, in `dtype`. The product is rounded and nothing else: a factor without dims would be too."""
-    return torch.mul(x, factor.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))
-
-
-def loss_and_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, wanted: Sequence[bool]
-) -> tuple[Tensor, Gradients]:
-    """The sum, and its gradients by those of hidden [T, E], weight [V, E] and bias [V] that are `wanted`."""
-    gradients = Gradients.room(hidden, weight, work.wide, wanted)
-    weight, bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
-    losses = hidden.new_empty(len(hidden), dtype=work.wide)
-    for start in range(0, len(hidden), work.chunk):
-        part = slice(start, start + work.chunk)
-        losses[part] = add_chunk(part, hidden[part].to(work.dtype), weight, bias, work, gradients)
-    return losses.sum(), gradients
-
-
-def add_chunk(
-    part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, gradients: Gradients
-) -> Tensor:
-    """The losses [c] of one chunk, hidden [c, E]. A function of its own, so that buffers are gone before the next."""
-    logits = F.linear(hidden, weight, bias)
-    wide = logits.to(work.wide)
-    losses = cross_entropy_(wide, work.labels[part], work, gradients.wanted)
-    if gradients.wanted:
-        gradients.add(part, wide, logits.copy_(wide), hidden, weight)
-    return losses
-
-
-def cross_entropy_(logits: Tensor, labels: Tensor, work: Work, gradient: bool) -> Tensor:
-    """The losses [c] of logits [c, V], overwritten by their gradient if one is asked for. Makes nothing as large."""
-    valid = (labels != work.ignore).unsqueeze(1)
-    labels = labels.unsqueeze(1).where(valid, 0)
-    chosen = logits.gather(1, labels)
-    peak = logits.amax(1, keepdim=True)
-    total = logits.sub_(peak).exp_().sum(1, keepdim=True)
-    lse = peak + total.log()
-    if gradient:
-        logits.mul_(valid * (1 + 2 * work.z_loss * lse) / total)
-        # What scatter_add_ would do, and the same on every run on a GPU.
-        logits.scatter_(1, labels, logits.gather(1, labels) - valid.to(logits.dtype))
-    return (lse - chosen + work.z_loss * lse.square()).where(valid, 0).squeeze(1)
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """By hidden [T, E], in its dtype, and by weight [V, E] and bias [V], in that of sums; None where not wanted."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @classmethod
-    def room(cls, hidden: Tensor, weight: Tensor, wide: torch.dtype, wanted: Sequence[bool]) -> Gradients:
-        return cls(
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
-            weight.new_zeros(len(weight), dtype=wide) if wanted[2] else None,
-        )
-
-    @property
-    def wanted(self) -> bool:
-        """Whether any is."""
-        return not (self.hidden is self.weight is self.bias is None)
-
-    def add(self, part: slice, wide: Tensor, narrow: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Adds what a chunk gives: the gradient of its logits [c, V], in the dtype of sums and in that of matmuls."""
-        if self.hidden is not None:
-            self.hidden[part] = narrow @ weight
-        if self.bias is not None:
-            self.bias.add_(wide.sum(0))
-        if self.weight is not None and self.weight.is_cuda and narrow.dtype != wide.dtype:
-            # Tensor cores multiply the narrow ones and add to the wide sum, without a product in between.
-            torch.addmm(self.weight, narrow.T, hidden, out_dtype=wide.dtype, out=self.weight)
-        elif self.weight is not None:
-            self.weight.addmm_(wide.T, hidden.to(wide.dtype))
-
-
-def backend_named(name: str, z_loss: float) -> Run:
+def backend_named(name: str, z_loss: float, ranks: int) -> Run:
     """The function of that name; refuses torch's where this torch lacks it, or what is asked of it."""
     if name not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {name!r}")
-    if name == "torch" and (z_loss or not hasattr(nn, "LinearCrossEntropyOptions")):
-        raise ValueError(f"torch's has no z_loss, and needs torch 2.13; got {z_loss} and torch {torch.__version__}")
+    if name == "torch" and (z_loss or ranks > 1 or not hasattr(nn, "LinearCrossEntropyOptions")):
+        raise ValueError(
+            "torch's has no z_loss, and needs torch 2.13 and one rank; "
+            f"got {z_loss}, torch {torch.__version__} and {ranks} ranks"
+        )
     return with_torch if name == "torch" else cast(Run, with_own)
 
 
@@ -240,13 +180,15 @@ def autocasts(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk: int | None) -> None:
+def check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk: int | None, ranks: int) -> None:
     """Refuses what does not fit together, as far as it can be seen without waiting for a GPU."""
-    wanted = hidden.shape[:-1], (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
+    tokens = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
+    wanted = tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
     got = labels.shape, weight.shape, weight.shape[:1] if bias is None else bias.shape
     if hidden.ndim != 3 or got != wanted:
+        over = f"B, T / {ranks}, E], of this rank's part of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, labels, bias) if x is not None)
-        raise ValueError(f"hidden [B, T, E], weight [V, E], labels [B, T] and bias [V] are needed; got {shapes}")
+        raise ValueError(f"hidden [{over}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
     if not autocasts(hidden) and len({*dtypes}) > 1:
         raise ValueError(f"hidden, weight and bias need one dtype outside of autocast; got {dtypes}")

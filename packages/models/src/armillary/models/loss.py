@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core import Axis, wide
+from armillary.models.vocabulary import Vocabulary, at_least_one, cross_entropy_, scaled
 
 
-def token_loss(logits: Tensor, labels: Tensor, ignore: int = -100) -> tuple[Tensor, Tensor]:
+def token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore: int = -100,
+    z_loss: float = 0.0,
+    axis: DeviceMesh | Axis | None = None,
+    vocabulary: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """The sum of the cross entropies, in nats, over valid labels, and how many those are.
 
     A sum, because shards and ranks hold different numbers of valid labels: add up both over all ranks, then divide.
     With no valid label it is 0, with zero gradients.
 
     Args:
-        logits: [B, T, V].
-        labels: integers [B, T], shifted already: `labels[b, t]` is what `logits[b, t]` predict.
+        logits: [B, T, V]; with an axis [B, T, V_r], this rank's part of the vocabulary, cut as `torch.chunk` and
+            DTensor's `Shard` cut: ceil(V / R) of it each while there is any.
+        labels: integers [B, T], shifted already: `labels[b, t]` is what `logits[b, t]` predict. With an axis the same
+            on all its ranks.
         ignore: the label that is not counted.
+        z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
+        axis: a 1-D mesh of R ranks, over which the vocabulary is cut. All must make the same call, and all want
+            gradients or none.
+        vocabulary: V, needed with an axis.
+
+    Bytes sent, all in forward, with w = 4, in float64 8: "reduce_scatter" 2 w for each of B T tokens but this rank's
+    share, which is a Rth of them; "all_gather" (R - 1) w and, if gradients are wanted, (R - 1) ceil(B T / R) w.
 
     Returns:
         The sum, a scalar in float32 (float64 for float64 logits), and the count, an integer scalar on the same device.
 
+        With an axis both are the same on all its ranks, to the bit. It is one loss of which each rank has a copy, not
+        R losses: each rank calls backward with the same upstream gradient, and gets that loss's by its own logits.
+        Then backward cannot be differentiated itself.
+
     Raises:
-        ValueError: shapes that do not match.
+        ValueError: shapes that do not match, or logits that are not this rank's part of `vocabulary`. Raised before
+            any communication.
     """
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
             f"logits [B, T, V] and labels [B, T] are needed; got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide, labels.flatten(), ignore_index=ignore, reduction="sum")
-    return total, (labels != ignore).sum()
+    rows = Vocabulary.of(logits.shape[-1], axis, vocabulary)
+    if rows.alone:
+        return whole_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), (labels != ignore).sum()
+    rows.check_labels(labels, ignore)
+    wanted = logits.requires_grad and torch.is_grad_enabled()
+    total = PartLoss.apply(logits.flatten(0, 1), labels.flatten().long(), rows, ignore, z_loss, wanted)
+    return cast(Tensor, total), (labels != ignore).sum()
+
+
+def whole_loss(logits: Tensor, labels: Tensor, ignore: int, z_loss: float) -> Tensor:
+    """The sum for logits [T, V] and labels [T]."""
+    logits = logits.to(wide(logits.dtype))
+    total = F.cross_entropy(logits, labels, ignore_index=ignore, reduction="sum")
+    return total + z_loss * logits.logsumexp(1).square().where(labels != ignore, 0).sum() if z_loss else total
+
+
+class PartLoss(torch.autograd.Function):
+    """The sum for this rank's part [T, V_r] of all logits. Their gradient is made along with it, and kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, ignore: int, z_loss: float, wanted: bool
+    ) -> Tensor:
+        gradient = at_least_one(logits.to(wide(logits.dtype), copy=True))
+        losses = cross_entropy_(gradient, labels, vocabulary, ignore=ignore, z_loss=z_loss, gradient=wanted)
+        ctx.save_for_backward(gradient.narrow(1, 0, logits.shape[1]) if wanted else None)
+        ctx.dtype = logits.dtype
+        return vocabulary.total(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return scaled(ctx.saved_tensors[0], grads[0], ctx.dtype), *[None] * 5

@@ -1,0 +1,121 @@
+"""What `linear_token_loss` does with each chunk: its losses, and their gradients right then.
+
+Letters: t of T tokens are this rank's, c of a chunk's C. With one rank these are all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.models.vocabulary import Vocabulary, at_least_one, cross_entropy_
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to do with hidden states [t, E], this rank's of T: the labels [T], and how."""
+
+    labels: Tensor
+    ignore: int
+    chunk: int
+    dtype: torch.dtype  # of the matmuls
+    z_loss: float
+    vocabulary: Vocabulary
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of sums."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def parts(self) -> list[slice]:
+        """Which of its hidden states a rank takes at a time."""
+        ranks = self.vocabulary.axis.size
+        step = max(1, self.chunk // ranks)
+        return [slice(start, start + step) for start in range(0, len(self.labels) // ranks, step)]
+
+    def labels_of(self, part: slice) -> Tensor:
+        """The labels [C] of these hidden states of all ranks, rank by rank."""
+        return self.labels.view(-1, self.vocabulary.axis.size)[part].T.flatten()
+
+
+def loss_and_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, wanted: Sequence[bool]
+) -> tuple[Tensor, Gradients]:
+    """The sum, and its gradients by those of hidden [t, E], weight [V_r, E] and bias [V_r] that are `wanted`."""
+    gradients = Gradients.room(hidden, weight, work.wide, wanted)
+    weight, bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
+    losses = hidden.new_empty(len(hidden), dtype=work.wide)
+    for part, gathered in chunks(hidden, work):
+        losses[part] = add_chunk(part, gathered, weight, bias, work, gradients)
+    return work.vocabulary.total(losses), gradients
+
+
+def chunks(hidden: Tensor, work: Work) -> Generator[tuple[slice, Tensor]]:
+    """Parts of hidden [t, E], and those of all ranks [C, E]. Each is gathered while the one before is worked on."""
+    parts = work.parts()
+    moving = (
+        work.vocabulary.gather(hidden[part], work.vocabulary.axis.size * len(hidden[part]), work.dtype)
+        for part in parts
+    )
+    ahead = next(moving, None)
+    for part in parts:
+        here = ahead
+        ahead = next(moving, None)
+        assert here is not None
+        yield part, here.wait()
+
+
+def add_chunk(
+    part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, gradients: Gradients
+) -> Tensor:
+    """The losses [c] of one chunk, hidden [C, E]. A function of its own, so that buffers are gone before the next."""
+    logits = F.linear(hidden, weight, bias)
+    wide = at_least_one(logits.to(work.wide))
+    losses = cross_entropy_(
+        wide, work.labels_of(part), work.vocabulary, ignore=work.ignore, z_loss=work.z_loss, gradient=gradients.wanted
+    )
+    if gradients.wanted:
+        wide = wide.narrow(1, 0, logits.shape[1])
+        gradients.add(part, wide, logits.copy_(wide), hidden, weight, work.vocabulary)
+    return losses
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """By hidden [t, E], in its dtype, and by weight [V_r, E] and bias [V_r], in that of sums; None where not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def room(cls, hidden: Tensor, weight: Tensor, wide: torch.dtype, wanted: Sequence[bool]) -> Gradients:
+        return cls(
+            torch.empty_like(hidden) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
+            weight.new_zeros(len(weight), dtype=wide) if wanted[2] else None,
+        )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any is."""
+        return not (self.hidden is self.weight is self.bias is None)
+
+    def add(
+        self, part: slice, wide: Tensor, narrow: Tensor, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary
+    ) -> None:
+        """Adds what a chunk gives: the gradient of its logits [C, V_r], in the dtype of sums and in that of matmuls."""
+        write = None if self.hidden is None else vocabulary.scatter(narrow @ weight, self.hidden[part])
+        if self.bias is not None:
+            self.bias.add_(wide.sum(0))
+        if self.weight is not None and self.weight.is_cuda and narrow.dtype != wide.dtype:
+            # Tensor cores multiply the narrow ones and add to the wide sum, without a product in between.
+            torch.addmm(self.weight, narrow.T, hidden, out_dtype=wide.dtype, out=self.weight)
+        elif self.weight is not None:
+            self.weight.addmm_(wide.T, hidden.to(wide.dtype))
+        if write is not None:
+            write()
