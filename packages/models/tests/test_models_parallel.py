@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import AttentionMask, build_attention
@@ -31,18 +33,19 @@ class Case:
     attention: str
     config: LlamaConfig | GPTConfig = LLAMA
     checkpointing: Checkpointing | None = None
-    compiled: bool = False
+    compiler: str | None = None
+    sharded: bool = True
     z_loss: float = 0.0
 
     def __str__(self) -> str:
         axes = "-".join(f"{name}{size}" for name, size in self.axes.items())
         policy = "" if self.checkpointing is None else f"-{self.checkpointing.policy}"
         kind = {id(LLAMA): "llama", id(TIED): "tied", id(LEARNED): "gpt"}[id(self.config)]
-        return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiled else ''}"
+        return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}"
 
 
-def build(config: LlamaConfig | GPTConfig) -> Llama | GPT:
-    return Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
+def build(config: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Llama | GPT:
+    return (Llama(config) if isinstance(config, LlamaConfig) else GPT(config)).to(dtype)
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -55,56 +58,73 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def step(model: Llama | GPT, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients, and weights after a step."""
+    """Gradients, and weights after a step; in float64."""
     loss.backward()
-    found = {f"{name}'": whole(p.grad) for name, p in model.named_parameters()}
-    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
+    found = {f"gradient of {name}": whole(p.grad) for name, p in model.named_parameters()}
+    torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True).step()
     return {**found, **{name: whole(p) for name, p in model.named_parameters()}}
 
 
 def whole(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().double()
 
 
-def on_one_rank(config: LlamaConfig | GPTConfig, z_loss: float) -> dict[str, Tensor]:
-    model = build(config)
+def on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = build(case.config, dtype)
     initialize(model, 0)
     ids, labels = rows()
-    total, count = model(ids, mask=MASK, head=partial(linear_token_loss, labels=labels, z_loss=z_loss))
-    return {"logits": model(ids, mask=MASK).detach(), "loss": (total / count).detach(), **step(model, total / count)}
+    logits = model(ids, mask=MASK)
+    total, count = model(ids, mask=MASK, head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
+    return {"logits": whole(logits), "loss": whole(total / count), **step(model, total / count)}
 
 
-def on_mesh(case: Case) -> dict[str, float]:
-    """The relative error of everything."""
+def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `on_one_rank` gives; of logits this rank's rows and tokens, and nothing else there."""
     over = mesh(**case.axes)
-    expected = on_one_rank(case.config, case.z_loss)
     attend = build_attention(case.attention, over)
     with torch.device("meta"):
-        model = build(case.config)
-    parallelize(model, over, attention=attend, checkpointing=case.checkpointing, compiled=case.compiled)
+        model = build(case.config, dtype)
+    precision = dtype if case.sharded else None
+    options = {"checkpointing": case.checkpointing, "compiler": case.compiler, "precision": precision}
+    parallelize(model, over, attention=attend, **options)
     model.to_empty(device="cpu")
     initialize(model, 0)
     layout = attend.layout(N)
-    replicas = case.axes.get("replicate", 1) * case.axes.get("shard", 1)
-    replica = over["replicate"].get_local_rank() * over["shard"].size() + over["shard"].get_local_rank()
-    share = slice(replica * ROWS // replicas, (replica + 1) * ROWS // replicas)
+    share = rows_of_this_rank(over)
     ids, labels = (layout.take(x[share], attend.shard) for x in rows())
     call = partial(model, ids, positions=layout.positions(attend.shard), mask=MASK, layout=layout)
-    found = {"logits": call().detach()}
+    logits = torch.zeros(ROWS, N, case.config.vocab_size, dtype=torch.float64)
+    logits[share, layout.positions(attend.shard)] = whole(call())
     total, count = call(head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
     data = Axis.of(compat.flatten(over, ("replicate", "shard", "ring", "ulysses"), "data"))
     dist.all_reduce(count, group=data.group)
     loss = (total / count).detach().clone()
-    dist.all_reduce(loss, group=data.group)
-    found |= {"loss": loss, **step(model, total / count)}
-    expected["logits"] = layout.take(expected["logits"][share], attend.shard)
-    assert found.keys() == expected.keys()
-    return {name: relative_error(found[name], expected[name]) for name in expected}
+    for mine in (loss, logits):
+        dist.all_reduce(mine, group=data.group)
+    return {"logits": logits, "loss": loss.double(), **step(model, total / count)}
 
 
-def check(case: Case, ranks: list[dict[str, float]]) -> None:
-    worst = max((error, name) for rank in ranks for name, error in rank.items())
-    assert worst[0] < 1e-5, (str(case), worst)
+def rows_of_this_rank(over: DeviceMesh) -> slice:
+    replicas = over["replicate"].size() * over["shard"].size()
+    replica = over["replicate"].get_local_rank() * over["shard"].size() + over["shard"].get_local_rank()
+    return slice(replica * ROWS // replicas, (replica + 1) * ROWS // replicas)
+
+
+def compare(case: Case) -> list[str]:
+    """Of all that differs too much: its name and by how much, relative to its norm."""
+    wide = on_one_rank(case, torch.float64)
+    least = 1e-6 * max(x.norm().item() for name, x in wide.items() if name.startswith("gradient"))  # key biases have 0
+    found, faults = on_mesh(case, torch.float64), list[str]()
+    for name in wide:
+        error = ((found[name] - wide[name]).norm() / wide[name].norm().clamp(min=least)).item()
+        faults += [] if error < 1e-9 else [f"{name}: {error:.1e} in float64"]
+    alone, found = on_one_rank(case, torch.float32), on_mesh(case, torch.float32)
+    for name in wide:
+        # Where terms cancel, one rank's float32 is off too. Adam's first step is the sign of a gradient.
+        limit = 1e-5 * wide[name].norm() + 2 * (alone[name] - wide[name]).norm()
+        fits = (found[name] - wide[name]).norm() <= limit or name.startswith(("model.", "transformer.", "lm_head"))
+        faults += [] if fits else [f"{name}: {relative_error(found[name], wide[name]):.1e} in float32"]
+    return faults
 
 
 KEEP = Checkpointing("attention_output", piece=3)
@@ -119,9 +139,17 @@ CASES = [
     Case({"tp": 2, "replicate": 2, "ring": 2}, "ring"),
     Case({"replicate": 2, "shard": 2, "ulysses": 2}, "ulysses", LEARNED),
     Case({"replicate": 2, "shard": 2, "ulysses": 2}, "upipe", checkpointing=LAYER),
+    Case({"tp": 2, "ring": 2, "ulysses": 2}, "usp", compiler="aot_eager"),
+    Case({"tp": 2, "ring": 2}, "ring", LEARNED, compiler="aot_eager"),
+    Case({"shard": 2, "ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager"),
+    Case({"ulysses": 2}, "upipe", compiler="aot_eager"),
+    Case({"tp": 4}, "local", sharded=False),
+    Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
+    Case({"tp": 2}, "local", LEARNED, Checkpointing(tiled=True, piece=5), sharded=False),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, case):
-    check(case, worlds(8).run(on_mesh, case, timeout=300))
+    for faults in worlds(prod(case.axes.values())).run(compare, case, timeout=300):
+        assert not faults

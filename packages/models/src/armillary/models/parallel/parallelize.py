@@ -23,7 +23,7 @@ def parallelize(
     checkpointing: Checkpointing | None = None,
     precision: torch.dtype | None = torch.float32,
     on_host: bool = False,
-    compiled: bool = False,
+    compiler: str | None = None,
 ) -> None:
     """Puts the model onto the mesh, in place. It is called as before, on this rank's tokens of the sequence.
 
@@ -45,8 +45,8 @@ def parallelize(
         precision: of forward and backward under FSDP2, whose master weights and reductions are float32; None: no FSDP2,
             parameters stay whole, and it is the caller who sums gradients over ranks.
         on_host: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
-        compiled: each block in one graph. Where blocks are run in parts (a checkpoint policy, UPipe), what follows
-            attention is compiled, and attention is not.
+        compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Where blocks are run in
+            parts (a checkpoint policy, UPipe), what follows attention is compiled, and attention is not.
 
     Raises:
         ValueError: something does not fit the model's sizes or the mesh, before anything is changed or sent.
@@ -59,9 +59,9 @@ def parallelize(
         block.attention = block.attention if attention is None else attention
     if checkpointing is not None:
         checkpointing.apply(model)
-    if compiled:
+    if compiler is not None:
         for block in blocks:
-            compile_block(block)
+            compile_block(block, compiler)
     if precision is not None:
         shard_parameters(model, mesh, precision, on_host)
 
@@ -75,9 +75,9 @@ def check_attention(model: Llama | GPT, mesh: DeviceMesh, attention: Method | No
         attention.check(q, k, k)
 
 
-def compile_block(block: Block) -> None:
+def compile_block(block: Block, compiler: str) -> None:
     """Compiles the block, or what follows attention where it is run in parts."""
     made: nn.Module = block
     staged = isinstance(block.attention, Method) and block.attention.staged
     part = "run" if block.run is plainly and not staged else "rest"
-    setattr(made, part, torch.compile(getattr(block, part), fullgraph=True))
+    setattr(made, part, torch.compile(getattr(block, part), backend=compiler, fullgraph=True))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from armillary.core import compat
+from armillary.core import compat, wide
 from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
@@ -26,13 +26,13 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
 
     Args:
         mesh: with some of these axes, and any others; such as `build_mesh` makes.
-        precision: of forward and backward; gradients are reduced in float32.
+        precision: of forward and backward; gradients are reduced in float32 (float64 for float64).
         on_host: parameters and gradients stay in the host's memory, and so does what the optimizer keeps of them.
 
     Raises:
         ValueError: the mesh has none of the axes.
     """
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=wide(precision))
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     over = sharding_mesh(mesh)
     for module, keep in units(model):
