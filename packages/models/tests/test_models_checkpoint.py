@@ -146,7 +146,7 @@ def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
     model = build(Checkpointing(policy), torch.float64, layers=1)
     x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     rotation = Rotation.at(torch.arange(8), 8, 1e4, torch.float64)
-    return model.model.layers[0], x, Context(rotation, AttentionMask(), None)
+    return model.model.layers[0], x, Context(x.shape[1], rotation, AttentionMask(), None)
 
 
 def through_views(policy: str, how: str) -> list[Tensor]:
@@ -174,7 +174,7 @@ def test_gradients_that_are_views_of_somebody_elses_are_not_overwritten(policy, 
 def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
     def found(policy: str) -> Tensor:
         block, x, _ = block_and_input(policy)
-        context = Context(Rotation.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
+        context = Context(1, Rotation.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
         block.shift = nn.Parameter(torch.zeros(1, 1, 32, dtype=torch.float64))
         rest = block.rest
         block.rest = lambda x, out: rest(x, out) + block.shift
@@ -208,7 +208,7 @@ def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int
 
     block = model.model.layers[0]
     x = torch.randn(1, 64, 32, requires_grad=True)
-    context = Context(Rotation.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
+    context = Context(64, Rotation.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
     with saved_tensors_hooks(note, lambda x: x):
         block(x, context)
     shapes = [tuple(x.shape) for x in saved.values() if x.numel() >= 64]

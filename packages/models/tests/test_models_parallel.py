@@ -21,7 +21,6 @@ from armillary.models.parallel import parallelize
 LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden_dim=48, head_dim=8, qk_norm=True)
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40)
 LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=8, max_positions=64)
-MASK = AttentionMask(documents=[0, 9, 64])
 ROWS, N = 4, 64
 
 
@@ -35,10 +34,16 @@ class Case:
     checkpointing: Checkpointing | None = None
     compiler: str | None = None
     sharded: bool = True
+    tokens: int = N
     z_loss: float = 0.0
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(documents=[0, 9, self.tokens])
 
     def __str__(self) -> str:
         axes = "-".join(f"{name}{size}" for name, size in self.axes.items())
+        axes += f"-{self.tokens}" if self.tokens != N else ""
         policy = "" if self.checkpointing is None else f"-{self.checkpointing.policy}"
         kind = {id(LLAMA): "llama", id(TIED): "tied", id(LEARNED): "gpt"}[id(self.config)]
         return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}"
@@ -48,9 +53,9 @@ def build(config: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Llama | GPT:
     return (Llama(config) if isinstance(config, LlamaConfig) else GPT(config)).to(dtype)
 
 
-def rows() -> tuple[Tensor, Tensor]:
+def rows(case: Case) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(37, (ROWS, N), generator=generator)
+    ids = torch.randint(37, (ROWS, case.tokens), generator=generator)
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
     labels[1, :20] = -100
@@ -72,9 +77,9 @@ def whole(x: Tensor) -> Tensor:
 def on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     model = build(case.config, dtype)
     initialize(model, 0)
-    ids, labels = rows()
-    logits = model(ids, mask=MASK)
-    total, count = model(ids, mask=MASK, head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
+    ids, labels = rows(case)
+    logits = model(ids, mask=case.mask)
+    total, count = model(ids, mask=case.mask, head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
     return {"logits": whole(logits), "loss": whole(total / count), **step(model, total / count)}
 
 
@@ -89,11 +94,11 @@ def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     parallelize(model, over, attention=attend, **options)
     model.to_empty(device="cpu")
     initialize(model, 0)
-    layout = attend.layout(N)
+    layout = attend.layout(case.tokens)
     share = rows_of_this_rank(over)
-    ids, labels = (layout.take(x[share], attend.shard) for x in rows())
-    call = partial(model, ids, positions=layout.positions(attend.shard), mask=MASK, layout=layout)
-    logits = torch.zeros(ROWS, N, case.config.vocab_size, dtype=torch.float64)
+    ids, labels = (layout.take(x[share], attend.shard) for x in rows(case))
+    call = partial(model, ids, positions=layout.positions(attend.shard), mask=case.mask, layout=layout)
+    logits = torch.zeros(ROWS, case.tokens, case.config.vocab_size, dtype=torch.float64)
     logits[share, layout.positions(attend.shard)] = whole(call())
     total, count = call(head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
     data = Axis.of(compat.flatten(over, ("replicate", "shard", "ring", "ulysses"), "data"))
@@ -143,6 +148,9 @@ CASES = [
     Case({"tp": 2, "ring": 2}, "ring", LEARNED, compiler="aot_eager"),
     Case({"shard": 2, "ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager"),
     Case({"ulysses": 2}, "upipe", compiler="aot_eager"),
+    Case({"tp": 2, "ring": 4}, "ring", TIED, KEEP, tokens=43),
+    Case({"tp": 4, "ulysses": 2}, "upipe", LEARNED, LAYER, tokens=43),
+    Case({"tp": 4, "shard": 2}, "local", tokens=13),
     Case({"tp": 4}, "local", sharded=False),
     Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
     Case({"tp": 2}, "local", LEARNED, Checkpointing(tiled=True, piece=5), sharded=False),

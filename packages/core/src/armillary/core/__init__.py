@@ -9,7 +9,7 @@ from armillary.core.all_to_all import (
 )
 from armillary.core.cluster import Cluster
 from armillary.core.collective import Collective, wide
-from armillary.core.dealt import gather_dealt, own_dealt, sum_dealt
+from armillary.core.dealt import filled, gather_dealt, own_dealt, sum_dealt
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
 from armillary.core.gather import (
     merge_,
@@ -44,6 +44,7 @@ __all__ = [
     "as_now",
     "build_mesh",
     "current_label",
+    "filled",
     "gather_dealt",
     "gather_seq",
     "head_to_seq",

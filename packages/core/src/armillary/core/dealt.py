@@ -2,10 +2,13 @@
 
 So some consecutive tokens, of a multiple of R, are some consecutive tokens of every rank: what is done piece by piece
 can be gathered and summed piece by piece too. Tensor parallelism keeps its residual stream like this.
+
+Every rank has n = ceil(T / R) tokens. Where R does not divide T, some ranks' last one is padding: zeros, at first.
 """
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,7 +17,7 @@ from armillary.core.primitives import gather_seq, scatter_sum
 
 
 def gather_dealt(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """[B, T / R, ...], this rank's tokens -> [B, T, ...], those of all ranks. Differentiable: sums over the ranks.
+    """[B, n, ...], this rank's tokens -> [B, n R, ...], those of all ranks. Differentiable: sums over the ranks.
 
     Bytes sent: (R - 1) times those of `x`, kind "all_gather"; backward as `sum_dealt` forward.
     """
@@ -22,22 +25,23 @@ def gather_dealt(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
 
 
 def sum_dealt(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """[B, T, ...] on every rank -> [B, T / R, ...], this rank's tokens of the sum over ranks. Differentiable: gathers.
+    """[B, T, ...] on every rank -> [B, n, ...], this rank's tokens of the sum over ranks. Differentiable: gathers.
 
     Sums in rank order and in float32 at least.
 
-    Bytes sent: (R - 1) / R times those of `x`, kind "reduce_scatter"; backward as `gather_dealt` forward.
-
-    Raises:
-        ValueError: R does not divide T. Raised before any communication.
+    Bytes sent: (R - 1) / R times those of `x`, padded, kind "reduce_scatter"; backward as `gather_dealt` forward.
     """
     along = Axis.of(axis)
-    if x.shape[1] % along.size:
-        raise ValueError(f"{x.shape[1]} tokens cannot be dealt out to {along.size} ranks of axis {along.name!r} evenly")
-    return scatter_sum(x.unflatten(1, (-1, along.size)), axis, dim=2).squeeze(2)
+    return scatter_sum(filled(x, along.size).unflatten(1, (-1, along.size)), axis, dim=2).squeeze(2)
 
 
 def own_dealt(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """[B, T, ...], the same on every rank -> [B, T / R, ...], this rank's tokens of it. Sends nothing."""
+    """[B, T, ...], the same on every rank -> [B, n, ...], this rank's tokens of it. Sends nothing."""
     along = Axis.of(axis)
-    return x[:, along.rank :: along.size]
+    return filled(x, along.size)[:, along.rank :: along.size]
+
+
+def filled(x: Tensor, multiple: int, value: float = 0) -> Tensor:
+    """x [B, T, ...] with `value` behind its tokens, up to a multiple of so many; itself if it has that."""
+    missing = -x.shape[1] % multiple
+    return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing), value=value) if missing else x

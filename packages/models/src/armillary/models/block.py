@@ -41,12 +41,13 @@ HeadFunction = Callable[..., Any]
 """From hidden states [B, T, E] and the head's weight [V, E] to whatever the model is to return: logits, a loss."""
 
 
-def unchanged(head: HeadFunction) -> HeadFunction:
+def unchanged(head: HeadFunction, tokens: int) -> HeadFunction:
+    """The head of a model that is whole."""
     return head
 
 
 class Context:
-    """What the blocks are told about their tokens: the rotation of each, who sees whom, and where they lie.
+    """What the blocks are told about their tokens: how many, the rotation of each, who sees whom, where they lie.
 
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
     to reach those inside. Cosines in bfloat16 would blur positions.
@@ -54,8 +55,10 @@ class Context:
     `below` is what the block before this one keeps in the host's memory, if it does and that is still there.
     """
 
-    def __init__(self, rotation: Rotation | None, mask: AttentionMask, layout: SequenceLayout | None) -> None:
-        self.rotation, self.mask, self.layout = rotation, mask, layout
+    def __init__(
+        self, tokens: int, rotation: Rotation | None, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> None:
+        self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
         self.below: ref[Kept] | None = None
 
 
@@ -101,6 +104,7 @@ class Block(nn.Module):
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
     """out [B, T, H, D], all of it differentiated by autograd."""
     projections, x = block.projections(context, normed=True), block.norm(x)
+    x = x if block.spread == 1 else x[:, : context.tokens]  # without what pads them
     with label("attention"):
         if isinstance(block.attention, TakesProjections):
             return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
@@ -136,7 +140,7 @@ class Decoder(nn.Module):
         positions = checked_positions(ids, positions, layout)
         x = self.embed(ids, positions)
         mask = AttentionMask(causal=True) if mask is None else mask
-        context = Context(self.rotation(positions, x.dtype), mask, layout)
+        context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
         for block in self.blocks:
             x = block(x, context)
         norm = self.final_norm

@@ -98,14 +98,14 @@ def run_tiled(piece: int | None, block: Block, x: Tensor, context: Context) -> T
     """As `plainly`, but of what follows attention, only x and out are kept."""
     out = attend(block, x, context)
     with label("mlp"):
-        return tokenwise.in_pieces(block.rest, (x, out), block, piece)
+        return tokenwise.in_pieces(block.rest, (x, out), block, piece, block.spread)
 
 
 def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:
     """Keeps what the policy says."""
     upipe = UPipe.around(cast(Method, block.attention))
     call = upipe.call_for(
-        like_inside(block, x), block.projections(context, True), mask=context.mask, layout=context.layout
+        like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
     )
     params = trained(block)
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
@@ -114,9 +114,9 @@ def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: C
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *params))
 
 
-def like_inside(block: Block, x: Tensor) -> Tensor:
+def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
     """A tensor shaped as what `x` is within attention. Takes no memory."""
-    return x[:, :1].expand(-1, x.shape[1] * block.spread, -1) if block.spread > 1 else x
+    return x[:, :1].expand(-1, context.tokens, -1) if block.spread > 1 else x
 
 
 @dataclass
@@ -146,7 +146,10 @@ class Work:
 
     def inside(self, x: Tensor) -> Tensor:
         """What q, k and v are made of: x, to be normed for each stage of heads; or all ranks' x, normed."""
-        return tokenwise.run(self.block.norm, (x,), Draws(), self.options.piece) if self.spread > 1 else x
+        if self.spread == 1:
+            return x
+        normed = tokenwise.run(self.block.norm, (x,), Draws(), self.options.piece, spread=self.spread)
+        return normed[:, : self.context.tokens]
 
     def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, without autograd."""
@@ -156,17 +159,16 @@ class Work:
     def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
         """The block's result."""
         with label("mlp"):
-            return tokenwise.run(self.block.rest, (x, out), self.draws, self.options.piece, into)
+            return tokenwise.run(self.block.rest, (x, out), self.draws, self.options.piece, into, self.spread)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the block's result, out, lse). If out need not be kept, the result takes its place, piece by piece."""
-        heads = len(self.call.key_heads)
-        if self.keeps_attention or x.shape[2] % (heads * self.spread):
+        heads, tokens = len(self.call.key_heads), x.shape[1] * self.spread
+        if self.keeps_attention or x.shape[2] % (heads * self.spread) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.rest(x, out, None), out, lse
         with label("checkpoints"):  # what the next block keeps
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        tokens = x.shape[1] * self.spread
         room = y.view(len(y), tokens, heads, -1)
         out, lse = self.attend(x, room)
         return self.rest(x, out, y if out is room else None), out, lse
@@ -187,7 +189,8 @@ class Work:
             dout = torch.empty_like(out) if attention_too else None
         with label("mlp"):
             grads = (dx if wants_dx else None, dout)
-            tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, self.options.piece)
+            cut = self.options.piece, self.spread
+            tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, *cut)
         if dout is None:
             return
         with label("attention"):
@@ -201,13 +204,12 @@ class Work:
         self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: Totals
     ) -> None:
         """Adds to dx what comes by attention, where all ranks' x was brought in for it."""
-        inside = self.inside(x)
-        source = self.source(inside, torch.zeros_like(inside), totals)
+        dinside = x.new_zeros((len(x), x.shape[1] * self.spread, x.shape[2]))
+        source = self.source(self.inside(x), dinside[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
-        share = torch.empty_like(dx)
-        assert source.dx is not None
-        tokenwise.differentiate(self.block.norm, (x,), source.dx, (share,), totals, Draws(), self.options.piece)
+        share, cut = torch.empty_like(dx), (self.options.piece, self.spread)
+        tokenwise.differentiate(self.block.norm, (x,), dinside, (share,), totals, Draws(), *cut)
         dx += share
 
 

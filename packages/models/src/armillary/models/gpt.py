@@ -30,7 +30,7 @@ class GPT(nn.Module):
 
     lm_head = None
     """The embedding table is the head."""
-    heading: Callable[[HeadFunction], HeadFunction]
+    heading: Callable[[HeadFunction, int], HeadFunction]
     """As `Llama.heading`."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
@@ -53,7 +53,7 @@ class GPT(nn.Module):
             ValueError: as there, and more tokens than positions that the model has learned.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
-        return self.heading(head)(hidden, self.head_weight)
+        return self.heading(head, ids.shape[1])(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis
+from armillary.core import Axis, filled
 from armillary.models.linear_chunks import Work, loss_and_gradients
 from armillary.models.vocabulary import Vocabulary, scaled
 
@@ -49,7 +49,7 @@ def linear_token_loss(
     chunk before is worked on, and their gradients are summed over ranks; of all else what lives is a part.
 
     Args:
-        hidden: [B, T, E]; with an axis [B, T / R, E].
+        hidden: [B, T, E]; with an axis [B, ceil(T / R), E].
         weight: [V, E], whole: a linear layer's or an embedding's, under FSDP2 within `forward`; with an axis [V_r, E],
             as `torch.chunk` and DTensor's `Shard(0)` cut it: ceil(V / R) rows each while there are any.
         labels: integers [B, T], shifted already: `labels[b, t]` is what the hidden state of token t of row b predicts.
@@ -65,7 +65,7 @@ def linear_token_loss(
         axis: a 1-D mesh of R ranks. All must make the same call, and want gradients of the same inputs.
         vocabulary: V, needed with an axis.
 
-    Bytes sent, all in forward, by each of R ranks for B T / R = n tokens of its own, with w = 4, in float64 8:
+    Bytes sent, all in forward, by each of R ranks for B ceil(T / R) = n tokens of its own, with w = 4, in float64 8:
 
         "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any gradient is wanted
         "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if that of `hidden` is
@@ -84,6 +84,7 @@ def linear_token_loss(
             nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
+    count, labels = (labels != ignore).sum(), filled(labels, ranks, ignore) if labels.ndim == 2 else labels
     check(hidden, weight, labels, bias, chunk, ranks)
     rows = Vocabulary.of(len(weight), axis, vocabulary)
     run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
@@ -91,7 +92,7 @@ def linear_token_loss(
     rows.check_labels(labels, ignore)
     work = Work(labels.flatten().long(), ignore, chunk, dtype, z_loss, rows)
     total = run(hidden.flatten(0, 1), weight, bias, work)
-    return total, (labels != ignore).sum()
+    return total, count
 
 
 def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
@@ -186,7 +187,7 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, c
     wanted = tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
     got = labels.shape, weight.shape, weight.shape[:1] if bias is None else bias.shape
     if hidden.ndim != 3 or got != wanted:
-        over = f"B, T / {ranks}, E], of this rank's part of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
+        over = f"B, ceil(T / {ranks}), E], of this rank's part of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, labels, bias) if x is not None)
         raise ValueError(f"hidden [{over}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]

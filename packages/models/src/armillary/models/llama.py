@@ -32,8 +32,8 @@ class Llama(nn.Module):
             reference, `model.model.layers[i].self_attn.attention`.
     """
 
-    heading: Callable[[HeadFunction], HeadFunction]
-    """What becomes of a `head` before it is called: itself, unless the head's weight is sharded."""
+    heading: Callable[[HeadFunction, int], HeadFunction]
+    """What becomes of a `head`, for so many tokens, before it is called: itself, unless its weight is sharded."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Llama(nn.Module):
         Raises:
             ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard.
         """
-        hidden, head = self.model(ids, positions=positions, mask=mask, layout=layout), self.heading(head)
+        hidden, head = self.model(ids, positions=positions, mask=mask, layout=layout), self.heading(head, ids.shape[1])
         return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)
 
     @property

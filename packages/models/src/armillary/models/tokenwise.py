@@ -14,20 +14,23 @@ from armillary.core import Draws, Totals, as_now, label, pieces
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
 
-Inputs and results may have a whole number of tokens for each of the first input's, next to each other: dealt out to the
-ranks of an axis the tokens are fewer (`armillary.core.dealt`), and the function exchanges them.
+Some inputs, and the result, may have `spread` tokens for each one of the first input's, which then are dealt out to as
+many ranks (`armillary.core.dealt`), and are exchanged by the function. The last of the first's may be short of some.
 """
 
 
-def in_pieces(function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None) -> Tensor:
+def in_pieces(
+    function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None, spread: int = 1
+) -> Tensor:
     """`function(*inputs)`, differentiable, keeping the inputs alone: the rest is computed again, piece by piece.
 
     Args:
-        inputs: [B, T, ...] each.
+        inputs: [B, T, ...] each, or [B, T * spread, ...].
         module: whose parameters `function` uses.
         piece: tokens at once; by default as `armillary.core.pieces` has it.
     """
-    return cast(Tensor, cast(Any, Tokenwise).apply(function, module, piece, len(inputs), *inputs, *trained(module)))
+    call = function, module, piece, spread, len(inputs)
+    return cast(Tensor, cast(Any, Tokenwise).apply(*call, *inputs, *trained(module)))
 
 
 def run(
@@ -36,6 +39,7 @@ def run(
     draws: Draws,
     piece: int | None = None,
     into: Tensor | None = None,
+    spread: int = 1,
 ) -> Tensor:
     """`function(*inputs)`, without autograd, piece by piece.
 
@@ -46,11 +50,11 @@ def run(
     total = inputs[0].shape[1]
     for tokens in pieces(total, piece):
         with draws.at(tokens.start, inputs[0].device):
-            y = function(*(part(x, tokens, total) for x in inputs))
+            y = function(*(part(x, tokens, total, spread) for x in inputs))
         if into is None:
             each = y.shape[1] // max(1, tokens.stop - tokens.start)
             into = y.new_empty((y.shape[0], total * each, *y.shape[2:]))
-        part(into, tokens, total).copy_(y)
+        part(into, tokens, total, spread).copy_(y)
         del y
     assert into is not None
     return into
@@ -64,6 +68,7 @@ def differentiate(
     totals: Totals,
     draws: Draws,
     piece: int | None = None,
+    spread: int = 1,
 ) -> None:
     """Computes `function` again, piece by piece, and its gradients.
 
@@ -77,27 +82,28 @@ def differentiate(
     total = inputs[0].shape[1]
     for tokens in pieces(total, piece):
         parts = [
-            part(x, tokens, total).detach().requires_grad_(g is not None) for x, g in zip(inputs, grads, strict=True)
+            part(x, tokens, total, spread).detach().requires_grad_(g is not None)
+            for x, g in zip(inputs, grads, strict=True)
         ]
         with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*parts)
         wanted = [part for part in parts if part.requires_grad]
         # A copy: the share of a parameter that is merely added is this very tensor, and dy may be overwritten below.
-        dy_part, sources = part(dy, tokens, total).clone(), [*wanted, *totals.parameters]
+        dy_part, sources = part(dy, tokens, total, spread).clone(), [*wanted, *totals.parameters]
         shares: list[Tensor | None] = list(torch.autograd.grad(y, sources, dy_part, allow_unused=True))
         del y, dy_part, sources
         totals.add(shares[len(wanted) :])
         for grad, share in zip((g for g in grads if g is not None), shares, strict=False):
             if share is None:
-                part(grad, tokens, total).zero_()
+                part(grad, tokens, total, spread).zero_()
             else:
-                part(grad, tokens, total).copy_(share)
+                part(grad, tokens, total, spread).copy_(share)
         del parts, wanted, shares
 
 
-def part(x: Tensor, tokens: slice, total: int) -> Tensor:
-    """x at `tokens` of `total`, of which it has one each, or a whole number each."""
-    each = x.shape[1] // max(1, total)
+def part(x: Tensor, tokens: slice, total: int, spread: int) -> Tensor:
+    """x at `tokens` of `total`, of which it has one each, or `spread` each."""
+    each = 1 if x.shape[1] == total else spread
     return x[:, tokens.start * each : tokens.stop * each]
 
 
@@ -106,24 +112,30 @@ class Tokenwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: TokenFunction, module: nn.Module, piece: int | None, count: int, *tensors: Tensor
+        ctx: Any,
+        function: TokenFunction,
+        module: nn.Module,
+        piece: int | None,
+        spread: int,
+        count: int,
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.module, ctx.piece, ctx.count = function, module, piece, count
+        ctx.function, ctx.module, ctx.cut, ctx.count = function, module, (piece, spread), count
         ctx.autocast, ctx.draws = as_now(tensors[0].device.type), Draws()
         ctx.save_for_backward(*tensors)
-        return run(function, tensors[:count], ctx.draws, piece)
+        return run(function, tensors[:count], ctx.draws, piece, spread=spread)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         inputs: Sequence[Tensor] = ctx.saved_tensors[: ctx.count]
-        needed = ctx.needs_input_grad[4 : 4 + ctx.count]
+        needed = ctx.needs_input_grad[5 : 5 + ctx.count]
         with label("gradients"):
             grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
         totals = Totals(trained(ctx.module))
         with ctx.autocast():
-            differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), ctx.piece)
-        return None, None, None, None, *grads, *totals.result()
+            differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.cut)
+        return None, None, None, None, None, *grads, *totals.result()
 
 
 def trained(module: nn.Module) -> list[Tensor]:

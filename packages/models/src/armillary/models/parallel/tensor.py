@@ -7,7 +7,7 @@ backward alike: 4 (R - 1) / R B T E e bytes sent each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from armillary.core import Axis, SequenceLayout, gather_dealt
-from armillary.models.block import Decoder
+from armillary.core import Axis, gather_dealt
+from armillary.models.block import HeadFunction
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel import placed
@@ -31,9 +31,9 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
     """Cuts the model over `axis`, in place. Parameters become `DTensor`s; nothing is sent.
 
     The model is called as before, with all tokens of the sequence shard on every rank of the axis, and with the same
-    results there; all shards' sizes must be multiples of R. A `head` is given the hidden states [B, T / R, E] of the
-    rank's own tokens, its rows [V_r, E] of the weight, and `axis=` and `vocabulary=` (V) as `linear_token_loss` takes
-    them; without a head, logits [B, T, V] are gathered.
+    results there. A `head` is given the hidden states [B, ceil(T / R), E] of the rank's own tokens, its rows [V_r, E]
+    of the weight, and `axis=` and `vocabulary=` (V) as `linear_token_loss` takes them; without a head, logits [B, T, V]
+    are gathered.
 
     Args:
         model: with plain parameters, the same on all ranks or on "meta"; not yet under FSDP.
@@ -50,9 +50,6 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
         if count % along.size:
             raise ValueError(f"{name} {count} cannot be divided by {along.size} ranks of axis {along.name!r}")
     parallelize_module(model, axis, llama_styles(model) if isinstance(model, Llama) else gpt_styles())
-    for module in model.modules():
-        if isinstance(module, Decoder):
-            module.register_forward_pre_hook(partial(check_tokens, along), with_kwargs=True)
     model.heading = partial(on_vocabulary, axis, config.vocab_size)
 
 
@@ -140,28 +137,19 @@ def gpt_styles() -> dict[str, ParallelStyle]:
     }
 
 
-def check_tokens(axis: Axis, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Refuses shards whose tokens cannot be dealt out evenly, on all ranks alike."""
-    layout: SequenceLayout | None = options.get("layout")
-    sizes = {args[0].shape[1]} if layout is None else {args[0].shape[1], *layout.sizes}
-    if any(size % axis.size for size in sizes):
-        raise ValueError(
-            f"shards of {', '.join(map(str, sorted(sizes)))} tokens cannot be dealt out to {axis.size} ranks of axis "
-            f"{axis.name!r}; choose a length that makes each a multiple of {axis.size}"
-        )
-
-
-def on_vocabulary(axis: DeviceMesh, vocabulary: int, head: Callable[..., Any]) -> Callable[..., Any]:
+def on_vocabulary(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
     """The head for a weight of which each rank has some rows, and for hidden states of which it has some tokens."""
-    return partial(whole_logits if head is F.linear else head, axis=axis, vocabulary=vocabulary)
+    if head is F.linear:
+        return partial(whole_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
+    return partial(head, axis=axis, vocabulary=vocabulary)
 
 
-def whole_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
-    """Logits [B, T, V] on every rank, from hidden states [B, T / R, E] and rows [V_r, E] of the head.
+def whole_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
+    """Logits [B, T, V] on every rank, from hidden states [B, n, E] and rows [V_r, E] of the head.
 
     Every rank is to do the same with them: their gradient is taken from one rank, not summed.
     """
-    logits = F.linear(gather_dealt(hidden, axis), weight)
+    logits = F.linear(gather_dealt(hidden, axis)[:, :tokens], weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
