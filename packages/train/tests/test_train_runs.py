@@ -69,6 +69,8 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
         ({"shard": 2, "ring": 2}, "zigzag"),
         ({"replicate": 2, "ulysses": 2}, "zigzag"),
         ({"replicate": 2, "shard": 2}, "contiguous"),
+        ({"tp": 2, "ring": 2}, "zigzag"),
+        ({"tp": 2, "shard": 2, "compiler": "aot_eager"}, "contiguous"),
     ],
     ids=str,
 )

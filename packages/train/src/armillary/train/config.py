@@ -37,10 +37,14 @@ class ParallelConfig:
     """Sequence axis; by default what the other axes leave."""
     ulysses: int | None = None
     """Head axis; by default as large as ring at most: of 4 ranks, ring 2 x ulysses 2; of 8, ring 4 x ulysses 2."""
+    tp: int = 1
+    """Tensor parallel: heads, MLP and vocabulary are cut over these ranks; divides heads and kv_heads."""
     attention: str = "usp"
     """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, upipe, or a pair such as upipe+ring."""
     heads_per_stage: int | None = None
     """Query heads that upipe works on at a time, over all ulysses ranks; by default one for each rank."""
+    compiler: str | None = None
+    """Backend of torch.compile for each block, such as inductor; by default blocks are not compiled."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ def check(config: Config) -> None:
     least = {
         "parallel.replicate": (config.parallel.replicate, 1),
         "parallel.shard": (config.parallel.shard, 1),
+        "parallel.tp": (config.parallel.tp, 1),
         "data.sequence-length": (config.data.sequence_length, 1),
         "data.rows": (config.data.rows, 1),
         "model.heads": (config.model.heads, 1),

@@ -29,10 +29,11 @@ from armillary.data import (
     split_documents,
 )
 from armillary.models import GPT, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import save_checkpoint, write_config
 from armillary.train.config import Config, ModelConfig, OptimizerConfig, check
 from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
-from armillary.train.parallel import check_heads, choose_axes, choose_device, data_mesh, shard_model
+from armillary.train.parallel import choose_axes, choose_device, data_mesh
 from armillary.train.schedule import learning_rate
 
 
@@ -101,16 +102,22 @@ def prepare(config: Config, device: torch.device) -> Run:
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
     attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
     model_config = llama_config(config.model)
-    check_heads(attention, model_config.heads, model_config.kv_heads, model_config.head_dim)
+    with torch.device("meta"):
+        model = Llama(model_config)
+    parallelize(
+        model,
+        mesh,
+        attention=attention,
+        checkpointing=config.checkpointing,
+        precision=precision(config, device),
+        on_host=config.optimizer.on_host,
+        compiler=config.parallel.compiler,
+    )
     layout = attention.layout(config.data.sequence_length, config.data.layout)
     write_config(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
     training, validation = load_rows(config, layout, attention.shard, replica, replicas)
-    with torch.device("meta"):
-        model = Llama(model_config, attention)
-    config.checkpointing.apply(model)
-    shard_model(model, mesh, precision(config, device), config.optimizer.on_host)
     model.to_empty(device="cpu" if config.optimizer.on_host else device)
     initialize(model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
@@ -175,7 +182,7 @@ def build_optimizer(model: Llama | GPT, config: OptimizerConfig) -> AdamW:
 def train(run: Run) -> Summary:
     """Trains for the configured steps, validates, writes a checkpoint. Every rank must call it."""
     config, summary = run.config.train, Summary()
-    screen = Screen(config.steps, visible=run.data.rank == 0)
+    screen = Screen(config.steps, visible=dist.get_rank() == 0)
     watch = Stopwatch()
     with screen:
         for step in range(1, config.steps + 1):
@@ -192,7 +199,7 @@ def train(run: Run) -> Summary:
     summary.tokens, summary.seconds = watch.all_tokens, watch.all_seconds
     summary.memory = peak_memory(run.device)
     summary.checkpoint = save_checkpoint(config.output, config.steps, run.model, run.optimizer)
-    screen.print(summary.text(run.data.size))
+    screen.print(summary.text(dist.get_world_size()))
     return summary
 
 
@@ -243,7 +250,8 @@ def summed(run: Run, value: Tensor) -> Tensor:
 
 def measure(run: Run, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
     """The log line of a step; `rate` in tokens/s over all ranks."""
-    flops = run.model.config.flops_per_token(run.layout.length) * rate / run.data.size
+    rate /= dist.get_world_size()
+    flops = run.model.config.flops_per_token(run.layout.length) * rate
     peak = peak_flops(run.device)
     return StepMetrics(
         step=step,
@@ -251,7 +259,7 @@ def measure(run: Run, step: int, loss: float, grad_norm: float, rate: float) -> 
         grad_norm=grad_norm,
         learning_rate=run.optimizer.param_groups[0]["lr"],
         memory=peak_memory(run.device),
-        tokens_per_second=rate / run.data.size,
+        tokens_per_second=rate,
         tflops=flops / 1e12,
         utilisation=None if peak is None else flops / peak,
     )

@@ -18,11 +18,11 @@ from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Kernel
 from armillary.core import SequenceLayout, label, rehearsing
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
+from armillary.models.parallel import parallelize
 from armillary.train.config import OptimizerConfig
 from armillary.train.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.train.memory.simulated_flash import SimulatedFlash
 from armillary.train.memory.world import fake_world
-from armillary.train.parallel import shard_model
 from armillary.train.trainer import build_optimizer, clip_gradients
 
 
@@ -97,8 +97,7 @@ class Rehearsal:
         method.kernel = job.kernel
         with torch.device("meta"):
             model = Llama(job.model, method) if isinstance(job.model, LlamaConfig) else GPT(job.model, method)
-        job.checkpointing.apply(model)
-        shard_model(model, mesh, job.precision, job.on_host)
+        parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, on_host=job.on_host)
         return cls(job, model, method.layout(job.length), method.shard)
 
     def run(self, block: int = CUDA_BLOCK) -> StepMemory:
