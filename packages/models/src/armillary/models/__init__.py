@@ -7,14 +7,19 @@ from armillary.models.initialize import initialize
 from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
+from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.tokenwise import in_pieces
 
 __all__ = [
     "GPT",
     "Checkpointing",
     "GPTConfig",
+    "LinearScaling",
     "Llama",
+    "Llama3Scaling",
     "LlamaConfig",
+    "RopeScaling",
+    "YarnScaling",
     "in_pieces",
     "initialize",
     "linear_token_loss",

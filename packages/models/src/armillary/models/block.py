@@ -71,6 +71,10 @@ class Block(nn.Module):
     def attention(self) -> AttentionFunction:
         """What attends."""
 
+    def visible(self, mask: AttentionMask) -> AttentionMask:
+        """What this block sees of what the mask allows: all, unless overridden."""
+        return mask
+
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
         """x normed, as projections want it."""
@@ -87,12 +91,13 @@ class Block(nn.Module):
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
     """out [B, T, H, D], all of it differentiated by autograd."""
     projections, x = block.projections(context, normed=True), block.norm(x)
+    mask = block.visible(context.mask)
     with label("attention"):
         if isinstance(block.attention, TakesProjections):
-            return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
+            return block.attention.projected(x, projections, mask=mask, layout=context.layout)
         q = projections.q(x, range(projections.heads))
         k, v = projections.kv(x, range(projections.key_heads))
-        return block.attention(q, k, v, mask=context.mask, layout=context.layout)
+        return block.attention(q, k, v, mask=mask, layout=context.layout)
 
 
 def plainly(block: Block, x: Tensor, context: Context) -> Tensor:

@@ -105,7 +105,7 @@ def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: C
     """Keeps what the policy says."""
     projections = block.projections(context, normed=False)
     upipe = UPipe.around(cast(Method, block.attention))
-    call = upipe.call_for(x, projections, mask=context.mask, layout=context.layout)
+    call = upipe.call_for(x, projections, mask=block.visible(context.mask), layout=context.layout)
     params = trained(block)
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         options = replace(options, offload=False)  # nothing will be differentiated

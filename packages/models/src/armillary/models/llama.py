@@ -8,6 +8,7 @@ its own: so the same module runs on a whole sequence or on one shard of it. Attr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from os import PathLike
 from typing import Any
 
@@ -115,7 +116,7 @@ class Decoder(block.Decoder):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, attention, config.window_of(i)) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -130,14 +131,20 @@ class Decoder(block.Decoder):
         return self.norm
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        return Rotation.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        config = self.config
+        return Rotation.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
 
 
 class Block(block.Block):
-    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
+    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
 
-    def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
+    Args:
+        window: how many keys a query sees at most, its own among them; all unless given.
+    """
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config, attention)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -146,6 +153,9 @@ class Block(block.Block):
     @property
     def attention(self) -> AttentionFunction:
         return self.self_attn.attention
+
+    def visible(self, mask: AttentionMask) -> AttentionMask:
+        return mask if self.window is None else narrowed(mask, self.window - 1)
 
     def projections(self, context: Context, normed: bool) -> HeadProjections:
         return self.self_attn.projections(context.rotation, None if normed else self.input_layernorm)
@@ -156,6 +166,12 @@ class Block(block.Block):
     def rest(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(out.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@lru_cache(maxsize=8)
+def narrowed(mask: AttentionMask, left: int) -> AttentionMask:
+    """The same object for all layers: a mask may hold many documents, and be looked up in every call."""
+    return mask.narrowed(left)
 
 
 class Attention(nn.Module):
@@ -169,7 +185,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.dim, queries, bias=bias)
         self.k_proj = nn.Linear(config.dim, keys, bias=bias)
         self.v_proj = nn.Linear(config.dim, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.dim, bias=False)
+        self.o_proj = nn.Linear(queries, config.dim, bias=config.out_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
@@ -194,9 +210,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
