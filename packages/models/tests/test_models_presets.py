@@ -1,9 +1,11 @@
 """Published sizes: as many parameters as the module, as transformers' model, and as the papers say."""
 
+import json
+
 import pytest
 import torch
 
-from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, hub
 
 PRESETS = {
     "debug": (LlamaConfig.debug, 804_224),
@@ -22,10 +24,26 @@ PRESETS = {
 }
 
 
+def shape_only(config: LlamaConfig | GPTConfig) -> Llama | GPT:
+    with torch.device("meta"):
+        return Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_are_those_published_and_those_of_the_module(preset):
     build, published = PRESETS[preset]
     config = build()
+    counted = sum(parameter.numel() for parameter in shape_only(config).parameters())
+    assert config.parameters() == published == counted
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_are_those_of_transformers_model(preset, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS[preset][0]()
+    (tmp_path / "config.json").write_text(json.dumps(hub.describe(config, torch.bfloat16)))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
-        model = Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
-    assert config.parameters() == published == sum(parameter.numel() for parameter in model.parameters())
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters()
+    assert hub.read_config(tmp_path, type(config)) == config

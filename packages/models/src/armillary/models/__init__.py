@@ -7,6 +7,7 @@ from armillary.models.initialize import initialize
 from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
+from armillary.models.pretrained import load_pretrained
 from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.tokenwise import in_pieces
 
@@ -23,5 +24,6 @@ __all__ = [
     "in_pieces",
     "initialize",
     "linear_token_loss",
+    "load_pretrained",
     "token_loss",
 ]

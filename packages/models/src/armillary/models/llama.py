@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from os import PathLike
 from typing import Any
 
 import torch
@@ -18,20 +17,23 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
-from armillary.models import block, hub
+from armillary.models import block
 from armillary.models.block import AttentionFunction, Context
 from armillary.models.config import LlamaConfig
+from armillary.models.pretrained import Pretrained
 from armillary.models.projections import HeadProjections
 from armillary.models.rope import Rotation
 
 
-class Llama(nn.Module):
+class Llama(Pretrained):
     """A decoder and its head. Weights are torch's defaults until `initialize` or `from_pretrained`.
 
     Args:
         attention: called by every layer; `armillary.attention.Local()` unless given. Each layer keeps its own
             reference, `model.model.layers[i].self_attn.attention`.
     """
+
+    kind = LlamaConfig
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
@@ -70,33 +72,6 @@ class Llama(nn.Module):
     def head_weight(self) -> Tensor:
         """The weight [V, E] of the head: of `lm_head`, or the embedding table if tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-
-    @classmethod
-    def from_pretrained(cls, folder: str | PathLike[str], attention: AttentionFunction | None = None) -> Llama:
-        """The model in a Hugging Face folder: `config.json` and `model.safetensors`, in one file or with an index.
-
-        Weights keep the dtype that they have there, on the CPU.
-
-        Raises:
-            ValueError: a missing or broken file, a missing, extra or misshapen tensor, or a config that asks for
-                something else than this model computes; names it.
-        """
-        config = hub.read_config(folder)
-        with torch.device("meta"):
-            model = cls(config, attention)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model.load_state_dict(hub.read_tensors(folder, shapes), assign=True)
-        return model
-
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, as `transformers` reads them; makes the folder if need be.
-
-        Other files there are left alone, and an interrupted write leaves each old file whole.
-
-        Raises:
-            ValueError: a parameter that is sharded or has no data; names it.
-        """
-        hub.write(folder, self.config, self.state_dict())
 
 
 class Head(nn.Linear):
