@@ -57,17 +57,15 @@ def save(
     described = describe(config, next(iter(stored)).dtype)
     named = name_files(split(stored, max_file_bytes))
     ranks = Ranks.around(tensors.values())
-    target, mine = Path(folder), list[Path]()
+    target = Path(folder)
     try:
         ranks.agree(lambda: target.mkdir(parents=True, exist_ok=True))
         for first in range(0, len(named), ranks.size):
-            path, collected = collect(dict(list(named.items())[first : first + ranks.size]), ranks.rank)
-            mine += [target / path] if path else []
-            ranks.agree(lambda path=path, collected=collected: path and write_weights(target / path, collected))
+            write_round(target, dict(list(named.items())[first : first + ranks.size]), ranks)
         ranks.agree(lambda: ranks.rank or commit(target, named, config, described, source))
     finally:
-        for path in mine:
-            files.discard(path)
+        for path in list(named)[ranks.rank :: ranks.size]:
+            files.discard(target / path)
 
 
 def check(
@@ -122,15 +120,17 @@ def name_files(parts: Sequence[list[Stored]]) -> dict[str, list[Stored]]:
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def collect(named: Mapping[str, list[Stored]], rank: int) -> tuple[str | None, dict[str, Tensor]]:
-    """Gathers the tensors of as many files as there are ranks; returns this rank's file."""
-    name, mine = None, dict[str, Tensor]()
-    for holder, (file, stored) in enumerate(named.items()):
+def write_round(target: Path, named: Mapping[str, list[Stored]], ranks: Ranks) -> None:
+    """Gathers the tensors of as many files as there are ranks, or fewer, and then writes all of them at once."""
+    mine: dict[str, Tensor] = {}
+    for holder, stored in enumerate(named.values()):
         for tensor in stored:
-            whole = assembled(tensor, kept=holder == rank)
+            whole = assembled(tensor, kept=holder == ranks.rank)
             if whole is not None:
-                name, mine[tensor.name] = file, whole
-    return name, mine
+                mine[tensor.name] = whole
+            del whole
+    path = target / list(named)[ranks.rank] if ranks.rank < len(named) else None
+    ranks.agree(lambda: path and write_weights(path, mine))
 
 
 def assembled(stored: Stored, kept: bool) -> Tensor | None:
