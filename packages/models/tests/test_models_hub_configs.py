@@ -7,7 +7,7 @@ import pytest
 from hub_folders import SMALL, attend, build, edit_config
 
 from armillary.models import GPT, GPTConfig, LinearScaling, Llama, Llama3Scaling, YarnScaling
-from armillary.models.hub.families import parse
+from armillary.models.hub.configs import parse
 
 
 @pytest.fixture

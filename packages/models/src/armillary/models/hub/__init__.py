@@ -9,7 +9,7 @@ read.py       from files into tensors, whole or sharded
 write.py      from tensors into files
 """
 
-from armillary.models.hub.families import describe, read_config
+from armillary.models.hub.configs import describe, read_config
 from armillary.models.hub.read import fill, read_tensors
 from armillary.models.hub.write import MAX_FILE_BYTES, save
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub import folder as files
-from armillary.models.hub.families import describe
+from armillary.models.hub.configs import describe
 from armillary.models.hub.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from armillary.models.hub.tensors import DTYPES, Place, places
 
