@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from armillary.core.testing import mesh
@@ -54,12 +54,14 @@ def empty(config: LlamaConfig | GPTConfig, axes: dict[str, int], dtype: torch.dt
     return model
 
 
-def full(config: LlamaConfig | GPTConfig, axes: dict[str, int]) -> Llama | GPT:
+def full(
+    config: LlamaConfig | GPTConfig, axes: dict[str, int], policy: MixedPrecisionPolicy | None = None
+) -> Llama | GPT:
     """The sharded model, with the weights of the whole one: cut by torch, without reading anything."""
-    return sharded(plain(config), axes)
+    return sharded(plain(config), axes, policy)
 
 
-def sharded(model: Llama | GPT, axes: dict[str, int]) -> Llama | GPT:
+def sharded(model: Llama | GPT, axes: dict[str, int], policy: MixedPrecisionPolicy | None = None) -> Llama | GPT:
     over = mesh(**axes)
     if axes.get("tp", 1) > 1:
         cut_for_tp(model, over["tp"])
@@ -67,7 +69,7 @@ def sharded(model: Llama | GPT, axes: dict[str, int]) -> Llama | GPT:
         fsdp = over[("replicate", "shard")] if "replicate" in axes else over["shard"]
         blocks = model.model.layers if isinstance(model, Llama) else model.transformer.h
         for module in (*blocks, model):
-            fully_shard(module, mesh=fsdp)
+            fully_shard(module, mesh=fsdp, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
 

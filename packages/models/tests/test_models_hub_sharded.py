@@ -48,7 +48,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 CASES = [(LLAMA, name) for name in MESHES] + [(GPT2, name) for name in MESHES] + [(TIED, "hsdp 2x2 tp 2")]
 
 
-@pytest.mark.parametrize("config, name", CASES)
+@pytest.mark.parametrize("config, name", CASES, ids=lambda case: case if isinstance(case, str) else type(case).__name__)
 def test_every_rank_reads_what_it_holds_and_no_more(worlds, tmp_path, config, name):
     plain(config).save_pretrained(tmp_path, max_file_bytes=700)
     axes = MESHES[name]

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_models import GPT2, LLAMA, MESHES, TIED, full, plain
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from armillary.core.testing import mesh
-from armillary.models import Llama
+from armillary.models import Llama, load_pretrained
 from armillary.models.hub import folder as files
 from armillary.models.hub import write
 
@@ -42,6 +43,27 @@ def test_one_file_and_another_dtype(worlds, tmp_path, options):
     axes = MESHES["fsdp 2 tp 2"]
     worlds(4).run(save, TIED, axes, str(tmp_path / "sharded"), options)
     plain(TIED).save_pretrained(tmp_path / "whole", **options)
+    assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
+
+
+def save_and_load_after_evaluating(folder: str) -> bool:
+    model = full(LLAMA, {"shard": 4}, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        logits = model(ids)  # which leaves the outermost parameters whole, in bfloat16
+    unsharded = not isinstance(model.lm_head.weight, DTensor)
+    model.save_pretrained(folder, max_file_bytes=LIMIT)
+    with torch.no_grad():
+        model(ids)
+        for parameter in model.parameters():
+            parameter.zero_()
+        load_pretrained(model, folder)
+        return unsharded and torch.equal(model(ids), logits)
+
+
+def test_a_model_that_has_just_been_evaluated_is_saved_and_filled_in_full_precision(worlds, tmp_path):
+    assert all(worlds(4).run(save_and_load_after_evaluating, str(tmp_path / "sharded")))
+    plain(LLAMA).save_pretrained(tmp_path / "whole", max_file_bytes=LIMIT)
     assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
 
 

@@ -49,7 +49,7 @@ class Pretrained(nn.Module):
         make: Any = cls
         with torch.device("meta"):
             model = make(hub.read_config(folder, cls.kind), attention)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model.load_state_dict(hub.read_tensors(folder, model.config, shapes, dtype), assign=True)
         model.source = Path(folder)
         return model
@@ -109,5 +109,8 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
 
 
 def named(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters by the names that they have in the unwrapped model."""
-    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    """Parameters by the names that they have in the unwrapped model.
+
+    As `state_dict` has them: FSDP2 then shards again what a forward pass has left whole, in its compute dtype.
+    """
+    return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
