@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.models import Llama, LlamaConfig
+from armillary.attention import AttentionMask
+from armillary.models import GPTConfig, Llama, LlamaConfig
 
 DEBUG = LlamaConfig.debug()
 
@@ -21,25 +22,41 @@ def held(config: LlamaConfig) -> int:
         DEBUG,
         replace(DEBUG, tied_embeddings=True),
         replace(DEBUG, head_dim=32, kv_heads=1, layers=1),
-        LlamaConfig.llama3_8b(),
+        replace(DEBUG, qkv_bias=True),
+        replace(DEBUG, qk_norm=True, out_bias=True, mlp_bias=True),
     ],
 )
 def test_parameters_are_those_of_the_module(config):
     assert config.parameters() == held(config)
 
 
-def test_published_and_documented_counts():
-    assert LlamaConfig.llama3_8b().parameters() == 8_030_261_248
-    assert DEBUG.parameters() == 804_224
+# -- floating-point operations ------------------------------------------------------------------------------------
+
+# By hand, 2 per multiply-add, forward: projections, MLP, norms, head; then scores and values over all keys.
+WEIGHTS = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128 + 257 * 128
+A_KEY = 8 * 2 * (2 * 16)
 
 
 def test_flops_count_every_multiplication_once():
-    # By hand, 2 per multiply-add, forward: projections, MLP, norms, head; then scores and values over all keys.
-    weights = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128 + 257 * 128
-    attention = 4 * 8 * 2 * (2 * 16 * 1000)
-    assert DEBUG.flops_per_token(1000, causal=False) == 3 * (2 * weights + attention)
-    assert DEBUG.flops_per_token(1000) == 3 * (2 * weights + attention // 2)
+    assert DEBUG.flops_per_token(1000, AttentionMask(causal=False)) == 3 * (2 * WEIGHTS + 4 * 1000 * A_KEY)
+    assert DEBUG.flops_per_token(1000) == 3 * (2 * WEIGHTS + 4 * 500.5 * A_KEY)
     assert replace(DEBUG, tied_embeddings=True).flops_per_token(1000) == DEBUG.flops_per_token(1000)
+    gpt = GPTConfig(dim=128, layers=4, heads=8)
+    learned = gpt.parameters() - 1024 * 128
+    assert gpt.flops_per_token(1000) == pytest.approx(3 * (2 * learned + 4 * 500.5 * A_KEY), rel=1e-15)
+
+
+def test_flops_count_only_what_documents_and_each_layer_s_window_let_be_seen():
+    windowed = replace(DEBUG, window=3, window_from=3)
+    # Documents of 4 and 6: 10 + 21 pairs; with three keys at most, 9 + 15.
+    packed = AttentionMask(documents=[0, 4, 10])
+    keys = (3 * 31 + 24) / 10
+    assert windowed.flops_per_token(10, packed) == pytest.approx(3 * (2 * WEIGHTS + keys * A_KEY), rel=1e-15)
+    rows = AttentionMask(documents=[[0, 4, 10], [0, 10]])
+    keys = (3 * (31 + 55) / 2 + (24 + 27) / 2) / 10
+    assert windowed.flops_per_token(10, rows) == pytest.approx(3 * (2 * WEIGHTS + keys * A_KEY), rel=1e-15)
+    with pytest.raises(ValueError, match="the documents of row 0 end at 10; the sequence has 11 tokens"):
+        windowed.flops_per_token(11, packed)
 
 
 def test_head_dim_follows_from_the_width_unless_given():
@@ -58,6 +75,9 @@ def test_head_dim_follows_from_the_width_unless_given():
         ({"head_dim": -2}, "head_dim=-2"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0 must be at least 0"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 above 0"),
+        ({"window": 0}, "window=0: it must be a whole number of at least 1"),
+        ({"window": 5, "window_from": 4}, "window_from=4 with window=5 and layers=4"),
+        ({"window_from": 1}, "window_from=1 with window=None"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(change, message):

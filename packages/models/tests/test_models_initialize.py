@@ -98,16 +98,6 @@ def test_fsdp_mixed_precision_leaves_rotation_mask_and_layout_alone(worlds):
     assert worlds(4).run(what_reaches_a_block) == [(torch.bfloat16, torch.float32, True, True)] * 4
 
 
-def saving_shards(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot save model.embed_tokens.weight: it is sharded; gather it first"):
-        sharded(SMALL, mesh(shard=4)["shard"]).save_pretrained(folder)
-
-
-def test_a_sharded_model_is_not_saved_as_if_it_were_whole(worlds, tmp_path):
-    worlds(4).run(saving_shards, str(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_seed_gives_the_same_weights_and_another_seed_others():
     first, again, other = (dict(plain(SMALL, seed).named_parameters()) for seed in (5, 5, 6))
     matrices = [name for name in first if first[name].ndim == 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -82,6 +82,25 @@ class AttentionMask:
             if ends is not None and ends[-1] != length:
                 raise ValueError(f"the documents of row {row} end at {ends[-1]}; the sequence has {length} tokens")
 
+    def narrowed(self, left: int | None) -> AttentionMask:
+        """This mask with a window of no more than `left` keys before each query; itself if it has that already."""
+        before, after = self.window or (None, None)
+        if left is None or (before is not None and before <= left):
+            return self
+        return replace(self, window=(left, after))
+
+    def pairs(self, length: int, row: int = 0) -> int:
+        """How many (query, key) pairs of a sequence of `length` tokens are visible, counted without looking at each.
+
+        Raises:
+            ValueError: documents of that row that do not end at `length`.
+        """
+        ends = self.boundaries(row) or (0, length)
+        if ends[-1] != length:
+            raise ValueError(f"the documents of row {row} end at {ends[-1]}; the sequence has {length} tokens")
+        low, high = self.bounds()
+        return sum(_pairs_of_document(end - start, low, high) for start, end in pairwise(ends))
+
     def visible(self, queries: Tensor, keys: Tensor, row: int = 0) -> Tensor:
         """Dense visibility [T, S] of key positions [S] to query positions [T], for oracles and pictures."""
         offset = keys[None, :] - queries[:, None]
@@ -107,6 +126,15 @@ def cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
         pieces.append((document, span[:inside]))
         span = span[inside:]
     return pieces
+
+
+def _pairs_of_document(length: int, low: int | None, high: int | None) -> int:
+    """Pairs (i, j) of `length` positions with low <= j - i <= high, where low <= 0 <= high.
+
+    Those outside make two triangles: with j - i > high there are 1 + 2 + ... + (length - 1 - high).
+    """
+    reach = [length - 1 - distance for distance in (high, None if low is None else -low) if distance is not None]
+    return length**2 - sum(side * (side + 1) // 2 for side in reach if side > 0)
 
 
 def _window(window: Sequence[int | None] | None) -> Window | None:

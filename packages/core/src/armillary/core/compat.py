@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
@@ -65,3 +67,15 @@ def profiling() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward pass that is running was asked to keep its graph, for another one."""
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
+
+
+def shard(placement: Placement) -> tuple[int | None, int]:
+    """The dim that a placement cuts, None for none, and the parts into which that dim is cut before it.
+
+    FSDP2's strided shard, which says so, is private, and in some releases no `Shard`.
+    """
+    if isinstance(placement, (Shard, _StridedShard)):
+        return placement.dim, getattr(placement, "split_factor", 1)
+    if not isinstance(placement, Replicate):
+        raise ValueError(f"{placement}: a parameter must be sharded or replicated")
+    return None, 1

@@ -9,6 +9,8 @@ from armillary.models.initialize import initialize
 from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
+from armillary.models.pretrained import load_pretrained
+from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.sampling import Sampling
 from armillary.models.tokenwise import in_pieces
 
@@ -17,13 +19,18 @@ __all__ = [
     "Checkpointing",
     "Decoding",
     "GPTConfig",
+    "LinearScaling",
     "Llama",
+    "Llama3Scaling",
     "LlamaConfig",
+    "RopeScaling",
     "Sampling",
+    "YarnScaling",
     "generate",
     "in_pieces",
     "initialize",
     "linear_token_loss",
+    "load_pretrained",
     "stream",
     "token_loss",
 ]

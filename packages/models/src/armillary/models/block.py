@@ -52,14 +52,23 @@ class Context:
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
     to reach those inside. Cosines in bfloat16 would blur positions.
 
-    `below` is what the block before this one keeps in the host's memory, if it does and that is still there.
+    `below`, one list for all blocks, has what the block before this one keeps in the host's memory, if it does.
     """
 
     def __init__(
         self, tokens: int, rotation: Rotation | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
-        self.below: ref[Kept] | None = None
+        self.below: list[ref[Kept]] = []
+
+    def seen_by(self, block: Any) -> Context:
+        """The same for one block, with the mask that it has. Made here, where torch.compile does not trace it."""
+        mask = block.visible(self.mask)
+        if mask is self.mask:
+            return self
+        context = Context(self.tokens, self.rotation, mask, self.layout)
+        context.below = self.below
+        return context
 
 
 class Block(nn.Module):
@@ -87,6 +96,10 @@ class Block(nn.Module):
     @attention.setter
     @abstractmethod
     def attention(self, attention: AttentionFunction) -> None: ...
+
+    def visible(self, mask: AttentionMask) -> AttentionMask:
+        """What this block sees of what the mask allows: all, unless overridden."""
+        return mask
 
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
@@ -142,7 +155,7 @@ class Decoder(nn.Module):
         mask = AttentionMask(causal=True) if mask is None else mask
         context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
         for block in self.blocks:
-            x = block(x, context)
+            x = block(x, context.seen_by(block))
         norm = self.final_norm
         return in_pieces(norm, (x,), norm, self.piece) if self.norm_in_pieces else norm(x)
 

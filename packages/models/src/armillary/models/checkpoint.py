@@ -177,8 +177,9 @@ class Work:
         """Puts them into the host's memory, if asked to."""
         if not self.options.offload:
             return None
-        kept = Kept(tensors, None if self.context.below is None else self.context.below())
-        self.context.below = ref(kept)
+        below = self.context.below
+        kept = Kept(tensors, below[0]() if below else None)
+        below[:] = [ref(kept)]
         return kept
 
     def differentiate(self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: Totals, wants_dx: bool) -> None:

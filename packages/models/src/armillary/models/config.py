@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from armillary.attention import AttentionMask
+from armillary.models.rope_scaling import Llama3Scaling, RopeScaling
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
 
@@ -26,10 +30,15 @@ class LlamaConfig:
         tied_embeddings: the head is the embedding table.
         qk_norm: queries and keys go through an RMSNorm over D before their rotation (Qwen3).
         qkv_bias: the projections to queries, keys and values have a bias (Qwen2).
+        out_bias: so has the one that follows attention.
+        mlp_bias: the MLP's projections have a bias.
+        rope_scaling: other RoPE frequencies, for longer sequences (LLaMA 3.1, YaRN).
+        window: how many keys a query sees at most, its own among them, whatever the mask allows (Mistral).
+        window_from: the first layer with that window (Qwen2).
 
     Raises:
-        ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0 or a
-            theta not above 0.
+        ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0, a
+            theta not above 0, or a window that no layer has.
     """
 
     vocab_size: int
@@ -45,6 +54,11 @@ class LlamaConfig:
     tied_embeddings: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    window_from: int = 0
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.heads > 0:
@@ -58,11 +72,26 @@ class LlamaConfig:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs, so it must be even")
         if self.norm_eps < 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be at least 0 and rope_theta={self.rope_theta} above 0")
+        if self.window is not None:
+            check_sizes(self, ("window",))
+        if not 0 <= self.window_from < (1 if self.window is None else self.layers):
+            raise ValueError(
+                f"window_from={self.window_from} with window={self.window} and layers={self.layers}: "
+                "it must be the first layer that has the window, or 0"
+            )
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
         """LLaMA-3-8B: 8,030,261,248 parameters."""
         return cls(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336)
+
+    @classmethod
+    def llama31_8b(cls) -> LlamaConfig:
+        """LLaMA-3.1-8B: LLaMA-3-8B's sizes, for 131,072 tokens."""
+        scaling = Llama3Scaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        )
+        return replace(cls.llama3_8b(), rope_scaling=scaling, max_positions=131_072)
 
     @classmethod
     def llama3_70b(cls) -> LlamaConfig:
@@ -81,6 +110,21 @@ class LlamaConfig:
             hidden_dim=11_008,
             rope_theta=10_000.0,
             max_positions=4096,
+        )
+
+    @classmethod
+    def mistral_7b(cls) -> LlamaConfig:
+        """Mistral-7B-v0.1 (arXiv 2310.06825), with its window of 4096 keys: 7,241,732,096 parameters."""
+        return cls(
+            vocab_size=32_000,
+            dim=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            hidden_dim=14_336,
+            rope_theta=10_000.0,
+            max_positions=32_768,
+            window=4096,
         )
 
     @classmethod
@@ -105,25 +149,36 @@ class LlamaConfig:
         """804,224 parameters over bytes and one separator, for tests and laptops."""
         return cls(vocab_size=257, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352, rope_theta=10_000.0)
 
+    def window_of(self, layer: int) -> int | None:
+        """How many keys a query sees at most in that layer."""
+        return self.window if layer >= self.window_from else None
+
     def parameters(self) -> int:
         """How many numbers are trained: blocks, final norm, embedding table and, unless tied, head."""
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         attention += 2 * self.head_dim if self.qk_norm else 0
         attention += self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
-        block = attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        attention += self.dim if self.out_bias else 0
+        mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
+        block = attention + mlp + 2 * self.dim
         tables = 1 if self.tied_embeddings else 2
         return self.layers * block + self.dim + tables * self.vocab_size * self.dim
 
-    def flops_per_token(self, length: int, causal: bool = True) -> int:
-        """Floating-point operations, forward and backward, for one token of a sequence of `length` tokens.
+    def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
+        """Floating-point operations, forward and backward, for a token of a sequence of `length` tokens, on average.
 
         6 for each parameter that multiplies the token (2 forward, 4 backward): all but the embedding table, which is
-        looked up; a tied table counts, as the head. Attention adds 12 * layers * H * D * length for scores and values,
-        half of it under a causal mask. Softmax, norms and RoPE, and anything recomputed, count nothing: the usual model
-        FLOPs behind an MFU.
+        looked up, and biases and norms as if they multiplied; a tied table counts, as the head. Attention adds 12 H D
+        in each layer for every (query, key) pair that `mask` (causal unless given) and the layer's window let be seen.
+        Softmax and RoPE, and anything recomputed, count nothing: the usual model FLOPs behind an MFU.
+
+        Raises:
+            ValueError: documents that do not end at `length`.
         """
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        return training_flops(self.parameters() - looked_up, self.layers * self.heads * self.head_dim, length, causal)
+        windows = (self.window_of(layer) for layer in range(self.layers))
+        seen = attended(length, mask, windows) * self.heads * self.head_dim
+        return 6 * (self.parameters() - looked_up) + 12 * seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +212,26 @@ class GPTConfig:
             raise ValueError(f"norm_eps={self.norm_eps} must be at least 0")
 
     @classmethod
+    def gpt2(cls) -> GPTConfig:
+        """GPT-2, the smallest: 124,439,808 parameters."""
+        return cls(dim=768, layers=12, heads=12)
+
+    @classmethod
+    def gpt2_medium(cls) -> GPTConfig:
+        """GPT-2 medium: 354,823,168 parameters."""
+        return cls(dim=1024, layers=24, heads=16)
+
+    @classmethod
+    def gpt2_large(cls) -> GPTConfig:
+        """GPT-2 large: 774,030,080 parameters."""
+        return cls(dim=1280, layers=36, heads=20)
+
+    @classmethod
+    def gpt2_xl(cls) -> GPTConfig:
+        """GPT-2 XL: 1,557,611,200 parameters."""
+        return cls(dim=1600, layers=48, heads=25)
+
+    @classmethod
     def wallfacer_3b(cls, max_positions: int = 1024) -> GPTConfig:
         """The "3B" GPT of the WallFacer paper (arXiv 2407.00611, section 5): 12 layers, 16 heads, E = 4096."""
         return cls(dim=4096, layers=12, heads=16, max_positions=max_positions)
@@ -181,16 +256,22 @@ class GPTConfig:
         block = 12 * self.dim**2 + 13 * self.dim
         return self.layers * block + 2 * self.dim + (self.vocab_size + self.max_positions) * self.dim
 
-    def flops_per_token(self, length: int, causal: bool = True) -> int:
+    def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
         """As for `LlamaConfig`: all parameters but the positions multiply the token."""
         multiplied = self.parameters() - self.max_positions * self.dim
-        return training_flops(multiplied, self.layers * self.dim, length, causal)
+        return 6 * multiplied + 12 * attended(length, mask, [None] * self.layers) * self.dim
 
 
-def training_flops(multiplied: int, attended: int, length: int, causal: bool) -> int:
-    """Forward and backward: 6 for each parameter that multiplies the token; 12 H D a layer for each token attended."""
-    attention = 12 * attended * length
-    return 6 * multiplied + (attention // 2 if causal else attention)
+def attended(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
+    """Keys that a query sees, summed over layers with these windows, on average over queries and the mask's rows."""
+    mask = AttentionMask(causal=True) if mask is None else mask
+    rows = len(mask.documents or ()) if mask.per_row else 1
+    layers = Counter(windows)
+    pairs = 0
+    for window, count in layers.items():
+        seen = mask.narrowed(None if window is None else window - 1)
+        pairs += count * sum(seen.pairs(length, row) for row in range(rows))
+    return pairs / (length * rows)
 
 
 def check_sizes(config: object, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 As `Llama` it knows nothing of parallelism: attention is handed in, positions are explicit, and every token is otherwise
 treated on its own. Attributes are named as in Hugging Face's `GPT2LMHeadModel`, but for queries, keys and values, which
-have a projection each.
+have a projection each; files have them as there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from armillary.core import SequenceLayout
 from armillary.models import block
 from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import GPTConfig
+from armillary.models.pretrained import Pretrained
 from armillary.models.projections import HeadProjections
 
 
-class GPT(nn.Module):
-    """A decoder whose head is its embedding table. Weights are torch's defaults until `initialize`.
+class GPT(Pretrained):
+    """A decoder whose head is its embedding table. Weights are torch's defaults until `initialize` or
+    `from_pretrained`.
 
     Args:
         attention: called by every layer; `armillary.attention.Local()` unless given.
     """
 
+    kind = GPTConfig
     lm_head = None
     """The embedding table is the head."""
     heading: Callable[[HeadFunction, int], HeadFunction]

@@ -11,13 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
+from armillary.models.names import plain_name
 
 STD = 0.02
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 """The projections that add to the residual stream, twice a layer."""
-
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into the names of a module's parameters."""
 
 
 def initialize(model: Llama | GPT, seed: int) -> None:
@@ -61,10 +59,3 @@ def write(whole: Tensor, parameter: Tensor) -> None:
         parameter.to_local().copy_(part.to_local())
     else:
         parameter.copy_(whole)
-
-
-def plain_name(name: str) -> str:
-    """The name that the parameter has in the unwrapped model."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -8,7 +8,7 @@ its own: so the same module runs on a whole sequence or on one shard of it. Attr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from os import PathLike
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
-from armillary.models import block, hub
+from armillary.models import block
 from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import LlamaConfig
+from armillary.models.pretrained import Pretrained
 from armillary.models.projections import HeadProjections
 from armillary.models.rope import Rotation
 
 
-class Llama(nn.Module):
+class Llama(Pretrained):
     """A decoder and its head. Weights are torch's defaults until `initialize` or `from_pretrained`.
 
     Args:
@@ -32,6 +33,7 @@ class Llama(nn.Module):
             reference, `model.model.layers[i].self_attn.attention`.
     """
 
+    kind = LlamaConfig
     heading: Callable[[HeadFunction, int], HeadFunction]
     """What becomes of a `head`, for so many tokens, before it is called: itself, unless its weight is sharded."""
 
@@ -73,33 +75,6 @@ class Llama(nn.Module):
         """The weight [V, E] of the head: of `lm_head`, or the embedding table if tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    @classmethod
-    def from_pretrained(cls, folder: str | PathLike[str], attention: AttentionFunction | None = None) -> Llama:
-        """The model in a Hugging Face folder: `config.json` and `model.safetensors`, in one file or with an index.
-
-        Weights keep the dtype that they have there, on the CPU.
-
-        Raises:
-            ValueError: a missing or broken file, a missing, extra or misshapen tensor, or a config that asks for
-                something else than this model computes; names it.
-        """
-        config = hub.read_config(folder)
-        with torch.device("meta"):
-            model = cls(config, attention)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model.load_state_dict(hub.read_tensors(folder, shapes), assign=True)
-        return model
-
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, as `transformers` reads them; makes the folder if need be.
-
-        Other files there are left alone, and an interrupted write leaves each old file whole.
-
-        Raises:
-            ValueError: a parameter that is sharded or has no data; names it.
-        """
-        hub.write(folder, self.config, self.state_dict())
-
 
 class Head(nn.Linear):
     """From hidden states to logits. A module that takes what is to be done with its weight, which is whole here."""
@@ -118,7 +93,7 @@ class Decoder(block.Decoder):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, attention, config.window_of(i)) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -133,14 +108,20 @@ class Decoder(block.Decoder):
         return self.norm
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        return Rotation.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        config = self.config
+        return Rotation.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
 
 
 class Block(block.Block):
-    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
+    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
 
-    def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
+    Args:
+        window: how many keys a query sees at most, its own among them; all unless given.
+    """
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config, attention)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -154,6 +135,9 @@ class Block(block.Block):
     def attention(self, attention: AttentionFunction) -> None:
         self.self_attn.attention = attention
 
+    def visible(self, mask: AttentionMask) -> AttentionMask:
+        return mask if self.window is None else narrowed(mask, self.window - 1)
+
     def projections(self, context: Context, normed: bool) -> HeadProjections:
         return self.self_attn.projections(context.rotation, None if normed else self.input_layernorm)
 
@@ -163,6 +147,12 @@ class Block(block.Block):
     def rest(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(out.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@lru_cache(maxsize=8)
+def narrowed(mask: AttentionMask, left: int) -> AttentionMask:
+    """The same object for all layers: a mask may hold many documents, and be looked up in every call."""
+    return mask.narrowed(left)
 
 
 class Attention(nn.Module):
@@ -176,7 +166,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.dim, queries, bias=bias)
         self.k_proj = nn.Linear(config.dim, keys, bias=bias)
         self.v_proj = nn.Linear(config.dim, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.dim, bias=False)
+        self.o_proj = nn.Linear(queries, config.dim, bias=config.out_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
@@ -201,9 +191,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -7,31 +7,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.models.rope_scaling import RopeScaling, plain_frequencies
+
 
 @dataclass(frozen=True)
 class Rotation:
     """The angles by which the heads of T tokens are turned, as cosines and sines [T, 1, D / 2].
 
-    Dims i and i + D/2 make a pair, as in Hugging Face's weights (Meta's own pair 2i and 2i + 1).
+    A scaling's amplitude is in them too. Dims i and i + D/2 make a pair, as in Hugging Face's weights (Meta's own pair
+    2i and 2i + 1).
     """
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-        """Pair i at position p turns by p * theta^(-2i / D).
+    def at(
+        cls,
+        positions: Tensor,
+        head_dim: int,
+        theta: float,
+        dtype: torch.dtype,
+        scaling: RopeScaling | None = None,
+    ) -> Rotation:
+        """Pair i at position p turns by p * theta^(-2i / D), or as `scaling` has it.
 
         Args:
             positions: integers [T], as large as float64 holds them exactly (2^53).
             head_dim: D.
             dtype: of the model. Cosines and sines come in it, but at least in float32.
+            scaling: other frequencies, and a factor for cosines and sines.
         """
         # A float32 frequency is off by up to 6e-8 of itself: at position 5,000,000 that is 0.3 radians.
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-        angles = positions.double()[:, None, None] * theta ** (-pairs / head_dim)
+        frequencies = plain_frequencies if scaling is None else scaling.frequencies
+        angles = positions.double()[:, None, None] * frequencies(head_dim, theta, positions.device)
+        cos, sin = angles.cos(), angles.sin()
+        if scaling is not None and scaling.amplitude != 1:
+            cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
         wide = torch.promote_types(dtype, torch.float32)
-        return cls(angles.cos().to(wide), angles.sin().to(wide))
+        return cls(cos.to(wide), sin.to(wide))
 
     def of_tokens(self, tokens: slice) -> Rotation:
         """The angles of some of the tokens."""

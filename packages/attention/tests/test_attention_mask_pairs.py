@@ -1,0 +1,52 @@
+"""Counting visible pairs in closed form, against looking at each."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.attention import AttentionMask
+
+SIDES = st.none() | st.integers(0, 45)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> tuple[AttentionMask, int]:
+    length = draw(st.integers(1, 40))
+    cuts = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=6)) if length > 1 else set()
+    documents = draw(st.sampled_from([None, [0, *sorted(cuts), length]]))
+    return AttentionMask(draw(st.booleans()), (draw(SIDES), draw(SIDES)), documents), length
+
+
+@given(masks())
+def test_pairs_are_those_that_are_visible(drawn):
+    mask, length = drawn
+    positions = torch.arange(length)
+    assert mask.pairs(length) == mask.visible(positions, positions).sum()
+
+
+@given(masks(), SIDES)
+def test_a_narrowed_mask_shows_what_both_show(drawn, left):
+    mask, length = drawn
+    positions = torch.arange(length)
+    both = mask.visible(positions, positions) & AttentionMask(False, (left, None)).visible(positions, positions)
+    assert torch.equal(mask.narrowed(left).visible(positions, positions), both)
+
+
+def test_a_mask_that_is_narrow_enough_stays_itself():
+    mask = AttentionMask(window=(3, None), documents=[0, 5, 9])
+    assert mask.narrowed(3) is mask.narrowed(None) is mask
+    assert mask.narrowed(2) == AttentionMask(window=(2, None), documents=[0, 5, 9])
+
+
+def test_a_hundred_million_tokens_are_counted_at_once():
+    length = 10**8
+    assert AttentionMask().pairs(length) == length * (length + 1) // 2
+    assert AttentionMask(window=(4095, None)).pairs(length) == 4096 * length - 4095 * 4096 // 2
+
+
+def test_each_row_has_its_own_documents():
+    mask = AttentionMask(documents=[[0, 4, 10], [0, 10]])
+    assert (mask.pairs(10, 0), mask.pairs(10, 1)) == (31, 55)
+    with pytest.raises(ValueError, match="the documents of row 1 end at 10; the sequence has 11 tokens"):
+        mask.pairs(11, 1)

@@ -1,0 +1,125 @@
+"""What each `model_type` that is computed here says in its `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from armillary.models.config import GPTConfig, LlamaConfig
+
+Config = LlamaConfig | GPTConfig
+
+LLAMA_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "hidden_dim",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_positions",
+    "tie_word_embeddings": "tied_embeddings",
+}
+"""Hugging Face's name of each field of `LlamaConfig` that all families have."""
+
+GPT_FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "dim",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_eps",
+}
+
+LLAMA_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+COMMON_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+SWIGLU: dict[str, tuple[Any, ...]] = ALWAYS | {"hidden_act": ("silu", "swish")}
+"""What is computed here. Any of these may be left out, or null; another value means another model."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` has to say.
+
+    Args:
+        architecture: the class of `transformers` that has a head.
+        config: our config for it.
+        fields: their names and ours.
+        required: fields without which nothing is known.
+        defaults: what `transformers` assumes where a config says nothing.
+        computed: of fields that mean other computations, the values that are computed here.
+    """
+
+    architecture: str
+    config: type[Config]
+    fields: Mapping[str, str]
+    required: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    computed: Mapping[str, tuple[Any, ...]]
+
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        LlamaConfig,
+        LLAMA_FIELDS,
+        LLAMA_REQUIRED,
+        COMMON_DEFAULTS | {"max_position_embeddings": 2048},
+        SWIGLU | {"attention_bias": (False, True), "mlp_bias": (False, True), "sliding_window": ()},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        LlamaConfig,
+        LLAMA_FIELDS,
+        LLAMA_REQUIRED,
+        COMMON_DEFAULTS | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+        SWIGLU | {"attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        LlamaConfig,
+        LLAMA_FIELDS,
+        LLAMA_REQUIRED,
+        COMMON_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+        SWIGLU | {"mlp_bias": (False,), "use_sliding_window": (False, True)},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        LlamaConfig,
+        LLAMA_FIELDS,
+        LLAMA_REQUIRED,
+        COMMON_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+        SWIGLU | {"attention_bias": (False, True), "mlp_bias": (False,), "use_sliding_window": (False, True)},
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        GPTConfig,
+        GPT_FIELDS,
+        (),
+        {
+            "vocab_size": 50_257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+        },
+        ALWAYS
+        | {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "tie_word_embeddings": (True,),
+        },
+    ),
+}
+"""By `model_type`."""

@@ -1,0 +1,110 @@
+"""What lies in a folder of Hugging Face's: names of files, json, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""What a save calls its files of weights."""
+
+PARTIAL = ".partial"
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What belongs to a model and goes with it unchanged."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ValueError: no such file, or no object in it.
+    """
+    try:
+        fields: object = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return cast(dict[str, Any], fields)
+
+
+def as_json(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Which file the index has each tensor in; None: all are in the one file, as `transformers` has it with both.
+
+    Raises:
+        ValueError: neither file nor index, or an index without a map of names to names of files in this folder.
+    """
+    if (folder / WEIGHTS).exists():
+        return None
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles_in(folder)}")
+    found = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / INDEX} lacks weight_map")
+    for name, file in cast(dict[str, object], found).items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} has {name} in {file!r}, which is no file's name")
+        if not (folder / file).exists():
+            raise ValueError(f"{folder / INDEX} has {name} in {file}, and there is no such file")
+    return cast(dict[str, str], found)
+
+
+def pickles_in(folder: Path) -> str:
+    """The end of a message about weights that are missing."""
+    found = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
+    return f"; {found[0]} is a pickle, and only safetensors are read" if found else ""
+
+
+def write_partial(path: Path, save: Callable[[Path], object]) -> None:
+    """Has `save` write what `put` will put at `path`, down to the disk."""
+    partial = path.with_name(path.name + PARTIAL)
+    save(partial)
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def put(path: Path) -> None:
+    """Puts what was written for `path` in its place."""
+    os.replace(path.with_name(path.name + PARTIAL), path)
+
+
+def discard(path: Path) -> None:
+    """Removes what was written for `path`, if it has not been put there."""
+    path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
+
+
+def earlier_weights(folder: Path) -> set[str]:
+    """The files of weights that an earlier save has left here."""
+    if not folder.is_dir():
+        return set()
+    indexed: object = {}
+    if (folder / INDEX).exists():
+        try:
+            indexed = read_json(folder / INDEX).get("weight_map")
+        except ValueError:
+            indexed = {}  # whatever it named cannot be told from somebody else's files
+    files = {WEIGHTS, *(str(file) for file in cast(dict[str, Any], indexed or {}).values())}
+    return {file for file in files if WEIGHT_NAME.fullmatch(file) and (folder / file).exists()}

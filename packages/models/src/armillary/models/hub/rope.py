@@ -1,0 +1,72 @@
+"""RoPE in `config.json`: `rope_theta` and `rope_scaling`, or `rope_parameters` with both (transformers 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from typing import Any
+
+from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+"""By Hugging Face's `rope_type`."""
+
+THETA = 10_000.0
+"""What `transformers` assumes where a config says nothing."""
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling.
+
+    Raises:
+        ValueError: a scaling that is not computed here, or one with fields that are unknown, missing or impossible.
+    """
+    source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope: dict[str, Any] = fields.get(source) or {}
+    theta = rope.get("rope_theta", fields.get("rope_theta"))
+    theta = THETA if theta is None else theta
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and kind not in SCALINGS:
+        raise ValueError(f"{source}={rope}; rope_type must be default, {' or '.join(SCALINGS)}")
+    options = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
+    if options.pop("partial_rotary_factor", 1) != 1 or fields.get("partial_rotary_factor", 1) not in (None, 1):
+        raise ValueError(f"{source}={rope}; partial_rotary_factor must be 1: heads are turned as a whole")
+    known = [] if kind == "default" else [field.name for field in fields_of(SCALINGS[kind])]
+    if unknown := sorted(options.keys() - {*known}):
+        raise ValueError(f"{source}={rope}; with rope_type {kind!r}, {', '.join(unknown)} means nothing here")
+    try:
+        return theta, None if kind == "default" else scaling(kind, options, fields, max_positions)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}={rope}: {error}") from error
+
+
+def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], max_positions: int) -> RopeScaling:
+    """The scaling, with what `transformers` assumes where something is not said."""
+    # As there, 0 stands for "not said" too.
+    said = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
+    if kind != "linear":
+        # The one beside the scaling comes first (Phi 3).
+        original = fields.get(ORIGINAL) or said.get(ORIGINAL) or max_positions
+        said[ORIGINAL] = original
+        if kind == "yarn" and said.get("factor") is None:
+            said["factor"] = max_positions / original
+    return SCALINGS[kind](**said)
+
+
+def describe_rope(theta: float, chosen: RopeScaling | None) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which all versions of `transformers` read.
+
+    Raises:
+        ValueError: a scaling that Hugging Face has no name for.
+    """
+    if chosen is None:
+        return {"rope_theta": theta, "rope_scaling": None}
+    for kind, scaling_type in SCALINGS.items():
+        if type(chosen) is scaling_type:
+            values = {field.name: getattr(chosen, field.name) for field in fields_of(scaling_type)}
+            said = {name: value for name, value in values.items() if value is not None}
+            return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **said}}
+    known = ", ".join(known.__name__ for known in SCALINGS.values())
+    raise ValueError(f"rope_scaling={chosen}: Hugging Face has no name for it, only for {known}")

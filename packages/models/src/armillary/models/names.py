@@ -1,0 +1,13 @@
+"""Names of parameters, whatever their modules have been wrapped in."""
+
+from __future__ import annotations
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and torch.compile put into the names of a module's parameters."""
+
+
+def plain_name(name: str) -> str:
+    """The name that the parameter has in the unwrapped model."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

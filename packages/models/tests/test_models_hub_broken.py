@@ -1,0 +1,116 @@
+"""Every broken folder is refused, by the name of what is wrong with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hub_folders import attend, build, edit_tensors, same, split
+
+from armillary.models import GPT, GPTConfig, Llama, load_pretrained
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model.norm.weight": None}, "model.norm.weight is missing"),
+        ({"model.extra": torch.zeros(1)}, "model.extra is not part of the model"),
+        ({"lm_head.weight": torch.zeros(11, 9)}, r"lm_head.weight is \(11, 9\), not \(11, 8\)"),
+        ({"lm_head.weight": torch.zeros(11, 8).to(torch.int8)}, "lm_head.weight is I8, not one of F64, F32"),
+        ({f"extra.{i}": torch.zeros(1) for i in range(10)}, "; and 2 more$"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder, change, message):
+    edit_tensors(folder, **change)
+    with pytest.raises(ValueError, match=message):
+        Llama.from_pretrained(folder, attend)
+
+
+def test_frequencies_of_old_checkpoints_are_passed_over(folder):
+    edit_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
+    assert same(Llama.from_pretrained(folder, attend), build())
+
+
+def test_missing_files_are_named(folder):
+    split(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has .* in model-00002-of-00002.safetensors, and there is no such file"):
+        Llama.from_pretrained(folder, attend)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        Llama.from_pretrained(folder, attend)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*config.json"):
+        Llama.from_pretrained(folder, attend)
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("config.json", "{", "cannot read .*config.json"),
+        ("config.json", "[]", "config.json holds no JSON object"),
+        ("model.safetensors", "not safetensors at all", "cannot read .*model.safetensors"),
+    ],
+)
+def test_broken_files_are_named(folder, file, text, message):
+    (folder / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Llama.from_pretrained(folder, attend)
+
+
+def test_an_index_without_a_map_is_named(folder):
+    split(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index.json lacks weight_map"):
+        Llama.from_pretrained(folder, attend)
+
+
+def test_a_truncated_file_is_named_whichever_it_is(folder):
+    split(folder)
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=r"cannot read .*model-00002-of-00002.safetensors: .*incomplete"):
+        Llama.from_pretrained(folder, attend)
+
+
+def test_a_tensor_that_is_not_where_the_index_has_it_is_named(folder):
+    split(folder)
+    index = folder / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    first, second = sorted(set(fields["weight_map"].values()))
+    fields["weight_map"] |= {"lm_head.weight": second}
+    index.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"has lm_head.weight in model-00002-of-00002.safetensors, and it is not"):
+        Llama.from_pretrained(folder, attend)
+    for outside in ("../" + first, 7):
+        fields["weight_map"] |= {"lm_head.weight": outside}
+        index.write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=r"has lm_head.weight in .*, which is no file's name"):
+            Llama.from_pretrained(folder, attend)
+
+
+def test_a_folder_of_pickles_is_refused_as_such(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle, and only safetensors are read"):
+        Llama.from_pretrained(folder, attend)
+
+
+def test_nothing_is_changed_by_a_folder_that_does_not_fit(folder):
+    edit_tensors(folder, **{"model.norm.weight": None})
+    model = build()
+    with pytest.raises(ValueError, match=r"model.norm.weight is missing"):
+        load_pretrained(model, folder)
+    assert same(model, build())
+
+
+def test_tensors_of_gpt2_are_named_as_the_file_has_them(tmp_path):
+    GPT(GPTConfig(vocab_size=7, dim=8, layers=1, heads=2)).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, **{"transformer.h.0.attn.c_attn.weight": torch.zeros(24, 8)})
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn.c_attn.weight is \(24, 8\), not \(8, 24\)"):
+        GPT.from_pretrained(tmp_path)

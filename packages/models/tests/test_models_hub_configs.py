@@ -1,0 +1,172 @@
+"""config.json: what is assumed, what is refused by name, and what no family of Hugging Face's can say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hub_folders import SMALL, attend, build, edit_config
+
+from armillary.models import GPT, GPTConfig, LinearScaling, Llama, Llama3Scaling, YarnScaling
+from armillary.models.hub.configs import parse
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build().save_pretrained(tmp_path)
+    return tmp_path
+
+
+REQUIRED = {
+    "vocab_size": 11,
+    "hidden_size": 64,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "intermediate_size": 12,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("extra", [{}, {"use_sliding_window": True}, {"num_key_value_heads": None}], ids=str)
+def test_what_a_config_leaves_out_is_what_transformers_assumes(kind, extra):
+    transformers = pytest.importorskip("transformers")
+    if kind in ("llama", "mistral") and "use_sliding_window" in extra:
+        extra = {}
+    if kind == "mistral" and "num_key_value_heads" in extra:
+        pytest.skip("transformers refuses it")
+    theirs = getattr(transformers, {"llama": "Llama", "mistral": "Mistral"}.get(kind, kind.title()) + "Config")
+    expected = theirs(**REQUIRED, **extra)
+    config = parse({"model_type": kind, **REQUIRED, **extra})
+    assert config.norm_eps == expected.rms_norm_eps
+    assert config.rope_theta == expected.rope_parameters["rope_theta"]
+    assert config.kv_heads == expected.num_key_value_heads
+    assert config.head_dim == (getattr(expected, "head_dim", None) or 2)
+    assert config.max_positions == expected.max_position_embeddings
+    assert config.tied_embeddings == expected.tie_word_embeddings
+    assert config.window == getattr(expected, "sliding_window", None)
+    first = getattr(expected, "max_window_layers", 0) if config.window else 0
+    assert config.window_from == first
+
+
+def test_a_bare_gpt2_is_the_smallest():
+    assert parse({"model_type": "gpt2"}) == GPTConfig.gpt2()
+
+
+@pytest.mark.parametrize(
+    "rope, theta, scaling",
+    [
+        ({}, 10_000.0, None),
+        ({"rope_theta": 5.0}, 5.0, None),
+        ({"rope_theta": 5.0, "rope_scaling": None}, 5.0, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, 5.0, None),
+        ({"rope_theta": 6.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, 5.0, None),
+        ({"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2}}, 5.0, LinearScaling(factor=2)),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 5.0}},
+            5.0,
+            Llama3Scaling(**{name: value for name, value in LLAMA3.items() if name != "rope_type"}),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": None}, "max_position_embeddings": 99},
+            10_000.0,
+            YarnScaling(factor=4.0, original_max_position_embeddings=99),
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": None},
+                "original_max_position_embeddings": 50,
+                "max_position_embeddings": 100,
+            },
+            10_000.0,
+            YarnScaling(factor=2.0, original_max_position_embeddings=50),
+        ),
+    ],
+)
+def test_rope_is_read_in_its_old_form_and_its_new(rope, theta, scaling):
+    config = parse({"model_type": "llama", **REQUIRED, **rope})
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gemma"}, "config.json: model_type='gemma'; it must be 'llama' or 'mistral' or 'qwen2' or "),
+        ({"model_type": "absent"}, "model_type=None"),
+        ({"model_type": "gpt2"}, "model_type='gpt2'; here it must be 'llama' or 'mistral' or 'qwen2' or 'qwen3'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu' or 'swish' for model_type 'llama'"),
+        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias=True must be False for model_type 'qwen2'"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True must be False"),
+        ({"sliding_window": 9}, "sliding_window=9 is not computed here for model_type 'llama'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not computed here"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling=.*llama3.*low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "rope_scaling=.*linear.*factor=-2.0 must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "new": 1}}, "rope_type 'linear', new means nothing here"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling=.*with rope_type 'default', factor means nothing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type must be default, linear or llama3 or yarn"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention means nothing here"),
+        ({"hidden_size": "absent", "num_hidden_layers": "absent"}, "config.json: it lacks hidden_size, num_hidden_lay"),
+        ({"num_key_value_heads": 3}, "config.json: heads=2 is not a multiple of kv_heads=3"),
+        ({"hidden_size": "eight"}, "config.json: dim='eight'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "ask for a window; model_type 'llama' gives none"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "must be full_attention at first"),
+        ({"layer_types": ["full_attention"]}, "must be full_attention at first"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_by_name(folder, change, message):
+    edit_config(folder, **change)
+    with pytest.raises(ValueError, match=message):
+        Llama.from_pretrained(folder, attend)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"n_inner": 17}, "n_inner=17 must be null or 4 [*] n_embd=32"),
+        ({"activation_function": "relu"}, "activation_function='relu' must be 'gelu_new' or 'gelu_pytorch_tanh'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True must be False"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False must be True for model_type 'gpt2'"),
+        ({"model_type": "llama", **REQUIRED}, "model_type='llama'; here it must be 'gpt2'"),
+    ],
+)
+def test_another_gpt_is_refused_by_name(tmp_path, change, message):
+    GPT(GPTConfig(vocab_size=7, dim=8, layers=1, heads=2)).save_pretrained(tmp_path)
+    edit_config(tmp_path, **change)
+    with pytest.raises(ValueError, match=message):
+        GPT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"out_bias": True},
+        {"qkv_bias": True, "mlp_bias": True},
+        {"qk_norm": True, "mlp_bias": True},
+        {"qk_norm": True, "qkv_bias": True},
+        {"window": 3, "window_from": 1},
+        {"window": 3, "mlp_bias": True},
+        {"dim": 9, "head_dim": 6, "mlp_bias": True},
+    ],
+    ids=str,
+)
+def test_a_combination_that_nobody_has_is_not_written(tmp_path, change):
+    name, value = next(iter(change.items()))
+    with pytest.raises(ValueError, match=f"no model_type .*{name}={value}.*qwen2: qkv_bias alone"):
+        build(replace(SMALL, **change)).save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+class Halved(LinearScaling):
+    """Somebody's own."""
+
+
+def test_a_scaling_without_a_name_is_not_written(tmp_path):
+    config = replace(SMALL, rope_scaling=Halved(factor=2.0))
+    with pytest.raises(ValueError, match="Hugging Face has no name for it, only for LinearScaling, Llama3Scaling"):
+        build(config).save_pretrained(tmp_path / "new")

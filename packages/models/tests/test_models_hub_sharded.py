@@ -1,0 +1,148 @@
+"""`load_pretrained`: every rank reads its own parts of the files, on every mesh, and nothing else."""
+
+from dataclasses import replace
+from math import prod
+from unittest.mock import patch
+
+import pytest
+import torch
+from sharded_models import GPT2, LLAMA, MESHES, TIED, empty, full, plain
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+
+from armillary.core import CommLedger
+from armillary.models import GPT, GPTConfig, LinearScaling, Llama, load_pretrained
+from armillary.models.hub import read
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
+
+
+def load_and_compare(config, axes: dict[str, int], folder: str) -> tuple[int, int, int]:
+    """(tensors that differ from what torch has cut, bytes read, bytes held)."""
+    model, expected = empty(config, axes), full(config, axes)
+    pieces = []
+
+    def counted(entry, index, cut=read.cut):
+        pieces.append(cut(entry, index))
+        return pieces[-1]
+
+    with patch.object(read, "cut", counted), CommLedger() as ledger:
+        load_pretrained(model, folder)
+    assert ledger.bytes() == 0
+    wrong = [
+        name
+        for (name, got), right in zip(model.named_parameters(), expected.parameters(), strict=True)
+        if not torch.equal(local(got), local(right))
+    ]
+    held = sum(local(parameter).nbytes for parameter in model.parameters())
+    assert all(torch.equal(whole(a), b) for a, b in zip(model.parameters(), plain(config).parameters(), strict=True))
+    return len(wrong), sum(piece.nbytes for piece in pieces), held
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+CASES = [(LLAMA, name) for name in MESHES] + [(GPT2, name) for name in MESHES] + [(TIED, "hsdp 2x2 tp 2")]
+
+
+@pytest.mark.parametrize("config, name", CASES, ids=lambda case: case if isinstance(case, str) else type(case).__name__)
+def test_every_rank_reads_what_it_holds_and_no_more(worlds, tmp_path, config, name):
+    plain(config).save_pretrained(tmp_path, max_file_bytes=700)
+    axes = MESHES[name]
+    for wrong, bytes_read, held in worlds(prod(axes.values())).run(load_and_compare, config, axes, str(tmp_path)):
+        assert wrong == 0
+        assert bytes_read == held
+
+
+def placements_of_q_proj(axes: dict[str, int]) -> str:
+    return str(empty(LLAMA, axes).model.layers[0].self_attn.q_proj.weight.placements)
+
+
+def test_fsdp_over_tensor_parallelism_does_shard_one_dim_twice(worlds):
+    """What the cases above would miss otherwise."""
+    assert "_StridedShard(dim=0, sf=2), Shard(dim=0)" in worlds(4).run(placements_of_q_proj, {"shard": 2, "tp": 2})[0]
+
+
+def refused(folder: str, axes: dict[str, int]) -> list[str]:
+    model = empty(LLAMA, axes)
+    with pytest.raises(ValueError) as error:
+        load_pretrained(model, folder)
+    assert not any(local(parameter).any() for parameter in model.parameters())
+    return [str(error.value)]
+
+
+def test_a_folder_that_does_not_fit_is_refused_on_every_rank_before_anything_changes(worlds, tmp_path):
+    plain(LLAMA).save_pretrained(tmp_path, max_file_bytes=700)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    answers = worlds(4).run(refused, str(tmp_path), {"shard": 4})
+    assert all(last.name in message for (message,) in answers)
+
+
+def loaded_in_bfloat16(folder: str) -> bool:
+    model = empty(LLAMA, {"shard": 4}, torch.bfloat16)
+    load_pretrained(model, folder)
+    expected = plain(LLAMA).parameters()
+    return all(torch.equal(whole(a), b.bfloat16()) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_numbers_are_rounded_to_the_parameters_dtype(worlds, tmp_path):
+    plain(LLAMA).save_pretrained(tmp_path)
+    assert all(worlds(4).run(loaded_in_bfloat16, str(tmp_path)))
+
+
+# -- on one device ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_plain_model_is_filled_in_place_also_behind_wrappers(tmp_path, config):
+    plain(config).save_pretrained(tmp_path)
+    model = Llama(config) if config is LLAMA else GPT(config)
+    blocks = model.model.layers if config is LLAMA else model.transformer.h
+    blocks[0] = checkpoint_wrapper(blocks[0])
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    load_pretrained(model, tmp_path)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain(config).parameters(), strict=True))
+    assert model.source == tmp_path
+
+
+def test_a_model_for_longer_sequences_takes_the_weights_of_a_shorter_one(tmp_path):
+    plain(LLAMA).save_pretrained(tmp_path)
+    longer = replace(LLAMA, rope_theta=1e7, rope_scaling=LinearScaling(factor=2), max_positions=10**6, window=50)
+    model = Llama(longer)
+    load_pretrained(model, tmp_path)
+    assert torch.equal(model.head_weight, plain(LLAMA).head_weight)
+
+
+def test_another_model_is_refused_by_what_differs(tmp_path):
+    plain(LLAMA).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"norm_eps=1e-05 and not 0.1, qkv_bias=True and not False"):
+        load_pretrained(Llama(replace(LLAMA, norm_eps=0.1, qkv_bias=False)), tmp_path)
+    with pytest.raises(ValueError, match="model_type='qwen2'; here it must be 'gpt2'"):
+        load_pretrained(GPT(GPT2), tmp_path)
+    plain(GPT2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"transformer.wpe.weight is \(9, 6\), not \(20, 6\)"):
+        load_pretrained(GPT(replace(GPT2, max_positions=20)), tmp_path)
+
+
+def test_meta_parameters_are_refused_by_name(tmp_path):
+    plain(LLAMA).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = Llama(LLAMA)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has no data; call model.to_empty"):
+        load_pretrained(model, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_cuda_model_is_read_and_written(tmp_path, config):
+    plain(config).save_pretrained(tmp_path / "a")
+    model = (GPT if isinstance(config, GPTConfig) else Llama)(config).cuda()
+    load_pretrained(model, tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()

@@ -1,0 +1,158 @@
+"""`save_pretrained` of sharded models: the whole one's files, little held at a time, and errors that all hear of."""
+
+import weakref
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import GPT2, LLAMA, MESHES, TIED, full, plain
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from armillary.core.testing import mesh
+from armillary.models import Llama, load_pretrained
+from armillary.models.hub import folder as files
+from armillary.models.hub import write
+
+LIMIT = 700
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def save(config, axes: dict[str, int], folder: str, options: dict[str, object]) -> None:
+    full(config, axes).save_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_files_are_byte_for_byte_those_of_the_whole_model(worlds, tmp_path, name, config):
+    axes = MESHES[name]
+    ranks = torch.Size(axes.values()).numel()
+    worlds(ranks).run(save, config, axes, str(tmp_path / "sharded"), {"max_file_bytes": LIMIT})
+    plain(config).save_pretrained(tmp_path / "whole", max_file_bytes=LIMIT)
+    assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
+    assert len(contents(tmp_path / "whole")) > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "max_file_bytes": LIMIT}], ids=["one file", "dtype"])
+def test_one_file_and_another_dtype(worlds, tmp_path, options):
+    axes = MESHES["fsdp 2 tp 2"]
+    worlds(4).run(save, TIED, axes, str(tmp_path / "sharded"), options)
+    plain(TIED).save_pretrained(tmp_path / "whole", **options)
+    assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
+
+
+def save_and_load_after_evaluating(folder: str) -> bool:
+    model = full(LLAMA, {"shard": 4}, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        logits = model(ids)  # which leaves the outermost parameters whole, in bfloat16
+    unsharded = not isinstance(model.lm_head.weight, DTensor)
+    model.save_pretrained(folder, max_file_bytes=LIMIT)
+    with torch.no_grad():
+        model(ids)
+        for parameter in model.parameters():
+            parameter.zero_()
+        load_pretrained(model, folder)
+        return unsharded and torch.equal(model(ids), logits)
+
+
+def test_a_model_that_has_just_been_evaluated_is_saved_and_filled_in_full_precision(worlds, tmp_path):
+    assert all(worlds(4).run(save_and_load_after_evaluating, str(tmp_path / "sharded")))
+    plain(LLAMA).save_pretrained(tmp_path / "whole", max_file_bytes=LIMIT)
+    assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
+
+
+class Held:
+    """Bytes of whole tensors that are alive at a time."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in self.alive:
+            weakref.finalize(x, self.alive.pop, id(x))
+        self.alive[id(x)] = x.nbytes
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return x
+
+
+def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
+    model, held, written = full(config, {"shard": 4}), Held(), []
+    gathered, assembled, write_weights = write.gathered, write.assembled, write.write_weights
+
+    def watched(tensor, dtype):
+        return held.add(gathered(tensor, dtype))
+
+    def watched_too(stored, kept):
+        whole = assembled(stored, kept)
+        return whole if whole is None else held.add(whole)
+
+    def listing(path, tensors):
+        written.append(path.name)
+        write_weights(path, tensors)
+
+    with (
+        patch.object(write, "gathered", watched),
+        patch.object(write, "assembled", watched_too),
+        patch.object(write, "write_weights", listing),
+    ):
+        model.save_pretrained(folder, max_file_bytes=LIMIT)
+    return held.peak, written
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_rank_holds_a_file_and_a_tensor_at_most_and_all_ranks_write(worlds, tmp_path, config):
+    answers = worlds(4).run(peak_while_saving, config, str(tmp_path))
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert [written for _, written in answers] == [names[rank::4] for rank in range(4)]
+    largest = max(parameter.nbytes for parameter in plain(config).parameters())
+    for peak, _ in answers:
+        assert 0 < peak <= LIMIT + largest
+
+
+def failing(folder: str, rank: int, name: str) -> str:
+    """What the rank hears when `rank` cannot write the file of that name."""
+    plainly = files.write_partial
+
+    def full_disk(path, save):
+        plainly(path, save)
+        if dist.get_rank() == rank and path.name.startswith(name):
+            raise OSError("disk full")
+
+    model = full(LLAMA, {"shard": 4})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with patch.object(files, "write_partial", full_disk), pytest.raises(OSError) as error:
+        model.save_pretrained(folder, max_file_bytes=500)
+    dist.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rank, name", [(1, "model-00002"), (2, "model-00007"), (0, "config.json")])
+def test_an_error_on_one_rank_is_raised_on_all_and_the_old_files_stay(worlds, tmp_path, rank, name):
+    plain(LLAMA).save_pretrained(tmp_path, max_file_bytes=LIMIT)
+    before = contents(tmp_path)
+    answers = worlds(4).run(failing, str(tmp_path), rank, name)
+    assert answers[rank] == "disk full"
+    told = f"nothing was saved: rank {rank} had OSError: disk full"
+    assert [answer for i, answer in enumerate(answers) if i != rank] == [told] * 3
+    assert contents(tmp_path) == before
+
+
+def saved_by_one_rank(folder: str) -> None:
+    if mesh(shard=4)["shard"].get_local_rank() == 2:
+        plain(LLAMA).save_pretrained(folder)
+
+
+def test_a_whole_model_is_saved_by_whoever_wants_to_alone(worlds, tmp_path):
+    worlds(4).run(saved_by_one_rank, str(tmp_path))
+    model = Llama.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain(LLAMA).parameters(), strict=True))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

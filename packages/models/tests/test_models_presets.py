@@ -1,0 +1,49 @@
+"""Published sizes: as many parameters as the module, as transformers' model, and as the papers say."""
+
+import json
+
+import pytest
+import torch
+
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, hub
+
+PRESETS = {
+    "debug": (LlamaConfig.debug, 804_224),
+    "llama2_7b": (LlamaConfig.llama2_7b, 6_738_415_616),
+    "llama3_8b": (LlamaConfig.llama3_8b, 8_030_261_248),
+    "llama31_8b": (LlamaConfig.llama31_8b, 8_030_261_248),
+    "llama3_70b": (LlamaConfig.llama3_70b, 70_553_706_496),
+    "mistral_7b": (LlamaConfig.mistral_7b, 7_241_732_096),
+    "qwen3_32b": (LlamaConfig.qwen3_32b, 32_762_123_264),
+    "gpt2": (GPTConfig.gpt2, 124_439_808),
+    "gpt2_medium": (GPTConfig.gpt2_medium, 354_823_168),
+    "gpt2_large": (GPTConfig.gpt2_large, 774_030_080),
+    "gpt2_xl": (GPTConfig.gpt2_xl, 1_557_611_200),
+    "wallfacer_3b": (GPTConfig.wallfacer_3b, 2_626_613_248),
+    "wallfacer_7b": (GPTConfig.wallfacer_7b, 6_654_210_048),
+}
+
+
+def shape_only(config: LlamaConfig | GPTConfig) -> Llama | GPT:
+    with torch.device("meta"):
+        return Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_are_those_published_and_those_of_the_module(preset):
+    build, published = PRESETS[preset]
+    config = build()
+    counted = sum(parameter.numel() for parameter in shape_only(config).parameters())
+    assert config.parameters() == published == counted
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_are_those_of_transformers_model(preset, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS[preset][0]()
+    (tmp_path / "config.json").write_text(json.dumps(hub.describe(config, torch.bfloat16)))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters()
+    assert hub.read_config(tmp_path, type(config)) == config

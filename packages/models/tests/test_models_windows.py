@@ -1,0 +1,67 @@
+"""Sliding windows of single layers: the masks that attention is given, and the same gradients under every policy."""
+
+from dataclasses import replace
+
+import torch
+from dense_attention import DenseAttention
+
+from armillary.attention import AttentionMask
+from armillary.core.testing import relative_error
+from armillary.models import Checkpointing, Llama, LlamaConfig, initialize
+
+N = 12
+SMALL = LlamaConfig(vocab_size=20, dim=16, layers=3, heads=2, kv_heads=1, hidden_dim=20, window=4, window_from=1)
+IDS = torch.arange(2 * N).view(2, N) * 7 % 20
+
+
+def build(config=SMALL, attention=None) -> Llama:
+    model = Llama(config, attention).double()
+    initialize(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model
+
+
+def masks_seen(config: LlamaConfig, mask: AttentionMask) -> list[AttentionMask]:
+    seen = []
+    dense = DenseAttention(torch.arange(N))
+
+    def spy(q, k, v, *, mask, layout):
+        seen.append(mask)
+        return dense(q, k, v, mask=mask, layout=layout)
+
+    build(config, spy)(IDS, mask=mask)
+    return seen
+
+
+def test_each_layer_is_given_the_smaller_of_its_window_and_the_mask_s():
+    mask = AttentionMask(documents=[0, 5, N])
+    wide, narrow = (AttentionMask(window=(left, None), documents=[0, 5, N]) for left in (3, 2))
+    seen = masks_seen(SMALL, mask)
+    assert seen == [mask, wide, wide] and seen[1] is seen[2]
+    assert masks_seen(SMALL, narrow) == [narrow] * 3
+    assert masks_seen(replace(SMALL, window=None, window_from=0), mask) == [mask] * 3
+    assert masks_seen(replace(SMALL, window_from=0), mask) == [wide] * 3
+
+
+def test_a_query_sees_as_many_keys_as_the_window_says():
+    model = build(replace(SMALL, layers=1, window_from=0))
+    changed = IDS.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 20
+    moved = (model(IDS) - model(changed)).abs().amax(dim=(0, 2)) > 1e-9
+    assert moved.nonzero().flatten().tolist() == [5, 6, 7, 8]
+
+
+def test_recomputed_layers_have_their_windows_too():
+    found = []
+    for policy in ("none", "layer", "attention_output"):
+        model = build()
+        Checkpointing(policy).apply(model)
+        logits = model(IDS)
+        logits.logsumexp(-1).sum().backward()
+        found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got in found[1:]:
+        assert max(relative_error(a, b) for a, b in zip(got, found[0], strict=True)) < 1e-10
+    unwindowed = build(replace(SMALL, window=None, window_from=0))
+    assert relative_error(unwindowed(IDS), found[0][0]) > 1e-2
