@@ -1,5 +1,6 @@
 """Generation with a cache that lies on several ranks: every method, layout and mask against one full forward."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from armillary.core.testing.rank import mesh
 from armillary.models import GPT, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
 from armillary.models.cache import Holdings, extended, room
 from armillary.models.everywhere import axes_of
+from armillary.models.parallel import parallelize
 
 LLAMA = LlamaConfig(vocab_size=60, dim=32, layers=2, heads=4, kv_heads=2, head_dim=6, hidden_dim=48, rope_theta=1e4)
 GPT2 = GPTConfig(vocab_size=60, dim=24, layers=2, heads=4, max_positions=64)
@@ -51,8 +53,11 @@ WORLDS = [
 NAMES = [f"{world.name}-{world.ring}x{world.ulysses}" for world in WORLDS]
 
 
-def build(kind: str, attention: Method, dtype: torch.dtype = torch.float64) -> Llama | GPT:
-    model = Llama(LLAMA, attention) if kind == "llama" else GPT(GPT2, attention)
+def build(
+    kind: str, attention: Method, dtype: torch.dtype = torch.float64, config: LlamaConfig | GPTConfig | None = None
+) -> Llama | GPT:
+    config = config or (LLAMA if kind == "llama" else GPT2)
+    model = Llama(config, attention) if isinstance(config, LlamaConfig) else GPT(config, attention)
     initialize(model.double(), seed=5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -323,3 +328,34 @@ class Unlike(Local):
 def test_a_method_that_hides_its_axes_is_refused():
     with pytest.raises(ValueError, match=r"Unlike has 2 shards and axes of 1 ranks; it must have its axis as \.axis"):
         axes_of(Unlike())
+
+
+# -- cut by heads and vocabulary too --------------------------------------------------------------------------------
+
+
+def generate_cut(kind: str, name: str, axes: dict[str, int], config: LlamaConfig | GPTConfig) -> tuple[bool, float]:
+    """Whether the text is that of the plain model; the error of the first logits after a prompt."""
+    over = mesh(**axes)
+    plain, cut = (build(kind, Local(), config=config) for _ in range(2))
+    parallelize(cut, over, attention=build_attention(name, over), precision=torch.float64)
+    ids = tokens(2, 11)
+    text = [generate(model, ids, new_tokens=6) for model in (plain, cut)]
+    logits = [Decoding(model, more=1).prompt(ids) for model in (plain, cut)]
+    return torch.equal(*text), relative_error(logits[1], logits[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "axes"),
+    [
+        ("llama", "ring", {"tp": 2, "ring": 2}),
+        ("gpt", "ulysses", {"tp": 2, "ulysses": 2}),
+        ("llama", "local", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_models_generate_the_same(worlds, kind, name, axes):
+    config = replace(LLAMA, vocab_size=61) if kind == "llama" else GPT2
+    ranks = 2 * axes.get("ring", 1) * axes.get("ulysses", 1)
+    for same, error in worlds(ranks).run(generate_cut, kind, name, axes, config):
+        assert same
+        assert error < 1e-10

@@ -188,9 +188,10 @@ def test_what_earlier_measurements_left_is_no_part_of_a_later_one():
 
 
 def test_an_attention_op_is_counted_with_what_it_allocates_inside():
+    mask = AttentionMask(causal=True, documents=(0, 100, 180, 256))  # lies on the host, boundaries and all
+
     def work():
         q, k, v = (torch.zeros(2, 256, h, 16, dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4))
-        mask = AttentionMask(causal=True, documents=(0, 100, 180, 256))
         Local()(q, k, v, mask=mask, kernel=SimulatedFlash()).sum().backward()
 
     with LiveBytes(block=1) as live:

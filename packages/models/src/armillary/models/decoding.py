@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
-from armillary.core import SequenceLayout
-from armillary.models.block import AttentionFunction, Block, Context, plainly
+from armillary.core import SequenceLayout, gather_dealt
+from armillary.models.block import Block, Context, plainly
 from armillary.models.cache import Cached, Holdings, check_mask
 from armillary.models.checkpoint import run_tiled
 from armillary.models.everywhere import axes_of, from_shard
+from armillary.models.parallel.tensor import gathered_logits
 
 Run = Callable[[Block, Tensor, Context], Tensor]
-
-
-class Holder(Protocol):
-    """What a block keeps its attention in."""
-
-    attention: AttentionFunction
 
 
 class Decoding:
@@ -34,7 +29,7 @@ class Decoding:
     the same calls.
 
     Args:
-        model: plain, or under FSDP.
+        model: plain, or on a mesh (`parallelize`).
         more: tokens to come after the prompt, at most: room is made for so many.
         mask: causal unless given; with a window, maybe.
 
@@ -120,27 +115,41 @@ class Decoding:
             self.step(token)
         return self.step(ids[:, -1])
 
-    def _last_logits(self, owner: int, index: int, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E]."""
-        mine = hidden[:, index : index + 1] if owner == self.method.shard else hidden[:, :0]
-        return F.linear(from_shard(mine, owner, self.method.shard, self.axes), weight)[:, 0]
+    def _last_logits(
+        self,
+        owner: int,
+        index: int,
+        hidden: Tensor,
+        weight: Tensor,
+        axis: DeviceMesh | None = None,
+        vocabulary: int = 0,
+    ) -> Tensor:
+        """Logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E].
+
+        With a tensor-parallel `axis`, hidden states are dealt out over it, and the weight is its rows of V.
+        """
+        ranks = 1 if axis is None else axis.size()
+        mine = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
+        if axis is not None and owner == self.method.shard:
+            mine = gather_dealt(mine, axis)[:, index % ranks :][:, :1]
+        last = from_shard(mine, owner, self.method.shard, self.axes)
+        return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 
     @contextmanager
     def _remembering(self, run: Run) -> Generator[None]:
         """Around one forward: attention with a cache, blocks run so, no dropout, no gradients."""
-        holders = [holder_of(block) for block in self.blocks]
-        before = [(holder.attention, block.run) for holder, block in zip(holders, self.blocks, strict=True)]
+        before = [(block.attention, block.run) for block in self.blocks]
         training = [module for module in self.model.modules() if module.training]
         try:
             for module in training:
                 module.training = False
-            for holder, block, layer in zip(holders, self.blocks, self.layers, strict=True):
-                holder.attention, block.run = layer, run
+            for block, layer in zip(self.blocks, self.layers, strict=True):
+                block.attention, block.run = layer, run
             with torch.no_grad():
                 yield
         finally:
-            for holder, block, (attention, usual) in zip(holders, self.blocks, before, strict=True):
-                holder.attention, block.run = attention, usual
+            for block, (attention, usual) in zip(self.blocks, before, strict=True):
+                block.attention, block.run = attention, usual
             for module in training:
                 module.training = True
 
@@ -160,14 +169,6 @@ def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
         if (method.shards, method.shard, method.sequence_shards) != (first.shards, first.shard, first.sequence_shards):
             raise ValueError(f"layers divide the sequence differently: over {first.shards} and {method.shards} ranks")
     return methods
-
-
-def holder_of(block: Block) -> Holder:
-    """The module of a block whose attribute `attention` is what the block attends with."""
-    for module in block.modules():
-        if module is not block and getattr(module, "attention", None) is block.attention:
-            return cast(Holder, module)
-    raise ValueError(f"no module of {type(block).__name__} holds its attention as an attribute `attention`")
 
 
 def place(layout: SequenceLayout, position: int) -> tuple[int, int]:

@@ -145,11 +145,16 @@ def on_vocabulary(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens:
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
-    """Logits [B, T, V] on every rank, from hidden states [B, n, E] and rows [V_r, E] of the head.
+    """Logits [B, T, V] on every rank, from hidden states [B, n, E] of its tokens and rows [V_r, E] of the head."""
+    return gathered_logits(gather_dealt(hidden, axis)[:, :tokens], weight, axis, vocabulary)
+
+
+def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
+    """Logits [B, T, V] on every rank, from hidden states [B, T, E] of all tokens and rows [V_r, E] of the head.
 
     Every rank is to do the same with them: their gradient is taken from one rank, not summed.
     """
-    logits = F.linear(gather_dealt(hidden, axis)[:, :tokens], weight)
+    logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
