@@ -9,6 +9,7 @@ from armillary.models.initialize import initialize
 from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
+from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 from armillary.models.pretrained import load_pretrained
 from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.sampling import Sampling
@@ -31,6 +32,9 @@ __all__ = [
     "initialize",
     "linear_token_loss",
     "load_pretrained",
+    "parallelize",
+    "shard_parameters",
     "stream",
+    "tensor_parallel",
     "token_loss",
 ]
