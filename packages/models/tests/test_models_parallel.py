@@ -85,6 +85,7 @@ def on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """What `on_one_rank` gives; of logits this rank's rows and tokens, and nothing else there."""
+    torch._dynamo.reset()
     over = mesh(**case.axes)
     attend = build_attention(case.attention, over)
     with torch.device("meta"):
@@ -123,6 +124,8 @@ def compare(case: Case) -> list[str]:
     for name in wide:
         error = ((found[name] - wide[name]).norm() / wide[name].norm().clamp(min=least)).item()
         faults += [] if error < 1e-9 else [f"{name}: {error:.1e} in float64"]
+    if case.compiler is not None:  # traced once is enough
+        return faults
     alone, found = on_one_rank(case, torch.float32), on_mesh(case, torch.float32)
     for name in wide:
         # Where terms cancel, one rank's float32 is off too. Adam's first step is the sign of a gradient.
@@ -144,10 +147,10 @@ CASES = [
     Case({"tp": 2, "replicate": 2, "ring": 2}, "ring"),
     Case({"replicate": 2, "shard": 2, "ulysses": 2}, "ulysses", LEARNED),
     Case({"replicate": 2, "shard": 2, "ulysses": 2}, "upipe", checkpointing=LAYER),
-    Case({"tp": 2, "ring": 2, "ulysses": 2}, "usp", compiler="aot_eager"),
-    Case({"tp": 2, "ring": 2}, "ring", LEARNED, compiler="aot_eager"),
+    Case({"tp": 2, "ring": 2}, "ring", compiler="aot_eager"),
+    Case({"tp": 2, "ulysses": 2}, "upipe", LEARNED, compiler="aot_eager", tokens=43),
     Case({"shard": 2, "ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager"),
-    Case({"ulysses": 2}, "upipe", compiler="aot_eager"),
+    Case({"tp": 2}, "local", TIED, Checkpointing(tiled=True, piece=5), compiler="aot_eager"),
     Case({"tp": 2, "ring": 4}, "ring", TIED, KEEP, tokens=43),
     Case({"tp": 4, "ulysses": 2}, "upipe", LEARNED, LAYER, tokens=43),
     Case({"tp": 4, "shard": 2}, "local", tokens=13),

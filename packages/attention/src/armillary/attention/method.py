@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armillary.attention import traced
+from armillary.attention import traced, traced_projected
 from armillary.attention.bridge import Plan, attend
 from armillary.attention.call import Call, Saved
 from armillary.attention.dtensor import attend_dtensors
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.projections import Projections, one_token
+from armillary.attention.traced_projected import Traceable
 from armillary.core import Axis, SequenceLayout
 
 
@@ -35,7 +36,7 @@ class Method(ABC):
     moves: bool = False
     """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
     staged: bool = False
-    """Whether `projected` makes q, k and v a few heads at a time: torch.compile then leaves it out of its graphs."""
+    """Whether `projected` makes q, k and v a few heads at a time, and again in backward."""
     head_axis: Axis | None = None
     """The axis that divides the heads, where there is one."""
     kernel: str | Kernel | None = None
@@ -222,6 +223,10 @@ class Method(ABC):
         if torch.compiler.is_compiling() and not self.staged:
             q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
             return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, return_lse=False)[0]
+        if torch.compiler.is_compiling() and isinstance(projections, Traceable):
+            parts, heads = projections.parts(), (projections.heads, projections.key_heads)
+            options = traced.options_of(self, mask, layout, None, scale, softcap, kernel, return_lse=False)
+            return traced_projected.attend(x, heads, parts, sinks, options, mask.ends)
         untraced: Any = self._projected
         return untraced(x, projections, mask, layout, scale, sinks, softcap, kernel)
 

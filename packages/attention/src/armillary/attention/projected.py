@@ -64,20 +64,33 @@ class ProjectedAttention(torch.autograd.Function):
         (dout,) = grad_outputs
         x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
         dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
-        draws, totals = plan.draws.again(), Totals(plan.trained())
-        source = Projected(x, plan.projections, dx=dx, totals=totals, draws=draws)
-        with phase("backward"), ctx.autocast():
-            plan.upipe.differentiate(dout, source, out, lse, plan.call)
+        with ctx.autocast():
+            shares = backward(plan, dout, x, dx, out, lse)
         dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None
-        return None, dx, dsinks, *source.totals.result()
+        return None, dx, dsinks, *shares
+
+
+def backward(
+    plan: ProjectedPlan, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor
+) -> list[Tensor | None]:
+    """Adds the gradient of x to dx; returns those of `plan.trained()`."""
+    draws, totals = plan.draws.again(), Totals(plan.trained())
+    source = Projected(x, plan.projections, dx=dx, totals=totals, draws=draws)
+    with phase("backward"):
+        plan.upipe.differentiate(dout, source, out, lse, plan.call)
+    return totals.result()
 
 
 @torch.library.custom_op("armillary::projected_attention", mutates_args=())
 def _forward(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse of this rank's heads, lse of its own tokens; the last is empty without sinks)."""
-    found = cast(ProjectedPlan, Plan.alive[plan])
-    method, call = found.upipe, found.call
-    out, lse = method.attend(Projected(x, found.projections, draws=found.draws), call)
+    return forward(cast(ProjectedPlan, Plan.alive[plan]), x, sinks)
+
+
+def forward(plan: ProjectedPlan, x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What the op gives."""
+    method, call = plan.upipe, plan.call
+    out, lse = method.attend(Projected(x, plan.projections, draws=plan.draws), call)
     local_lse = lse.new_empty(0)
     if sinks is not None:
         out, local_lse = sunk(out, method.lse_to_seq(lse, call), sinks)
@@ -89,6 +102,13 @@ def _forward(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor
 def _(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
     found = cast(ProjectedPlan, Plan.alive[plan])
     q, _, v = one_token(x, found.projections)
-    out, lse = found.upipe.results(x.shape[0], q, v, found.call)
+    return forward_like(found.upipe, found.call, x, q, v, sinks)
+
+
+def forward_like(
+    upipe: UPipe, call: Call, x: Tensor, q: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors shaped as those of `forward`, for q [..., D] and v [..., Dv]."""
+    out, lse = upipe.results(x.shape[0], q, v, call)
     local = (*out.shape[:3],) if sinks is not None else (0,)
     return out, lse, x.new_empty(local, dtype=wide(q.dtype))

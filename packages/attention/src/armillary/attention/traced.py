@@ -26,16 +26,21 @@ from armillary.core import SequenceLayout
 if TYPE_CHECKING:
     from armillary.attention.method import Method
 
-METHODS: WeakValueDictionary[int, Method] = WeakValueDictionary()
-"""Every method, by its number, for as long as somebody else holds it."""
+NUMBERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Methods, and what makes projections, by number, for as long as somebody else holds them."""
 _numbers = count()
 
 
-def number(method: Method) -> int:
-    """Takes the method in; its number is never given to another one."""
+def number(what: object) -> int:
+    """Takes it in; its number is never given to anything else."""
     given = next(_numbers)
-    METHODS[given] = method
+    NUMBERED[given] = what
     return given
+
+
+def ticket(what: object) -> Tensor:
+    """Its number as a tensor: graphs are compiled for the numbers that a module has, but for any values of tensors."""
+    return torch.tensor(number(what), device="cpu")
 
 
 class Options(NamedTuple):
@@ -68,8 +73,23 @@ def attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse; empty unless `return_lse`): what a traced call of `method` becomes."""
+    options = options_of(method, mask, layout, key_layout, scale, softcap, kernel, return_lse)
+    out, lse, *_ = _forward(q, k, v, sinks, mask.ends, *options)
+    return out, lse
+
+
+def options_of(
+    method: Method,
+    mask: AttentionMask,
+    layout: SequenceLayout | None,
+    key_layout: SequenceLayout | None,
+    scale: float | None,
+    softcap: float | None,
+    kernel: str | Kernel | None,
+    return_lse: bool,
+) -> Options:
     left, right = mask.window or (None, None)
-    options = Options(
+    return Options(
         method.number,
         mask.causal,
         -1 if left is None else left,
@@ -81,8 +101,6 @@ def attend(
         (kernel if isinstance(kernel, str) else kernel.name) if kernel else "",
         return_lse,
     )
-    out, lse, *_ = _forward(q, k, v, sinks, mask.ends, *options)
-    return out, lse
 
 
 @lru_cache(maxsize=256)
@@ -92,13 +110,17 @@ def layout_of(text: str) -> SequenceLayout | None:
 
 def plan(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ends: Tensor | None, options: Options) -> bridge.Plan:
     """What `Method.__call__` makes of the same call, checked as it does."""
-    method = METHODS[int(options.method)]
-    left, right = (None if side == -1 else side for side in (options.left, options.right))
-    mask = AttentionMask(options.causal, (left, right), None if ends is None else documents_of(ends))
+    method: Method = NUMBERED[int(options.method)]
+    mask = mask_of(options, ends)
     inputs = Inputs.of(q, v, options.softcap or None)
     layouts = layout_of(options.layout), layout_of(options.key_layout)
     call = method.call(q, k, v, inputs, mask, *layouts, options.scale or None, sinks, options.kernel or None)
     return bridge.Plan(method, call, options.with_lse)
+
+
+def mask_of(options: Options, ends: Tensor | None) -> AttentionMask:
+    left, right = (None if side == -1 else side for side in (options.left, options.right))
+    return AttentionMask(options.causal, (left, right), None if ends is None else documents_of(ends))
 
 
 def documents_of(ends: Tensor) -> list[int] | list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -51,6 +52,15 @@ def all_gather(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts an all-gather of flat tensors. torch 2.13 renames it, and warns of the old name from then on."""
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
+
+
+def above_autograd() -> AbstractContextManager[Any]:
+    """Inside the implementation of an op, where autograd sees nothing: meanwhile it does."""
+    private: Any = cast(Any, torch)._C
+    keys = private._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        keys = keys.remove(getattr(private.DispatchKey, name))
+    return private._ForceDispatchKeyGuard(private._dispatch_tls_local_include_set(), keys)
 
 
 def references(x: Tensor) -> tuple[int, int]:

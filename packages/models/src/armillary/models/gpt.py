@@ -19,7 +19,8 @@ from armillary.models import block
 from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import GPTConfig
 from armillary.models.pretrained import Pretrained
-from armillary.models.projections import HeadProjections
+from armillary.models.projections import HeadProjections, Projecting
+from armillary.models.rope import Rotation
 
 
 class GPT(Pretrained):
@@ -112,7 +113,7 @@ class Block(block.Block):
         self.attn.attention = attention
 
     def projections(self, context: Context, normed: bool) -> HeadProjections:
-        return self.attn.projections(None if normed else self.ln_1)
+        return self.attn.projections(context.rotation, None if normed else self.ln_1)
 
     def norm(self, x: Tensor) -> Tensor:
         return self.ln_1(x)
@@ -122,7 +123,7 @@ class Block(block.Block):
         return x + self.mlp(self.ln_2(x))
 
 
-class Attention(nn.Module):
+class Attention(Projecting):
     """What multi-head attention is made of: its projections, and what attends."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
@@ -132,15 +133,16 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, config.dim) for _ in range(3))
         self.c_proj = nn.Linear(config.dim, config.dim)
 
-    def projections(self, norm: nn.Module | None) -> HeadProjections:
-        """From x [B, T, E] to q, k and v, with `norm` before them."""
+    def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
         return HeadProjections(
             query=self.q_proj,
             key=self.k_proj,
             value=self.v_proj,
+            ticket=self.ticket,
             heads=self.heads,
             key_heads=self.key_heads,
             head_dim=self.head_dim,
+            rotation=rotation,
             norm=norm,
         )
 

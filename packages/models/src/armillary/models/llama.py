@@ -21,7 +21,7 @@ from armillary.models import block
 from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import LlamaConfig
 from armillary.models.pretrained import Pretrained
-from armillary.models.projections import HeadProjections
+from armillary.models.projections import HeadProjections, Projecting
 from armillary.models.rope import Rotation
 
 
@@ -155,7 +155,7 @@ def narrowed(mask: AttentionMask, left: int) -> AttentionMask:
     return mask.narrowed(left)
 
 
-class Attention(nn.Module):
+class Attention(Projecting):
     """What grouped-query attention with RoPE is made of: its projections, and what attends."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
@@ -171,11 +171,11 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
-        """From x [B, T, E] to q, k and v, with `norm` before them."""
         return HeadProjections(
             query=self.q_proj,
             key=self.k_proj,
             value=self.v_proj,
+            ticket=self.ticket,
             heads=self.heads,
             key_heads=self.key_heads,
             head_dim=self.head_dim,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.attention import traced
+from armillary.attention.traced_projected import Parts
 from armillary.models.rope import Rotation
 
 
@@ -24,6 +27,7 @@ class HeadProjections:
         rotation: of queries and keys, for the tokens of x.
         norm: of x, first.
         query_norm, key_norm: of each head, before its rotation (Qwen3).
+        ticket: of the `Projecting` module that made them, if one did: torch.compile then need not trace them.
     """
 
     query: nn.Module
@@ -36,6 +40,7 @@ class HeadProjections:
     norm: nn.Module | None = None
     query_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
+    ticket: Tensor | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         q = self._project(self.query, self._normed(x), heads, self.heads)
@@ -50,6 +55,27 @@ class HeadProjections:
     def parameters(self) -> Iterable[Tensor]:
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
         return chain.from_iterable(module.parameters() for module in modules if module is not None)
+
+    def parts(self) -> Parts:
+        """What makes them again, inside an op.
+
+        Raises:
+            ValueError: nobody could: no `Projecting` module has made them, or with a norm.
+        """
+        if self.ticket is None or self.norm is not None:
+            raise ValueError("torch.compile takes projections of Projecting modules alone, without a norm before them")
+        tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
+        value = () if self.value is self.key else (self.value,)
+        modules = (self.query, self.key, *value, self.query_norm, self.key_norm)
+        parameters = [
+            getattr(part, name)  # sharded over an axis, a module's attribute is what this rank has (`Placed`)
+            for module in modules
+            if module is not None
+            for part in module.modules()
+            for name, parameter in part._parameters.items()  # pyright: ignore[reportPrivateUsage]
+            if parameter is not None and parameter.requires_grad
+        ]
+        return Parts(self.ticket, self.head_dim, tensors, parameters)
 
     def of_tokens(self, tokens: slice) -> HeadProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
@@ -72,6 +98,25 @@ class HeadProjections:
         )
         assert rows is not None
         return F.linear(x, rows, shift).unflatten(-1, (len(wanted), self.head_dim))
+
+
+class Projecting(nn.Module):
+    """A module that makes `HeadProjections`, and can make them again inside an op that is given its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ticket = traced.ticket(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.ticket = traced.ticket(self)  # a copy is another module
+
+    @abstractmethod
+    def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
+        """From x [B, T, E] to q, k and v, with `norm` before them."""
+
+    def projections_of(self, tensors: Sequence[Tensor]) -> HeadProjections:
+        return self.projections(Rotation(*tensors) if tensors else None, None)
 
 
 def plain(linear: nn.Linear) -> bool:

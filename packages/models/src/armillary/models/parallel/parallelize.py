@@ -46,7 +46,7 @@ def parallelize(
             parameters stay whole, and it is the caller who sums gradients over ranks.
         on_host: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Where blocks are run in
-            parts (a checkpoint policy, UPipe), what follows attention is compiled, and attention is not.
+            parts (a checkpoint policy), what follows attention is compiled, and attention is not.
 
     Raises:
         ValueError: something does not fit the model's sizes or the mesh, before anything is changed or sent.
@@ -78,6 +78,6 @@ def check_attention(model: Llama | GPT, mesh: DeviceMesh, attention: Method | No
 def compile_block(block: Block, compiler: str) -> None:
     """Compiles the block, or what follows attention where it is run in parts."""
     made: nn.Module = block
-    staged = isinstance(block.attention, Method) and block.attention.staged
-    part = "run" if block.run is plainly and not staged else "rest"
-    setattr(made, part, torch.compile(getattr(block, part), backend=compiler, fullgraph=True))
+    part = "run" if block.run is plainly else "rest"
+    # Pieces may be of many sizes: more than Dynamo compiles anew are then run as they are, instead of ending the run.
+    setattr(made, part, torch.compile(getattr(block, part), backend=compiler, fullgraph=part == "run"))

@@ -1,0 +1,193 @@
+"""Projected attention in stages of heads inside `torch.compile`: an opaque op, whose gradient is another one.
+
+Projections are not traced. The op is given the number of what makes them, which must be there before, and makes them
+when it runs: of tensors that are inputs of the graph, and of parameters as they are then, which FSDP may have swapped.
+The parameters are inputs too, so that their gradients have somewhere to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from armillary.attention import projected, traced
+from armillary.attention.bridge import sinks_gradient
+from armillary.attention.projected import ProjectedPlan
+from armillary.attention.projections import Projections
+from armillary.attention.traced import NUMBERED, Options
+from armillary.core import compat
+
+if TYPE_CHECKING:
+    from armillary.attention.upipe import UPipe
+
+
+class Projector(Protocol):
+    """What makes projections. Numbered (`traced.number`) before anything is traced."""
+
+    def projections_of(self, tensors: Sequence[Tensor]) -> Projections:
+        """The projections whose `tensors` these are, with parameters as they are now."""
+        ...
+
+
+class Parts(NamedTuple):
+    """What projections are made of, as an op takes it.
+
+    Args:
+        ticket: of their `Projector` (`traced.ticket`).
+        head_dim: D, and Dv.
+        tensors: besides parameters.
+        parameters: what this rank has of those of `parameters()` that want a gradient, each once, in their order.
+    """
+
+    ticket: Tensor
+    head_dim: int
+    tensors: list[Tensor]
+    parameters: list[Tensor]
+
+
+@runtime_checkable
+class Traceable(Protocol):
+    """Projections that a compiled graph need not know."""
+
+    def parts(self) -> Parts:
+        """What makes them again."""
+        ...
+
+
+def attend(
+    x: Tensor, heads: Sequence[int], parts: Parts, sinks: Tensor | None, options: Options, ends: Tensor | None
+) -> Tensor:
+    """out [B, T, H, Dv]: what a traced `projected` becomes, with H and K `heads`."""
+    dims = [*heads, parts.head_dim]
+    return _forward(x, sinks, ends, parts.ticket, parts.tensors, parts.parameters, dims, *options)[0]
+
+
+@torch.library.custom_op("armillary::traced_projected_attention", mutates_args=())
+def _forward(
+    x: Tensor,
+    sinks: Tensor | None,
+    ends: Tensor | None,
+    ticket: Tensor,
+    tensors: list[Tensor],
+    parameters: list[Tensor],
+    dims: list[int],
+    method: int,
+    causal: bool,
+    left: int,
+    right: int,
+    layout: str,
+    key_layout: str,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `armillary::projected_attention`."""
+    options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
+    return projected.forward(plan(x, ticket, tensors, ends, dims, options), x, sinks)
+
+
+def plan(
+    x: Tensor, ticket: Tensor, tensors: Sequence[Tensor], ends: Tensor | None, dims: Sequence[int], options: Options
+) -> ProjectedPlan:
+    """What `Method.projected` makes of the same call."""
+    projector: Projector = NUMBERED[int(ticket.item())]
+    q, k = (x.new_empty(1).expand(*x.shape[:2], heads, dims[2]) for heads in dims[:2])
+    inner = traced.plan(q, k, k, None, ends, options)
+    return ProjectedPlan(inner.method, inner.call, with_lse=False, projections=projector.projections_of(tensors))
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    sinks: Tensor | None,
+    ends: Tensor | None,
+    ticket: Tensor,
+    tensors: list[Tensor],
+    parameters: list[Tensor],
+    dims: list[int],
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = (x.new_empty((*x.shape[:2], heads, dims[2])) for heads in dims[:2])
+    found = traced.shapes(q, k, k, None, options)
+    return projected.forward_like(cast("UPipe", found.method), found.call, x, q, k, sinks)
+
+
+@torch.library.custom_op("armillary::traced_projected_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    x: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ends: Tensor | None,
+    ticket: Tensor,
+    tensors: list[Tensor],
+    parameters: list[Tensor],
+    dims: list[int],
+    method: int,
+    causal: bool,
+    left: int,
+    right: int,
+    layout: str,
+    key_layout: str,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    with_lse: bool,
+) -> list[Tensor]:
+    """[dx, the gradients of `parameters`]"""
+    options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
+    dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    with compat.above_autograd():
+        shares = projected.backward(plan(x, ticket, tensors, ends, dims, options), dout, x, dx, out, lse)
+    grads = [local(share, parameter) for share, parameter in zip(shares, parameters, strict=True)]
+    return [dx, *grads]
+
+
+def local(share: Tensor | None, parameter: Tensor) -> Tensor:
+    """The gradient of what this rank has of a parameter, in memory of its own."""
+    if share is None:
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    mine = share.to_local() if isinstance(share, DTensor) else share
+    return mine.to(parameter.dtype).clone(memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor,
+    x: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ends: Tensor | None,
+    ticket: Tensor,
+    tensors: list[Tensor],
+    parameters: list[Tensor],
+    dims: list[int],
+    *options: Any,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(parameter.new_empty(parameter.shape) for parameter in parameters)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, sinks, ends, ticket, tensors, parameters, *call = inputs
+    ctx.call, ctx.counts = call, (len(tensors), len(parameters))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, sinks, ends, ticket, *output, *tensors, *parameters)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    x, sinks, ends, ticket, out, lse, local_lse, *others = ctx.saved_tensors
+    tensors, parameters = others[: ctx.counts[0]], others[ctx.counts[0] :]
+    nothing, dout = [None] * len(ctx.call), grads[0]
+    if dout is None:
+        return None, None, None, None, [None] * len(tensors), [None] * len(parameters), *nothing
+    dx, *shares = _backward(dout, x, out, lse, ends, ticket, tensors, parameters, *ctx.call)
+    dsinks = None if sinks is None else sinks_gradient(dout, out, local_lse, sinks)
+    return dx, dsinks, None, None, [None] * len(tensors), shares, *nothing
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)

@@ -1,0 +1,96 @@
+"""torch.compile: each block in one graph, the same for all layers, with the results of the plain model, bit by bit."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Local, Method, UPipe
+from armillary.core import Axis
+from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize
+from armillary.models.parallel.parallelize import compile_block
+
+# More layers than Dynamo compiles anew before it gives up.
+SMALL = LlamaConfig(vocab_size=29, dim=16, layers=10, heads=4, kv_heads=2, hidden_dim=24, qk_norm=True, qkv_bias=True)
+CONFIGS = {
+    "llama": SMALL,
+    "windows": replace(SMALL, window=5, window_from=4),
+    "gpt": GPTConfig(vocab_size=29, dim=16, layers=10, heads=4, max_positions=32),
+}
+MASKS = [
+    AttentionMask(),
+    AttentionMask(documents=[0, 5, 24]),
+    AttentionMask(documents=[0, 3, 9, 24]),
+    AttentionMask(documents=[0, 3, 9, 11, 24]),
+]
+
+
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def staged() -> Method:
+    return UPipe(Axis.alone("ulysses"), heads_per_stage=2)
+
+
+def pair(config: LlamaConfig | GPTConfig, attention: Method, policy: Checkpointing) -> tuple[Llama | GPT, Llama | GPT]:
+    """A model, and a copy of it whose blocks are compiled."""
+    model = Llama(config, attention) if isinstance(config, LlamaConfig) else GPT(config, attention)
+    initialize(model, 0)
+    policy.apply(model)
+    twin = copy.deepcopy(model)
+    for block in (twin.model if isinstance(twin, Llama) else twin.transformer).blocks:
+        compile_block(block, "aot_eager")
+    return model, twin
+
+
+def results(model: Llama | GPT, mask: AttentionMask) -> list[Tensor | None]:
+    model.zero_grad()
+    logits = model(torch.arange(48).view(2, 24) % 29, mask=mask)
+    logits.sin().sum().backward()
+    return [logits, *(parameter.grad for parameter in model.parameters())]
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b is None or (a is not None and b is not None and torch.equal(a, b))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("attention", [Local, staged])
+def test_every_layer_and_mask_shares_a_few_graphs(name, attention):
+    fresh()
+    model, twin = pair(CONFIGS[name], attention(), Checkpointing())
+    for mask in MASKS:
+        assert all(same(a, b) for a, b in zip(results(model, mask), results(twin, mask), strict=True))
+    # One without documents, one with some, one with any number of them; and likewise in each window.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (6 if name == "windows" else 3)
+
+
+@pytest.mark.parametrize("policy", [Checkpointing("layer"), Checkpointing("attention_output", piece=7)], ids=str)
+def test_what_follows_attention_is_compiled_where_blocks_are_run_in_parts(policy):
+    fresh()
+    model, twin = pair(SMALL, staged(), policy)
+    for a, b in zip(results(model, MASKS[1]), results(twin, MASKS[1]), strict=True):
+        assert same(a, b)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+@pytest.mark.parametrize("frozen", ["q_proj", "k_norm", "self_attn", "input_layernorm"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    fresh()
+    model, twin = pair(replace(SMALL, layers=2), staged(), Checkpointing())
+    for each in (model, twin):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+    for a, b in zip(results(model, MASKS[0]), results(twin, MASKS[0]), strict=True):
+        assert same(a, b)
+
+
+def test_a_copy_of_a_module_is_found_as_itself():
+    model = Llama(replace(SMALL, layers=1), staged())
+    twin = copy.deepcopy(model)
+    tickets = [int(each.model.layers[0].self_attn.ticket) for each in (model, twin)]
+    assert tickets[0] != tickets[1]
