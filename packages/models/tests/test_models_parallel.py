@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from armillary.attention import AttentionMask, build_attention
+from armillary.attention import AttentionMask, Method, build_attention
 from armillary.core import Axis, compat
 from armillary.core.testing import mesh, relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
@@ -164,3 +164,52 @@ CASES = [
 def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, case):
     for faults in worlds(prod(case.axes.values())).run(compare, case, timeout=300):
         assert not faults
+
+
+def initial_weights(config: LlamaConfig | GPTConfig, axes: Mapping[str, int]) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = build(config, torch.float32)
+    parallelize(model, mesh(**axes))
+    model.to_empty(device="cpu")
+    initialize(model, 3)
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED, LEARNED], ids=["llama", "tied", "gpt"])
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"tp": 2, "shard": 2}, {"tp": 2, "replicate": 2}], ids=str)
+def test_initial_weights_are_the_same_to_the_bit(worlds, config, axes):
+    plain = build(config, torch.float32)
+    initialize(plain, 3)
+    expected = {name: whole(parameter) for name, parameter in plain.named_parameters()}
+    for weights in worlds(4).run(initial_weights, config, axes):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def refusals() -> list[str]:
+    """What is said where something does not fit."""
+    over = mesh(tp=2, ulysses=2)
+    wrong: list[tuple[Llama | GPT, DeviceMesh, Method | None]] = [
+        (Llama(replace(LLAMA, heads=3, kv_heads=3)), over, None),
+        (Llama(replace(LLAMA, heads=4, kv_heads=1)), over, None),
+        (Llama(replace(LLAMA, hidden_dim=49)), over, None),
+        (Llama(replace(LLAMA, heads=2, kv_heads=2)), over, build_attention("ulysses", over)),
+        (Llama(LLAMA), over["tp"], None),
+    ]
+    said: list[str] = []
+    for model, where, attention in wrong:
+        before = {name: type(module) for name, module in model.named_modules()}
+        with pytest.raises(ValueError) as caught:
+            parallelize(model, where, attention=attention)
+        said.append(str(caught.value))
+        assert {name: type(module) for name, module in model.named_modules()} == before
+    return said
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(worlds):
+    for said in worlds(4).run(refusals):
+        assert "heads 3 cannot be divided by 2 ranks of axis 'tp'" in said[0]
+        assert "kv_heads 1 cannot be divided by 2 ranks" in said[1]
+        assert "MLP width 49 cannot be divided by 2 ranks" in said[2]
+        assert "1 query heads cannot be split over 2 ranks of axis 'ulysses'" in said[3]
+        assert "the mesh has tp" in said[4]

@@ -11,7 +11,7 @@ from armillary.models.block import Block, plainly
 from armillary.models.checkpoint import Checkpointing
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.parallel.sharding import shard_parameters
+from armillary.models.parallel.sharding import shard_parameters, sharding_axes
 from armillary.models.parallel.tensor import tensor_parallel
 
 
@@ -52,6 +52,8 @@ def parallelize(
         ValueError: something does not fit the model's sizes or the mesh, before anything is changed or sent.
     """
     check_attention(model, mesh, attention)
+    if precision is not None:
+        sharding_axes(mesh)
     if "tp" in (mesh.mesh_dim_names or ()):
         tensor_parallel(model, mesh["tp"])
     blocks = [module for module in model.modules() if isinstance(module, Block)]

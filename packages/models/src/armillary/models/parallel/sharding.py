@@ -45,16 +45,20 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh for FSDP: [ranks that share parameters], behind [those that have copies] if there are several."""
+    sharding = compat.flatten(mesh, sharding_axes(mesh), "fsdp")
+    if "replicate" in (mesh.mesh_dim_names or ()) and mesh["replicate"].size() > 1:
+        return compat.join(mesh["replicate"], sharding)
+    return sharding
+
+
+def sharding_axes(mesh: DeviceMesh) -> list[str]:
+    """The axes of the mesh over which parameters are sharded; refuses a mesh without any."""
     names = mesh.mesh_dim_names or ()
     axes = [name for name in SHARDING if name in names]
     if not axes:
-        raise ValueError(
-            f"parameters are sharded over {', '.join(SHARDING)}; the mesh has {', '.join(names) or 'none'}"
-        )
-    sharding = compat.flatten(mesh, axes, "fsdp")
-    if "replicate" in names and mesh["replicate"].size() > 1:
-        return compat.join(mesh["replicate"], sharding)
-    return sharding
+        found = ", ".join(names) or "no names"
+        raise ValueError(f"parameters are sharded over any of {', '.join(SHARDING)}; the mesh has {found}")
+    return axes
 
 
 def units(model: Llama | GPT) -> Iterator[tuple[nn.Module, bool]]:
