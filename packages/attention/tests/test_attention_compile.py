@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.attention.kernels import Dense
 from armillary.attention.traced import documents_of
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
@@ -82,7 +83,7 @@ def test_other_documents_need_no_other_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second takes any number of documents
 
 
-def test_what_does_not_fit_is_refused_while_tracing():
+def test_heads_that_do_not_fit_are_refused():
     torch._dynamo.reset()
     compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 2, 8)
@@ -109,3 +110,40 @@ def test_masks_and_layouts_come_back_from_what_the_op_takes():
         assert mask.ends is None or AttentionMask(documents=documents_of(mask.ends)).documents == mask.documents
     for layout in (SequenceLayout.zigzag(23, 4), SequenceLayout.striped(23, 4), SequenceLayout.striped(23, 2, 3)):
         assert SequenceLayout.read(layout.text) == layout
+
+
+def test_a_scale_of_zero_is_zero():
+    torch._dynamo.reset()
+    attend, q = Local(), torch.randn(1, 4, 2, 8)
+    compiled = torch.compile(
+        lambda q: attend(q, q, q, mask=MASKS[0], scale=0.0, kernel="dense"), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q), attend(q, q, q, mask=MASKS[0], scale=0.0, kernel="dense"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_softcaps_and_kernels_that_there_are_none_of(compiled):
+    torch._dynamo.reset()
+    attend, q = Local(), torch.randn(1, 4, 2, 8)
+
+    def call(**options) -> Tensor:
+        return attend(q, q, q, mask=MASKS[0], **options)
+
+    function = torch.compile(call, backend="aot_eager") if compiled else call
+    with pytest.raises(ValueError, match=r"softcap 0.0 must be above 0"):
+        function(softcap=0.0, kernel="dense")
+
+
+def test_a_kernel_of_ones_own_has_no_name_in_a_graph():
+    class Other(Dense):
+        pass
+
+    torch._dynamo.reset()
+    attend, q, other = Local(), torch.randn(1, 4, 2, 8), Other()
+
+    def call(q) -> Tensor:
+        return attend(q, q, q, mask=MASKS[0], kernel=other)
+
+    with pytest.raises(Exception, match=r"takes kernels of|Observed exception"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(q)
+    assert torch.equal(torch.compile(call, backend="aot_eager")(q), call(q))  # outside of graphs

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, Method, Ring, Ulysses, WallFacer
-from armillary.core.testing import mesh
+from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, UPipe, WallFacer
+from armillary.core import Axis
+from armillary.core.testing import mesh, relative_error
 
 EVENTS: list[str] = []
 
@@ -23,13 +24,11 @@ class Linear(nn.Module):
 
     def q(self, x: Tensor, heads: range) -> Tensor:
         note_multiplied("q", heads)
-        return self.to_q(x).unflatten(-1, (-1, 16))[:, :, heads.start : heads.stop]
+        return self.to_q(x).unflatten(-1, (-1, 16))[:, :, list(heads)]
 
     def kv(self, x: Tensor, heads: range) -> tuple[Tensor, Tensor]:
         note_multiplied("kv", heads)
-        k, v = (
-            project(x).unflatten(-1, (-1, 16))[:, :, heads.start : heads.stop] for project in (self.to_k, self.to_v)
-        )
+        k, v = (project(x).unflatten(-1, (-1, 16))[:, :, list(heads)] for project in (self.to_k, self.to_v))
         return k, v
 
 
@@ -79,3 +78,22 @@ def test_queries_are_sent_before_keys_are_multiplied(worlds, name):
     for same, events in worlds(4).run(both_ways, name):
         assert same
         assert events[:4] == ["q", "sent", "kv", "sent"]
+
+
+@pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)], ids=["plain", "stages"])
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_under_autocast_every_projection_gets_its_gradient(attend, backward_inside):
+    """Autocast keeps weights that it has cast, with or without a gradient, for whoever asks next."""
+    projections, mask = Linear().float(), AttentionMask(causal=True)
+    x = torch.randn(1, 12, 32, requires_grad=True)
+    wanted = [x, *(p for p in projections.parameters() if p is not projections.to_k.bias)]  # its gradient is 0
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend.projected(x, projections, mask=mask)
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, wanted, dout) if backward_inside else ()
+    got = got or torch.autograd.grad(out, wanted, dout)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, (k, v) = projections.q(x, range(8)), projections.kv(x, range(2))
+        plain = Local()(q, k, v, mask=mask)
+    expected = torch.autograd.grad(plain, wanted, dout)
+    assert all(relative_error(a, b) < 2e-2 for a, b in zip(got, expected, strict=True))

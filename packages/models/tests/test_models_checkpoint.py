@@ -75,13 +75,21 @@ def test_in_bfloat16_gradients_are_as_exact_as_without(options):
     assert sum(error) < 1.2 * sum(plain_error)
 
 
-@pytest.mark.parametrize("options", [Checkpointing("layer"), Checkpointing("attention_output", offload=True)], ids=str)
-def test_under_autocast_blocks_are_computed_again_as_they_were(options):
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize(
+    "options",
+    [Checkpointing(tiled=True), Checkpointing("layer"), Checkpointing("attention_output", offload=True)],
+    ids=str,
+)
+def test_under_autocast_blocks_are_computed_again_as_they_were(options, inside):
     def found(chosen: Checkpointing) -> list[Tensor]:
         model = build(chosen, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model)
-        loss.backward()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
     for a, b in zip(found(options), found(Checkpointing()), strict=True):

@@ -156,3 +156,17 @@ def test_a_whole_model_is_saved_by_whoever_wants_to_alone(worlds, tmp_path):
     model = Llama.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain(LLAMA).parameters(), strict=True))
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def saved_from_nowhere(folder: str) -> str:
+    """What the rank hears when the folder that the tokenizer is to come from is not there on rank 1."""
+    source = f"{folder}/nowhere" if dist.get_rank() == 1 else folder
+    with pytest.raises((OSError, ValueError)) as error:
+        full(LLAMA, {"shard": 2}).save_pretrained(f"{folder}/new", source=source)
+    return str(error.value)
+
+
+def test_a_source_that_is_missing_on_one_rank_is_heard_of_on_all(worlds, tmp_path):
+    said = worlds(2).run(saved_from_nowhere, str(tmp_path))
+    assert "rank 1 had ValueError" in said[0]
+    assert "is no folder" in said[1]

@@ -8,7 +8,8 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -186,6 +187,23 @@ def test_initial_weights_are_the_same_to_the_bit(worlds, config, axes):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+class Adapted(nn.Linear):
+    """Does more than its weight says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+def wrapped(model: GPT) -> GPT:
+    model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])
+    return model
+
+
+def adapted(model: Llama) -> Llama:
+    model.model.layers[1].self_attn.q_proj = Adapted(32, 64, bias=False)
+    return model
+
+
 def refusals() -> list[str]:
     """What is said where something does not fit."""
     over = mesh(tp=2, ulysses=2)
@@ -195,6 +213,8 @@ def refusals() -> list[str]:
         (Llama(replace(LLAMA, hidden_dim=49)), over, None),
         (Llama(replace(LLAMA, heads=2, kv_heads=2)), over, build_attention("ulysses", over)),
         (Llama(LLAMA), over["tp"], None),
+        (wrapped(GPT(LEARNED)), over, None),
+        (adapted(Llama(LLAMA)), over, None),
     ]
     said: list[str] = []
     for model, where, attention in wrong:
@@ -213,3 +233,48 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(worl
         assert "MLP width 49 cannot be divided by 2 ranks" in said[2]
         assert "1 query heads cannot be split over 2 ranks of axis 'ulysses'" in said[3]
         assert "the mesh has tp" in said[4]
+        assert "transformer.h.0.ln_1 is not there: cut a model first" in said[5]
+        assert "model.layers.1.self_attn.q_proj is Adapted, not Linear as it was built" in said[6]
+
+
+def beyond() -> list[bool]:
+    """Whether ids and positions that there are none of are refused, on this rank too."""
+    over = mesh(tp=4)
+    llama, gpt = build(LLAMA, torch.float32), build(LEARNED, torch.float32)
+    for model in (llama, gpt):
+        parallelize(model, over, precision=None)
+    found: list[bool] = []
+    for call in (
+        lambda: llama(torch.tensor([[1, 2, 99, 3]])),
+        lambda: llama(torch.tensor([[1, 2, -99, 3]])),
+        lambda: gpt(torch.tensor([[1, 2]]), positions=torch.tensor([63, 64])),
+    ):
+        with pytest.raises(IndexError):
+            call()
+        found.append(True)
+    return found
+
+
+def test_ids_and_positions_that_there_are_none_of_are_refused_on_every_rank(worlds):
+    assert worlds(4).run(beyond) == [[True] * 3] * 4
+
+
+FEW = replace(LLAMA, vocab_size=5, qk_norm=False)
+
+
+def few_ids() -> list[float]:
+    """The error of each gradient of a model with fewer ids than ranks."""
+    plain, cut = build(FEW, torch.float64), build(FEW, torch.float64)
+    for model in (plain, cut):
+        initialize(model, 0)
+    parallelize(cut, mesh(tp=4), precision=None)
+    ids = torch.arange(14).view(2, 7) % 5
+    for model, labels in ((plain, ids), (cut, ids)):
+        model(ids, head=partial(linear_token_loss, labels=labels))[0].backward()
+    pairs = zip(cut.parameters(), plain.parameters(), strict=True)
+    return [relative_error(whole(a.grad), whole(b.grad)) for a, b in pairs]
+
+
+def test_a_rank_without_rows_of_the_vocabulary(worlds):
+    for errors in worlds(4).run(few_ids):
+        assert max(errors) < 1e-12

@@ -17,7 +17,7 @@ from armillary.attention import traced, traced_projected
 from armillary.attention.bridge import Plan, attend
 from armillary.attention.call import Call, Saved
 from armillary.attention.dtensor import attend_dtensors
-from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
+from armillary.attention.kernels import Inputs, Kernel, Scores, check_softcap, choose_kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.traced_projected import Traceable
@@ -223,9 +223,10 @@ class Method(ABC):
         if torch.compiler.is_compiling() and not self.staged:
             q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
             return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, return_lse=False)[0]
-        if torch.compiler.is_compiling() and isinstance(projections, Traceable):
-            parts, heads = projections.parts(), (projections.heads, projections.key_heads)
-            options = traced.options_of(self, mask, layout, None, scale, softcap, kernel, return_lse=False)
+        parts = projections.parts() if torch.compiler.is_compiling() and isinstance(projections, Traceable) else None
+        if parts is not None:
+            heads = projections.heads, projections.key_heads
+            options = traced.options_of(self, mask, layout, None, parts.head_dim, scale, softcap, kernel, False)
             return traced_projected.attend(x, heads, parts, sinks, options, mask.ends)
         untraced: Any = self._projected
         return untraced(x, projections, mask, layout, scale, sinks, softcap, kernel)
@@ -289,6 +290,7 @@ class Method(ABC):
     ) -> Call:
         """The call, all of it checked. Of the tensors, only shapes, dtypes and devices are looked at."""
         self._check_tensors(q, k, v, sinks)
+        check_softcap(inputs.softcap)
         self.check(q, k, v)
         layout = self._sequence_layout(layout, q.shape[1])
         key_layout = self._sequence_layout(layout if key_layout is None else key_layout, k.shape[1])

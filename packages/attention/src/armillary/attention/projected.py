@@ -52,8 +52,9 @@ class ProjectedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: ProjectedPlan, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
-        out, lse, local_lse = _forward(x, sinks, plan.handle)
         ctx.plan, ctx.autocast = plan, as_now(x.device.type)
+        with ctx.autocast():
+            out, lse, local_lse = _forward(x, sinks, plan.handle)
         ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
         return out
 

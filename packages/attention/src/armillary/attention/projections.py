@@ -8,6 +8,8 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from armillary.core import as_now
+
 
 class Projections(Protocol):
     """From hidden states x [B, T, E] of this rank's tokens to heads, with norm, bias, RoPE and LoRA between.
@@ -53,4 +55,5 @@ def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tens
     first = slice(0, 1)
     if isinstance(projections, TokenProjections):
         x, projections = x[:, first], projections.of_tokens(first)
-    return projections.q(x, range(1)), *projections.kv(x, range(1))
+    with as_now(x.device.type)():
+        return projections.q(x, range(1)), *projections.kv(x, range(1))

@@ -3,7 +3,7 @@
 Under the tracer nothing may depend on Python objects but what it can guard: numbers, strings and tensors. So a layout
 goes into the op as text, which makes it part of what the graph was compiled for; a mask as its numbers, and documents
 as a tensor, so that other documents need no other graph; and a method as its number. When the op runs it does what the
-call would have done outside of a graph, checks included. The fake implementation makes the same checks while tracing.
+call would have done outside of a graph, checks included.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from armillary.attention import bridge
 from armillary.attention.call import Saved
-from armillary.attention.kernels import Inputs, Kernel
+from armillary.attention.kernels import KERNELS, Inputs, Kernel, check_softcap
 from armillary.attention.mask import AttentionMask
-from armillary.core import SequenceLayout
+from armillary.core import SequenceLayout, wide
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method
@@ -44,7 +44,7 @@ def ticket(what: object) -> Tensor:
 
 
 class Options(NamedTuple):
-    """A call, but for its tensors, in what an op may take. -1, 0 and "" stand for None."""
+    """A call, but for its tensors, in what an op may take. For None stand -1 of a window, 0 of softcap and ""."""
 
     method: int
     causal: bool
@@ -73,7 +73,7 @@ def attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse; empty unless `return_lse`): what a traced call of `method` becomes."""
-    options = options_of(method, mask, layout, key_layout, scale, softcap, kernel, return_lse)
+    options = options_of(method, mask, layout, key_layout, q.shape[-1], scale, softcap, kernel, return_lse)
     out, lse, *_ = _forward(q, k, v, sinks, mask.ends, *options)
     return out, lse
 
@@ -83,11 +83,20 @@ def options_of(
     mask: AttentionMask,
     layout: SequenceLayout | None,
     key_layout: SequenceLayout | None,
+    head_dim: int,
     scale: float | None,
     softcap: float | None,
     kernel: str | Kernel | None,
     return_lse: bool,
 ) -> Options:
+    """The call in what an op may take.
+
+    Raises:
+        ValueError: a softcap that is not above 0, or a kernel that has no name by which an op finds it.
+    """
+    check_softcap(softcap)
+    if kernel is not None and not isinstance(kernel, str) and not any(kernel is known for known in KERNELS):
+        raise ValueError(f"torch.compile takes kernels of {', '.join(known.name for known in KERNELS)}; got {kernel}")
     left, right = mask.window or (None, None)
     return Options(
         method.number,
@@ -96,7 +105,7 @@ def options_of(
         -1 if right is None else right,
         "" if layout is None else layout.text,
         "" if key_layout is None else key_layout.text,
-        scale or 0.0,
+        head_dim**-0.5 if scale is None else scale,
         softcap or 0.0,
         (kernel if isinstance(kernel, str) else kernel.name) if kernel else "",
         return_lse,
@@ -114,7 +123,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ends: Tensor | N
     mask = mask_of(options, ends)
     inputs = Inputs.of(q, v, options.softcap or None)
     layouts = layout_of(options.layout), layout_of(options.key_layout)
-    call = method.call(q, k, v, inputs, mask, *layouts, options.scale or None, sinks, options.kernel or None)
+    call = method.call(q, k, v, inputs, mask, *layouts, options.scale, sinks, options.kernel or None)
     return bridge.Plan(method, call, options.with_lse)
 
 
@@ -154,11 +163,18 @@ def _forward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ends: Tensor | None, *options: Any) -> list[Tensor]:
-    return bridge.forward_like(shapes(q, k, v, sinks, options), q, k, v, sinks)
+    method: Method = NUMBERED[int(options[0])]
+    if method.moves:
+        return bridge.forward_like(shapes(q, k, v, sinks, options), q, k, v, sinks)
+    return [q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide(q.dtype))]
 
 
 def shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Sequence[Any]) -> bridge.Plan:
-    """The plan as far as it can be known while tracing: whatever the mask is, for nothing's shape depends on it."""
+    """The plan as far as it can be known while tracing: whatever the mask is, for nothing's shape depends on it.
+
+    Its checks make the graph one for these very sizes, so it is asked for only where tensors move: shapes of what is
+    saved then follow from the layout.
+    """
     known = Options(*options)._replace(causal=True, left=-1, right=-1)
     return plan(q, k, v, sinks, None, known)
 

@@ -8,6 +8,7 @@ The parameters are inputs too, so that their gradients have somewhere to go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -53,8 +54,8 @@ class Parts(NamedTuple):
 class Traceable(Protocol):
     """Projections that a compiled graph need not know."""
 
-    def parts(self) -> Parts:
-        """What makes them again."""
+    def parts(self) -> Parts | None:
+        """What makes them again, with the same numbers; None if that cannot be promised."""
         ...
 
 
@@ -62,8 +63,11 @@ def attend(
     x: Tensor, heads: Sequence[int], parts: Parts, sinks: Tensor | None, options: Options, ends: Tensor | None
 ) -> Tensor:
     """out [B, T, H, Dv]: what a traced `projected` becomes, with H and K `heads`."""
-    dims = [*heads, parts.head_dim]
-    return _forward(x, sinks, ends, parts.ticket, parts.tensors, parts.parameters, dims, *options)[0]
+    kind = x.device.type
+    lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if lowered else None
+    inputs = parts.ticket, parts.tensors, parts.parameters
+    return _forward(x, sinks, ends, *inputs, [*heads, parts.head_dim], dtype, *options)[0]
 
 
 @torch.library.custom_op("armillary::traced_projected_attention", mutates_args=())
@@ -75,6 +79,7 @@ def _forward(
     tensors: list[Tensor],
     parameters: list[Tensor],
     dims: list[int],
+    autocast: torch.dtype | None,
     method: int,
     causal: bool,
     left: int,
@@ -88,15 +93,28 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `armillary::projected_attention`."""
     options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
-    return projected.forward(plan(x, ticket, tensors, ends, dims, options), x, sinks)
+    with as_then(x, autocast):
+        return projected.forward(plan(x, ticket, tensors, ends, dims, autocast, options), x, sinks)
+
+
+def as_then(x: Tensor, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast as it was when the op was called."""
+    return torch.autocast(x.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
 
 
 def plan(
-    x: Tensor, ticket: Tensor, tensors: Sequence[Tensor], ends: Tensor | None, dims: Sequence[int], options: Options
+    x: Tensor,
+    ticket: Tensor,
+    tensors: Sequence[Tensor],
+    ends: Tensor | None,
+    dims: Sequence[int],
+    autocast: torch.dtype | None,
+    options: Options,
 ) -> ProjectedPlan:
     """What `Method.projected` makes of the same call."""
     projector: Projector = NUMBERED[int(ticket.item())]
-    q, k = (x.new_empty(1).expand(*x.shape[:2], heads, dims[2]) for heads in dims[:2])
+    one = x.new_empty(1, dtype=autocast or x.dtype)
+    q, k = (one.expand(*x.shape[:2], heads, dims[2]) for heads in dims[:2])
     inner = traced.plan(q, k, k, None, ends, options)
     return ProjectedPlan(inner.method, inner.call, with_lse=False, projections=projector.projections_of(tensors))
 
@@ -110,9 +128,10 @@ def _(
     tensors: list[Tensor],
     parameters: list[Tensor],
     dims: list[int],
+    autocast: torch.dtype | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k = (x.new_empty((*x.shape[:2], heads, dims[2])) for heads in dims[:2])
+    q, k = (x.new_empty((*x.shape[:2], heads, dims[2]), dtype=autocast or x.dtype) for heads in dims[:2])
     found = traced.shapes(q, k, k, None, options)
     return projected.forward_like(cast("UPipe", found.method), found.call, x, q, k, sinks)
 
@@ -128,6 +147,7 @@ def _backward(
     tensors: list[Tensor],
     parameters: list[Tensor],
     dims: list[int],
+    autocast: torch.dtype | None,
     method: int,
     causal: bool,
     left: int,
@@ -142,8 +162,8 @@ def _backward(
     """[dx, the gradients of `parameters`]"""
     options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    with compat.above_autograd():
-        shares = projected.backward(plan(x, ticket, tensors, ends, dims, options), dout, x, dx, out, lse)
+    with compat.above_autograd(), as_then(x, autocast):
+        shares = projected.backward(plan(x, ticket, tensors, ends, dims, autocast, options), dout, x, dx, out, lse)
     grads = [local(share, parameter) for share, parameter in zip(shares, parameters, strict=True)]
     return [dx, *grads]
 
@@ -167,6 +187,7 @@ def _(
     tensors: list[Tensor],
     parameters: list[Tensor],
     dims: list[int],
+    autocast: torch.dtype | None,
     *options: Any,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape), *(parameter.new_empty(parameter.shape) for parameter in parameters)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
-from typing import cast
+from typing import Self, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -138,6 +138,9 @@ class Axis:
         chosen = tuple(ranks)
         group = _subgroup(self.group, chosen, self.timeout)
         return replace(self, rank=chosen.index(self.rank), size=len(chosen), group=group)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copied model communicates where the model did
 
     def ranks(self) -> list[int]:
         """Global ranks along this axis, in axis order."""

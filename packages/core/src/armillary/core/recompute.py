@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,17 @@ from torch import Tensor
 from armillary.core.pieces import is_rehearsing
 
 
-def as_now(device_type: str) -> Callable[[], torch.autocast]:
-    """A context in which autocast is what it is now; for backward passes, which compute again and run outside it."""
+def as_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A context in which autocast is what it is now; for backward passes, which compute again and run outside it.
+
+    But for its cache: a weight that is cast without a gradient, and kept for the next who asks, loses its gradient
+    there. So what is computed without autograd, to be computed again with it, is to be computed in this context too.
+    """
+    if device_type == "meta":
+        return nullcontext
     enabled = torch.is_autocast_enabled(device_type)
-    return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), enabled=enabled)
+    options: dict[str, Any] = {"enabled": enabled, "cache_enabled": False}
+    return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), **options)
 
 
 class Draws:

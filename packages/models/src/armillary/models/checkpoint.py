@@ -68,7 +68,8 @@ class Checkpointing:
             raise ValueError(f"pieces of {self.piece} tokens: at least 1 is needed")
 
     def apply(self, model: nn.Module) -> None:
-        """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again.
+        """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again. Before
+        torch.compile, which replaces what is set here.
 
         Raises:
             ValueError: a model of other blocks, or a policy other than "none" on attention that is no armillary method.
@@ -219,9 +220,11 @@ class CheckpointedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Work, x: Tensor, *params: Tensor) -> Tensor:
-        y, out, lse = work.forward(x)
+        ctx.work, ctx.autocast = work, as_now(x.device.type)
+        with ctx.autocast():
+            y, out, lse = work.forward(x)
         kept = (x, out, lse) if work.keeps_attention else (x,)
-        ctx.work, ctx.autocast, ctx.kept = work, as_now(x.device.type), work.keep(kept)
+        ctx.kept = work.keep(kept)
         # Parameters are not used from here, but autograd then notices if somebody has changed them meanwhile.
         ctx.save_for_backward(*params, *(() if ctx.kept else kept))
         ctx.params = len(params)

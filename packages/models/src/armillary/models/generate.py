@@ -46,7 +46,8 @@ def generate(
         mask: causal unless given; with a window, maybe.
         temperature, top_k, top_p: how to choose, as in `Sampling`; the likeliest token, unless given.
         seed: of what is drawn. The same seed gives the same tokens, on devices of one type.
-        stop: ids after which a row has ended; the rest of it is filled with that id.
+        stop: ids after which a row has ended; the rest of it is filled with that id. Under FSDP all ranks must come to
+            the same number of steps: give none where others have other prompts.
 
     Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token (P - 1) B H (D e + 4)
     a layer (8 for 4 in float64), and (P - 1) 8 B.

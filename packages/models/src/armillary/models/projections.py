@@ -56,17 +56,13 @@ class HeadProjections:
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
         return chain.from_iterable(module.parameters() for module in modules if module is not None)
 
-    def parts(self) -> Parts:
-        """What makes them again, inside an op.
-
-        Raises:
-            ValueError: nobody could: no `Projecting` module has made them, or with a norm.
-        """
-        if self.ticket is None or self.norm is not None:
-            raise ValueError("torch.compile takes projections of Projecting modules alone, without a norm before them")
+    def parts(self) -> Parts | None:
+        """What makes them again, inside an op; None where something else (LoRA, maybe with dropout) is between."""
+        modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
+        known = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
+        if self.ticket is None or self.norm is not None or not known or self.key is self.value:
+            return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
-        value = () if self.value is self.key else (self.value,)
-        modules = (self.query, self.key, *value, self.query_norm, self.key_norm)
         parameters = [
             getattr(part, name)  # sharded over an axis, a module's attribute is what this rank has (`Placed`)
             for module in modules
@@ -90,7 +86,7 @@ class HeadProjections:
         """The wanted ones of `count` heads."""
         if tuple(wanted) == tuple(range(count)):
             return linear(x).unflatten(-1, (count, self.head_dim))
-        if not isinstance(linear, nn.Linear) or not plain(linear):
+        if not isinstance(linear, nn.Linear) or not plain(linear, nn.Linear):
             return linear(x).unflatten(-1, (count, self.head_dim))[:, :, list(wanted)]
         rows, shift = (
             None if p is None else p.unflatten(0, (count, self.head_dim))[list(wanted)].flatten(0, 1)
@@ -119,8 +115,8 @@ class Projecting(nn.Module):
         return self.projections(Rotation(*tensors) if tensors else None, None)
 
 
-def plain(linear: nn.Linear) -> bool:
-    """Whether calling the module multiplies by its weight, adds its bias, and does nothing else."""
+def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether calling the module does what one of `kinds` does, and nothing else."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    touched = "forward" in vars(linear) or any(vars(linear)[name] for name in hooks)
-    return type(linear).forward is nn.Linear.forward and not touched
+    touched = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
+    return any(type(module).forward is kind.forward for kind in kinds) and not touched

@@ -123,7 +123,8 @@ class Tokenwise(torch.autograd.Function):
         ctx.function, ctx.module, ctx.cut, ctx.count = function, module, (piece, spread), count
         ctx.autocast, ctx.draws = as_now(tensors[0].device.type), Draws()
         ctx.save_for_backward(*tensors)
-        return run(function, tensors[:count], ctx.draws, piece, spread=spread)
+        with ctx.autocast():
+            return run(function, tensors[:count], ctx.draws, piece, spread=spread)
 
     @staticmethod
     @once_differentiable

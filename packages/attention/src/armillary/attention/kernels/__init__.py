@@ -7,7 +7,7 @@ from armillary.attention.kernels.cuda_flash import CudaFlash
 from armillary.attention.kernels.dense import Dense
 from armillary.attention.kernels.flash_attn_2 import FlashAttn2
 from armillary.attention.kernels.flash_attn_3 import FlashAttn3
-from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores
+from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, check_softcap
 
 __all__ = [
     "KERNELS",
@@ -21,6 +21,7 @@ __all__ = [
     "Inputs",
     "Kernel",
     "Scores",
+    "check_softcap",
     "choose_kernel",
 ]
 

@@ -111,6 +111,12 @@ class Kernel(Protocol):
         return ((i, self.backward(*piece, scores)) for i, piece in enumerate(pieces))
 
 
+def check_softcap(softcap: float | None) -> None:
+    """Refuses what would divide by zero, or turn scores round."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
+
+
 def refuses_dtype(dtype: torch.dtype, accepted: tuple[torch.dtype, ...]) -> str | None:
     """Why a kernel for these dtypes does not take this one, or None if it does."""
     if dtype in accepted:

@@ -52,11 +52,11 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes `config` and `tensors`, and what belongs to the model in `source`. See `Pretrained.save_pretrained`."""
-    check(tensors, source, dtype, max_file_bytes)
+    ranks = Ranks.around(tensors.values())
+    ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
     stored = all_stored(config, tensors, dtype)
     described = describe(config, next(iter(stored)).dtype)
     named = name_files(split(stored, max_file_bytes))
-    ranks = Ranks.around(tensors.values())
     target = Path(folder)
     try:
         ranks.agree(lambda: target.mkdir(parents=True, exist_ok=True))

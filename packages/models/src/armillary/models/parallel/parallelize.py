@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
+from armillary.core import Axis
 from armillary.models.block import Block, plainly
 from armillary.models.checkpoint import Checkpointing
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel.sharding import shard_parameters, sharding_axes
-from armillary.models.parallel.tensor import tensor_parallel
+from armillary.models.parallel.tensor import styles_for, tensor_parallel
 
 
 def parallelize(
@@ -39,28 +43,28 @@ def parallelize(
         initialize(model, seed=0)
 
     Args:
-        mesh: with any of the axes replicate, shard, ring, ulysses and tp, such as `build_mesh` makes.
+        mesh: such as `build_mesh` makes; some of replicate, shard, ring, ulysses and tp are enough, among them one of
+            shard, ring and ulysses for FSDP2.
         attention: for all layers, over this mesh's axes; as it is unless given. Heads are this rank's of `tp`.
         checkpointing: what blocks keep for backward; all unless given.
         precision: of forward and backward under FSDP2, whose master weights and reductions are float32; None: no FSDP2,
             parameters stay whole, and it is the caller who sums gradients over ranks.
         on_host: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Where blocks are run in
-            parts (a checkpoint policy), what follows attention is compiled, and attention is not.
+            parts (a checkpoint policy), what follows attention is compiled, and attention is not. Shards of more than a
+            few different layouts are run as they are, with a warning: a graph is made for a layout.
 
     Raises:
-        ValueError: something does not fit the model's sizes or the mesh, before anything is changed or sent.
+        ValueError: something does not fit the model or the mesh. Raised before any module or parameter is changed.
     """
-    check_attention(model, mesh, attention)
-    if precision is not None:
-        sharding_axes(mesh)
-    if "tp" in (mesh.mesh_dim_names or ()):
-        tensor_parallel(model, mesh["tp"])
+    check(model, mesh, attention, precision, compiler)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         block.attention = block.attention if attention is None else attention
     if checkpointing is not None:
         checkpointing.apply(model)
+    if "tp" in (mesh.mesh_dim_names or ()):
+        tensor_parallel(model, mesh["tp"])
     if compiler is not None:
         for block in blocks:
             compile_block(block, compiler)
@@ -68,18 +72,38 @@ def parallelize(
         shard_parameters(model, mesh, precision, on_host)
 
 
-def check_attention(model: Llama | GPT, mesh: DeviceMesh, attention: Method | None) -> None:
-    """Refuses a method that cannot split the heads that a rank of `tp` has."""
-    config, ranks = model.config, mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
+def check(
+    model: Llama | GPT, mesh: DeviceMesh, attention: Method | None, precision: torch.dtype | None, compiler: str | None
+) -> None:
+    """Refuses what cannot be done with this model on this mesh."""
+    config, cut = model.config, "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is a DTensor: the model is on a mesh already")
+    if precision is not None:
+        sharding_axes(mesh)
+    if cut:
+        styles_for(model, Axis.of(mesh["tp"]))
     if attention is not None:
+        ranks = mesh["tp"].size() if cut else 1
         heads = (config.heads // ranks, config.kv_heads // ranks)
         q, k = (torch.empty(1, 1, count, config.head_dim, device="meta") for count in heads)
         attention.check(q, k, k)
+    known = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
+    if compiler is not None and compiler not in known:
+        raise ValueError(f"no compiler {compiler!r}; known: {', '.join(known)}")
 
 
-def compile_block(block: Block, compiler: str) -> None:
-    """Compiles the block, or what follows attention where it is run in parts."""
+def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
+    """Compiles the block, or what follows attention where it is run in parts. In place; a copy has its own parts.
+
+    Args:
+        fullgraph: more than one graph is an error. So is one graph more than Dynamo is willing to make of a function,
+            and a run should not end because of that.
+    """
     made: nn.Module = block
-    part = "run" if block.run is plainly else "rest"
-    # Pieces may be of many sizes: more than Dynamo compiles anew are then run as they are, instead of ending the run.
-    setattr(made, part, torch.compile(getattr(block, part), backend=compiler, fullgraph=part == "run"))
+    if block.run is plainly:
+        made.run = torch.compile(plainly, backend=compiler, fullgraph=fullgraph)
+    else:
+        rest = torch.compile(type(block).rest, backend=compiler, fullgraph=fullgraph)
+        made.rest = MethodType(rest, block)

@@ -8,7 +8,7 @@ out to the ranks (`armillary.core.dealt`), within attention and MLP every rank h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class Placed(nn.Module):
     """A module whose parameters are placed on `axis`."""
 
     axis: Axis
+    plain: ClassVar[type[nn.Module]]
+    """What it is made of."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -55,9 +57,13 @@ def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mappin
 class ColumnLinear(Placed, nn.Linear):
     """Some of the outputs: weight and bias are cut by rows. Of all tokens."""
 
+    plain = nn.Linear
+
 
 class RowLinear(Placed, nn.Linear):
     """From some of the inputs, of all tokens, to all outputs of this rank's: the weight is cut by columns."""
+
+    plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         y, bias = sum_dealt(F.linear(input, self.weight), self.axis), cast(Tensor | None, self.bias)
@@ -67,9 +73,13 @@ class RowLinear(Placed, nn.Linear):
 class CopiedRMSNorm(Placed, nn.RMSNorm):
     """On whatever this rank has."""
 
+    plain = nn.RMSNorm
+
 
 class CopiedLayerNorm(Placed, nn.LayerNorm):
     """On whatever this rank has."""
+
+    plain = nn.LayerNorm
 
 
 class GatheringRMSNorm(CopiedRMSNorm):
@@ -89,12 +99,20 @@ class GatheringLayerNorm(CopiedLayerNorm):
 class VocabularyEmbedding(Placed, nn.Embedding):
     """From all tokens to this rank's, embedded: each rank has some rows of the table."""
 
+    plain = nn.Embedding
+
     def forward(self, input: Tensor) -> Tensor:
         table = self.weight
-        inside = input - first_row(self.num_embeddings, self.axis)
+        inside = inside_of(input, self.num_embeddings) - first_row(self.num_embeddings, self.axis)
         mine = (inside >= 0) & (inside < len(table))
-        x = F.embedding(inside.where(mine, 0), table) if len(table) else table.new_zeros((*input.shape, table.shape[1]))
+        # A rank without rows has one to look up, so that its backward pass exchanges what the others' do.
+        x = F.embedding(inside.where(mine, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
         return sum_dealt(x.where(mine.unsqueeze(-1), 0), self.axis)
+
+
+def inside_of(indices: Tensor, count: int) -> Tensor:
+    """The indices; one beyond `count` is left to torch to refuse, as if all rows were here, and so on every rank."""
+    return indices + indices.new_zeros(1).expand(count)[indices]
 
 
 def first_row(rows: int, axis: Axis) -> int:
@@ -105,9 +123,14 @@ def first_row(rows: int, axis: Axis) -> int:
 class DealtEmbedding(Placed, nn.Embedding):
     """From all positions [T] to the embeddings of this rank's; the table is copied."""
 
+    plain = nn.Embedding
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.embedding(own_dealt(input.unsqueeze(0), self.axis).squeeze(0), self.weight)
+        positions = inside_of(input, self.num_embeddings)
+        return F.embedding(own_dealt(positions.unsqueeze(0), self.axis).squeeze(0), self.weight)
 
 
 class VocabularyHead(Placed, Head):
     """A head of some rows: what is done with the weight must know that (`on_vocabulary`)."""
+
+    plain = Head

@@ -35,22 +35,42 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
     of the weight, and `axis=` and `vocabulary=` (V) as `linear_token_loss` takes them; without a head, logits [B, T, V]
     are gathered.
 
+    Without FSDP, the gradient of a parameter that is copied (norms, some biases) comes as `Partial`: this rank's share.
+    Clipping and AdamW sum it up; so does `full_tensor()`.
+
     Args:
-        model: with plain parameters, the same on all ranks or on "meta"; not yet under FSDP.
+        model: with plain parameters, the same on all ranks or on "meta"; not yet under FSDP, wrapped or adapted.
         axis: a 1-D mesh, such as `mesh["tp"]`. One rank leaves the model as it is.
 
     Raises:
-        ValueError: heads, key/value heads or the MLP's width are not divided by R.
+        ValueError: heads, key/value heads or the MLP's width are not divided by R, or a module is not what the model
+            was built with (wrapped, replaced, or cut already). Raised before anything is changed.
     """
-    along, config = Axis.of(axis), model.config
-    if along.size == 1:
+    if Axis.of(axis).size == 1:
         return
+    styles = styles_for(model, Axis.of(axis))
+    parallelize_module(model, axis, styles)
+    model.heading = partial(on_vocabulary, axis, model.config.vocab_size)
+
+
+def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
+    """How each module is to be cut, by name. Errors as in `tensor_parallel`."""
+    config = model.config
     width = model.config.hidden_dim if isinstance(model, Llama) else 4 * config.dim
     for name, count in {"heads": config.heads, "kv_heads": config.kv_heads, "MLP width": width}.items():
-        if count % along.size:
-            raise ValueError(f"{name} {count} cannot be divided by {along.size} ranks of axis {along.name!r}")
-    parallelize_module(model, axis, llama_styles(model) if isinstance(model, Llama) else gpt_styles())
-    model.heading = partial(on_vocabulary, axis, config.vocab_size)
+        if count % axis.size:
+            raise ValueError(f"{name} {count} cannot be divided by {axis.size} ranks of axis {axis.name!r}")
+    patterns = llama_styles(model) if isinstance(model, Llama) else gpt_styles()
+    styles = {name.replace("*", str(i)): style for name, style in patterns.items() for i in range(config.layers)}
+    modules = dict(model.named_modules())
+    for name, style in styles.items():
+        found = modules.get(name)
+        kind = style.kind.plain if isinstance(style, As) else nn.Module
+        touched = isinstance(style, As) and (type(found) is not kind or "forward" in vars(found))
+        if found is None or touched:
+            shown = "not there" if found is None else f"{type(found).__name__}, not {kind.__name__} as it was built"
+            raise ValueError(f"{name} is {shown}: cut a model first, and then wrap it or put adapters in")
+    return styles
 
 
 @dataclass
