@@ -70,7 +70,7 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
         ({"replicate": 2, "ulysses": 2}, "zigzag"),
         ({"replicate": 2, "shard": 2}, "contiguous"),
         ({"tp": 2, "ring": 2}, "zigzag"),
-        ({"tp": 2, "shard": 2, "compiler": "aot_eager"}, "contiguous"),
+        ({"tp": 2, "shard": 2}, "contiguous"),
     ],
     ids=str,
 )

@@ -43,6 +43,13 @@ def ticket(what: object) -> Tensor:
     return torch.tensor(number(what), device="cpu")
 
 
+OPTIONS = (
+    "SymInt method, bool causal, SymInt left, SymInt right, str layout, str key_layout, float scale, float softcap, "
+    "str kernel, bool with_lse"
+)
+"""`Options` in an op's schema."""
+
+
 class Options(NamedTuple):
     """A call, but for its tensors, in what an op may take. For None stand -1 of a window, 0 of softcap and ""."""
 
@@ -138,27 +145,14 @@ def documents_of(ends: Tensor) -> list[int] | list[list[int]]:
     return rows if ends.ndim == 1 else [[end for end in row if end >= 0] for row in rows]
 
 
-@torch.library.custom_op("armillary::traced_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    ends: Tensor | None,
-    method: int,
-    causal: bool,
-    left: int,
-    right: int,
-    layout: str,
-    key_layout: str,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    with_lse: bool,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "armillary::traced_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? ends, {OPTIONS}) -> Tensor[]",
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ends: Tensor | None, *options: Any) -> list[Tensor]:
     """As `armillary::attention`."""
-    options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
-    return bridge.forward(plan(q, k, v, sinks, ends, options), q, k, v, sinks)
+    return bridge.forward(plan(q, k, v, sinks, ends, Options(*options)), q, k, v, sinks)
 
 
 @_forward.register_fake
@@ -179,7 +173,12 @@ def shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Seque
     return plan(q, k, v, sinks, None, known)
 
 
-@torch.library.custom_op("armillary::traced_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "armillary::traced_attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, SymInt[] shape, Tensor? ends, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -187,22 +186,13 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    shape: list[int],
+    shape: Sequence[int],
     ends: Tensor | None,
-    method: int,
-    causal: bool,
-    left: int,
-    right: int,
-    layout: str,
-    key_layout: str,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    with_lse: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `armillary::attention_backward`. `shape`: tokens and heads of the call's keys."""
-    options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
-    return bridge.backward(call_of(dout, q, k, v, shape, ends, options), dout, Saved(q, k, v, out, lse))
+    found = call_of(dout, q, k, v, shape, ends, Options(*options))
+    return bridge.backward(found, dout, Saved(q, k, v, out, lse))
 
 
 @_backward.register_fake

@@ -19,11 +19,15 @@ from armillary.attention import projected, traced
 from armillary.attention.bridge import sinks_gradient
 from armillary.attention.projected import ProjectedPlan
 from armillary.attention.projections import Projections
-from armillary.attention.traced import NUMBERED, Options
+from armillary.attention.traced import NUMBERED, OPTIONS, Options
 from armillary.core import compat
 
 if TYPE_CHECKING:
     from armillary.attention.upipe import UPipe
+
+
+MADE_OF = "Tensor? ends, Tensor ticket, Tensor[] tensors, Tensor[] parameters, SymInt[] dims, ScalarType? autocast"
+"""What an op's projections are made of, and the mask's documents, in its schema. `dims`: H, K, D."""
 
 
 class Projector(Protocol):
@@ -70,31 +74,25 @@ def attend(
     return _forward(x, sinks, ends, *inputs, [*heads, parts.head_dim], dtype, *options)[0]
 
 
-@torch.library.custom_op("armillary::traced_projected_attention", mutates_args=())
+@torch.library.custom_op(
+    "armillary::traced_projected_attention",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? sinks, {MADE_OF}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
 def _forward(
     x: Tensor,
     sinks: Tensor | None,
     ends: Tensor | None,
     ticket: Tensor,
-    tensors: list[Tensor],
-    parameters: list[Tensor],
-    dims: list[int],
+    tensors: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    dims: Sequence[int],
     autocast: torch.dtype | None,
-    method: int,
-    causal: bool,
-    left: int,
-    right: int,
-    layout: str,
-    key_layout: str,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    with_lse: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `armillary::projected_attention`."""
-    options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
     with as_then(x, autocast):
-        return projected.forward(plan(x, ticket, tensors, ends, dims, autocast, options), x, sinks)
+        return projected.forward(plan(x, ticket, tensors, ends, dims, autocast, Options(*options)), x, sinks)
 
 
 def as_then(x: Tensor, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -136,7 +134,11 @@ def _(
     return projected.forward_like(cast("UPipe", found.method), found.call, x, q, k, sinks)
 
 
-@torch.library.custom_op("armillary::traced_projected_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "armillary::traced_projected_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor x, Tensor out, Tensor lse, {MADE_OF}, {OPTIONS}) -> Tensor[]",
+)
 def _backward(
     dout: Tensor,
     x: Tensor,
@@ -144,28 +146,18 @@ def _backward(
     lse: Tensor,
     ends: Tensor | None,
     ticket: Tensor,
-    tensors: list[Tensor],
-    parameters: list[Tensor],
-    dims: list[int],
+    tensors: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    dims: Sequence[int],
     autocast: torch.dtype | None,
-    method: int,
-    causal: bool,
-    left: int,
-    right: int,
-    layout: str,
-    key_layout: str,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    with_lse: bool,
+    *options: Any,
 ) -> list[Tensor]:
     """[dx, the gradients of `parameters`]"""
-    options = Options(method, causal, left, right, layout, key_layout, scale, softcap, kernel, with_lse)
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
     with compat.above_autograd(), as_then(x, autocast):
-        shares = projected.backward(plan(x, ticket, tensors, ends, dims, autocast, options), dout, x, dx, out, lse)
-    grads = [local(share, parameter) for share, parameter in zip(shares, parameters, strict=True)]
-    return [dx, *grads]
+        made = plan(x, ticket, tensors, ends, dims, autocast, Options(*options))
+        shares = projected.backward(made, dout, x, dx, out, lse)
+    return [dx, *(local(share, parameter) for share, parameter in zip(shares, parameters, strict=True))]
 
 
 def local(share: Tensor | None, parameter: Tensor) -> Tensor:
