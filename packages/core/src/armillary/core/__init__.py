@@ -19,7 +19,7 @@ from armillary.core.gather import (
     start_scatter_sum,
 )
 from armillary.core.label import Label, current_label, label
-from armillary.core.layout import SequenceLayout, Spans
+from armillary.core.layout import SequenceLayout, Spans, attention_balance
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
 from armillary.core.pieces import Totals, pieces, rehearsing
@@ -42,6 +42,7 @@ __all__ = [
     "Spans",
     "Totals",
     "as_now",
+    "attention_balance",
     "build_mesh",
     "current_label",
     "filled",

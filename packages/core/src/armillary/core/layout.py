@@ -15,6 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from armillary.core.balance import Visibility, balanced_spans
+
 Spans = tuple[range, ...]
 """Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
 
@@ -102,6 +104,26 @@ class SequenceLayout:
         return cls([[range(s, min(s + stripe, length)) for s in shard] for shard in starts])
 
     @classmethod
+    def balanced(
+        cls,
+        length: int,
+        shards: int,
+        causal: bool = True,
+        window: Sequence[int | None] | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> SequenceLayout:
+        """As much attention to compute on every shard under such a mask, in few spans: up to 16 chunks a shard.
+
+        Without documents that is zigzag or, if not causal, contiguous. Sizes differ by one at most.
+
+        Args:
+            window: (left, right), each None or at least 0, as an attention mask has it.
+            documents: boundaries 0, end of the first, ..., `length`.
+        """
+        _check_length(length, shards)
+        return cls(balanced_spans(length, shards, Visibility.of(length, causal, window, documents)))
+
+    @classmethod
     def read(cls, text: str) -> SequenceLayout:
         """The layout whose `text` this is."""
         return cls([[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")])
@@ -177,6 +199,22 @@ def _coarsened(layout: SequenceLayout, n: int) -> SequenceLayout:
         raise ValueError(f"cannot join {layout.shards} shards in groups of {n}; {n} must divide {layout.shards}")
     groups = ([layout.spans(shard) for shard in range(i, i + n)] for i in range(0, layout.shards, n))
     return SequenceLayout([[span for spans in group for span in spans] for group in groups])
+
+
+def attention_balance(
+    layout: SequenceLayout,
+    causal: bool = True,
+    window: Sequence[int | None] | None = None,
+    documents: Sequence[int] | None = None,
+) -> float:
+    """What the most loaded shard has to attend to over what shards have in the mean, in (query, key) pairs: 1 is even.
+
+    Args:
+        causal, window, documents: as in `SequenceLayout.balanced`.
+    """
+    visibility = Visibility.of(layout.length, causal, window, documents)
+    loads = [int(visibility.seen_from(layout.positions(shard)).sum()) for shard in range(layout.shards)]
+    return max(loads) * layout.shards / sum(loads)
 
 
 def join_spans(spans: Iterable[range]) -> Spans:

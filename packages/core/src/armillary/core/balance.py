@@ -1,0 +1,167 @@
+"""Spreading a sequence over shards so that each has as much attention to compute, in few spans.
+
+Under a causal mask late queries see more keys, and zigzag evens that out: shard r holds chunks r and 2 P - 1 - r. With
+documents in a row it no longer does, since a query sees no more than its own document. So the sequence is cut in equal
+chunks, a few for each shard, whose visible (query, key) pairs are counted in closed form; each shard gets equally many
+chunks, and such ones that the most loaded shard has little more than the mean.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+CHUNKS = (1, 2, 4, 8, 16)
+"""Chunks for each shard, to be tried in turn: more of them balance better, and make more spans."""
+GOAL = 1.02
+"""Slowest over mean that no more chunks are tried for."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query at position i sees: those of its document from i - left to i + right; None: no bound.
+
+    Args:
+        ends: boundaries of documents (0, end of the first, ..., N).
+    """
+
+    ends: tuple[int, ...]
+    left: int | None
+    right: int | None
+
+    @classmethod
+    def of(
+        cls,
+        length: int,
+        causal: bool,
+        window: Sequence[int | None] | None,
+        documents: Sequence[int] | None,
+    ) -> Visibility:
+        """In the terms of an attention mask.
+
+        Raises:
+            ValueError: documents that do not rise from 0 to `length`, or a negative window.
+        """
+        ends = (0, length) if documents is None else tuple(int(end) for end in documents)
+        if ends[0] != 0 or ends[-1] != length or any(a >= b for a, b in pairwise(ends)):
+            raise ValueError(f"documents {ends[:8]} must rise from 0 to the length {length}: 0, end of the first, ...")
+        left, right = window or (None, None)
+        if any(side is not None and side < 0 for side in (left, right)):
+            raise ValueError(f"window {(left, right)}: give (left, right), each None or at least 0")
+        return cls(ends, left, 0 if causal else right)
+
+    def seen_from(self, queries: Tensor) -> Tensor:
+        """How many keys each of the queries [T] sees."""
+        ends = torch.tensor(self.ends)
+        document = torch.bucketize(queries, ends, right=True)
+        first, last = ends[document - 1], ends[document] - 1
+        first = first if self.left is None else torch.maximum(first, queries - self.left)
+        last = last if self.right is None else torch.minimum(last, queries + self.right)
+        return last - first + 1
+
+    def pairs(self, start: int, stop: int) -> int:
+        """Visible (query, key) pairs of the queries start..stop - 1."""
+        total, document = 0, bisect_right(self.ends, start) - 1
+        while start < stop:
+            first, end = self.ends[document], self.ends[document + 1]
+            inside = min(stop, end)
+            total += self._last_keys(start, inside, end) - self._first_keys(start, inside, first) + inside - start
+            start, document = inside, document + 1
+        return total
+
+    def _last_keys(self, start: int, stop: int, end: int) -> int:
+        """The sum over queries of the last key that each sees, in a document that ends at `end`."""
+        if self.right is None:
+            return (stop - start) * (end - 1)
+        turn = min(max(end - 1 - self.right, start), stop)  # from here on, what bounds them is the document
+        return rising(start, turn) + (turn - start) * self.right + (stop - turn) * (end - 1)
+
+    def _first_keys(self, start: int, stop: int, first: int) -> int:
+        """The sum over queries of the first key that each sees, in a document that starts at `first`."""
+        if self.left is None:
+            return (stop - start) * first
+        turn = min(max(first + self.left, start), stop)  # up to here, what bounds them is the document
+        return (turn - start) * first + rising(turn, stop) - (stop - turn) * self.left
+
+
+def balanced_spans(length: int, shards: int, visibility: Visibility) -> list[list[range]]:
+    """The spans of each shard: as few chunks as reach `GOAL`, or those that come nearest to it."""
+    best, least = list[list[range]](), float("inf")
+    for each in CHUNKS:
+        if each > 1 and shards * each > length:
+            break
+        spans = chunked(length, shards, each, visibility)
+        loads = [sum(visibility.pairs(span.start, span.stop) for span in shard) for shard in spans]
+        found = max(loads) * shards / sum(loads)
+        if found < least:
+            best, least = spans, found
+        if least <= GOAL:
+            break
+    return best
+
+
+def chunked(length: int, shards: int, each: int, visibility: Visibility) -> list[list[range]]:
+    """Equal chunks, `each` of them for every shard. Shards' sizes differ by one at most."""
+    base, more = divmod(length, shards * each)
+    ends = [base * i + min(i, more) for i in range(shards * each + 1)]
+    chosen = shared_out([visibility.pairs(a, b) for a, b in pairwise(ends)], shards)
+    owner = {chunk: shard for shard, chunks in enumerate(chosen) for chunk in chunks}
+    longer = [more // shards + (shard < more % shards) for shard in range(shards)]  # chunks that have a token more
+    sizes: list[int] = []
+    for chunk in range(shards * each):
+        sizes.append(base + (longer[owner[chunk]] > 0))
+        longer[owner[chunk]] -= 1
+    starts = [0, *accumulate(sizes)]
+    return [[range(starts[chunk], starts[chunk + 1]) for chunk in chunks] for chunks in chosen]
+
+
+def rising(start: int, stop: int) -> int:
+    """start + (start + 1) + ... + (stop - 1)"""
+    return (start + stop - 1) * (stop - start) // 2
+
+
+def shared_out(work: Sequence[int], shards: int) -> list[list[int]]:
+    """The numbers of pieces for each shard, equally many each, in rising order, so that their work is even.
+
+    The largest first, each to the shard with the least so far that still has room; then exchanges between the most
+    loaded shard and any other, for as long as they help.
+    """
+    room, loads = len(work) // shards, [0] * shards
+    chosen: list[list[int]] = [[] for _ in range(shards)]
+    for piece in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        shard = min((s for s in range(shards) if len(chosen[s]) < room), key=lambda s: (loads[s], s))
+        chosen[shard].append(piece)
+        loads[shard] += work[piece]
+    while exchange(work, chosen, loads):
+        pass
+    return [sorted(pieces) for pieces in chosen]
+
+
+def exchange(work: Sequence[int], chosen: list[list[int]], loads: list[int]) -> bool:
+    """Swaps two pieces so that the most loaded shard and another come closer. Whether there were such."""
+    heavy = max(range(len(loads)), key=lambda s: loads[s])
+    best: tuple[int, int, int, int] | None = None
+    for other in range(len(loads)):
+        gap = loads[heavy] - loads[other]
+        for a in chosen[heavy] if gap > 1 else ():
+            for b in chosen[other]:
+                moved = work[a] - work[b]
+                if 0 < moved < gap and (best is None or max(gap - moved, moved) - gap < best[0]):
+                    best = (max(gap - moved, moved) - gap, other, a, b)
+    if best is None:
+        return False
+    _, other, a, b = best
+    swap(chosen[heavy], a, b)
+    swap(chosen[other], b, a)
+    moved = work[a] - work[b]
+    loads[heavy], loads[other] = loads[heavy] - moved, loads[other] + moved
+    return True
+
+
+def swap(pieces: list[int], out: int, into: int) -> None:
+    pieces[pieces.index(out)] = into
