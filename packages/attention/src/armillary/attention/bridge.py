@@ -18,6 +18,7 @@ from torch import Tensor
 from armillary.attention.call import Call, Saved
 from armillary.core import wide
 from armillary.core.ledger import phase
+from armillary.core.traced import alone
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method
@@ -107,12 +108,6 @@ def backward(plan: Plan, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Te
         dq, dk, dv = plan.method.backward(dout, saved, plan.call)
     dq, dk, dv = (alone(dx.to(x.dtype)) for dx, x in zip((dq, dk, dv), saved, strict=False))
     return dq, dk, dv
-
-
-def alone(x: Tensor) -> Tensor:
-    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one parcel are not."""
-    whole = x.untyped_storage().nbytes() == x.nbytes
-    return x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 @_backward.register_fake

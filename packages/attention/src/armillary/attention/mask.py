@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from armillary.core import Visibility
+
 Window = tuple[int | None, int | None]
 
 
@@ -98,8 +100,7 @@ class AttentionMask:
         ends = self.boundaries(row) or (0, length)
         if ends[-1] != length:
             raise ValueError(f"the documents of row {row} end at {ends[-1]}; the sequence has {length} tokens")
-        low, high = self.bounds()
-        return sum(_pairs_of_document(end - start, low, high) for start, end in pairwise(ends))
+        return Visibility.of(length, self.causal, self.window, ends).pairs(0, length)
 
     def visible(self, queries: Tensor, keys: Tensor, row: int = 0) -> Tensor:
         """Dense visibility [T, S] of key positions [S] to query positions [T], for oracles and pictures."""
@@ -126,15 +127,6 @@ def cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
         pieces.append((document, span[:inside]))
         span = span[inside:]
     return pieces
-
-
-def _pairs_of_document(length: int, low: int | None, high: int | None) -> int:
-    """Pairs (i, j) of `length` positions with low <= j - i <= high, where low <= 0 <= high.
-
-    Those outside make two triangles: with j - i > high there are 1 + 2 + ... + (length - 1 - high).
-    """
-    reach = [length - 1 - distance for distance in (high, None if low is None else -low) if distance is not None]
-    return length**2 - sum(side * (side + 1) // 2 for side in reach if side > 0)
 
 
 def _window(window: Sequence[int | None] | None) -> Window | None:

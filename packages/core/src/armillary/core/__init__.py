@@ -7,6 +7,7 @@ from armillary.core.all_to_all import (
     start_packed_to_head,
     start_seq_to_head,
 )
+from armillary.core.balance import Visibility
 from armillary.core.cluster import Cluster
 from armillary.core.collective import Collective, wide
 from armillary.core.dealt import filled, gather_dealt, own_dealt, sum_dealt
@@ -41,6 +42,7 @@ __all__ = [
     "SequenceLayout",
     "Spans",
     "Totals",
+    "Visibility",
     "as_now",
     "attention_balance",
     "build_mesh",

@@ -36,13 +36,13 @@ def scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor
 @torch.library.custom_op("armillary::gather_seq", mutates_args=())
 def _gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
-        return alone(start_gather_seq(x, axis_of(name, group, x), sizes, dim).wait(), x)
+        return alone(start_gather_seq(x, axis_of(name, group, x), sizes, dim).wait())
 
 
 @torch.library.custom_op("armillary::scatter_sum", mutates_args=())
 def _scatter_sum(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
-        return alone(start_scatter_sum(x, axis_of(name, group, x), sizes, dim).wait(), x)
+        return alone(start_scatter_sum(x, axis_of(name, group, x), sizes, dim).wait())
 
 
 @_gather.register_fake
@@ -61,10 +61,10 @@ def axis_of(name: str, group: str, x: Tensor) -> Axis:
     return Axis(name, dist.get_rank(found), found.size(), found, compat.host_timeout(found, x.device.type))
 
 
-def alone(y: Tensor, x: Tensor) -> Tensor:
-    """`y`, contiguous and in memory of its own: an op's result must be no view, and not what came in."""
-    shared = y is x or y.untyped_storage().nbytes() != y.nbytes
-    return y.clone(memory_format=torch.contiguous_format) if shared else y.contiguous()
+def alone(x: Tensor) -> Tensor:
+    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one parcel are not."""
+    whole = x.untyped_storage().nbytes() == x.nbytes
+    return x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
