@@ -27,7 +27,25 @@ if TYPE_CHECKING:
 
 
 MADE_OF = "Tensor? ends, Tensor ticket, Tensor[] tensors, Tensor[] parameters, SymInt[] dims, ScalarType? autocast"
-"""What an op's projections are made of, and the mask's documents, in its schema. `dims`: H, K, D."""
+"""`Made` in an op's schema."""
+
+
+class Made(NamedTuple):
+    """What an op makes projections of, for a mask with these documents.
+
+    Args:
+        ends: as `AttentionMask.ends`.
+        ticket, tensors, parameters: as `Parts`.
+        dims: H, K and D.
+        autocast: the dtype that is in force, if one is.
+    """
+
+    ends: Tensor | None
+    ticket: Tensor
+    tensors: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    dims: Sequence[int]
+    autocast: torch.dtype | None
 
 
 class Projector(Protocol):
@@ -70,8 +88,8 @@ def attend(
     kind = x.device.type
     lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if lowered else None
-    inputs = parts.ticket, parts.tensors, parts.parameters
-    return _forward(x, sinks, ends, *inputs, [*heads, parts.head_dim], dtype, *options)[0]
+    made = Made(ends, parts.ticket, parts.tensors, parts.parameters, [*heads, parts.head_dim], dtype)
+    return _forward(x, sinks, *made, *options)[0]
 
 
 @torch.library.custom_op(
@@ -79,20 +97,16 @@ def attend(
     mutates_args=(),
     schema=f"(Tensor x, Tensor? sinks, {MADE_OF}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
-def _forward(
-    x: Tensor,
-    sinks: Tensor | None,
-    ends: Tensor | None,
-    ticket: Tensor,
-    tensors: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    dims: Sequence[int],
-    autocast: torch.dtype | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `armillary::projected_attention`."""
-    with as_then(x, autocast):
-        return projected.forward(plan(x, ticket, tensors, ends, dims, autocast, Options(*options)), x, sinks)
+def _forward(x: Tensor, sinks: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `armillary::projected_attention`. `call`: `Made`, and then `Options`."""
+    made, options = split(call)
+    with as_then(x, made.autocast):
+        return projected.forward(plan(x, made, options), x, sinks)
+
+
+def split(call: Sequence[Any]) -> tuple[Made, Options]:
+    count = len(Made._fields)
+    return Made(*call[:count]), Options(*call[count:])
 
 
 def as_then(x: Tensor, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -100,36 +114,20 @@ def as_then(x: Tensor, autocast: torch.dtype | None) -> AbstractContextManager[A
     return torch.autocast(x.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
 
 
-def plan(
-    x: Tensor,
-    ticket: Tensor,
-    tensors: Sequence[Tensor],
-    ends: Tensor | None,
-    dims: Sequence[int],
-    autocast: torch.dtype | None,
-    options: Options,
-) -> ProjectedPlan:
+def plan(x: Tensor, made: Made, options: Options) -> ProjectedPlan:
     """What `Method.projected` makes of the same call."""
-    projector: Projector = NUMBERED[int(ticket.item())]
-    one = x.new_empty(1, dtype=autocast or x.dtype)
-    q, k = (one.expand(*x.shape[:2], heads, dims[2]) for heads in dims[:2])
-    inner = traced.plan(q, k, k, None, ends, options)
-    return ProjectedPlan(inner.method, inner.call, with_lse=False, projections=projector.projections_of(tensors))
+    projector: Projector = NUMBERED[int(made.ticket.item())]
+    one = x.new_empty(1, dtype=made.autocast or x.dtype)
+    q, k = (one.expand(*x.shape[:2], heads, made.dims[2]) for heads in made.dims[:2])
+    inner = traced.plan(q, k, k, None, made.ends, options)
+    return ProjectedPlan(inner.method, inner.call, with_lse=False, projections=projector.projections_of(made.tensors))
 
 
 @_forward.register_fake
-def _(
-    x: Tensor,
-    sinks: Tensor | None,
-    ends: Tensor | None,
-    ticket: Tensor,
-    tensors: list[Tensor],
-    parameters: list[Tensor],
-    dims: list[int],
-    autocast: torch.dtype | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k = (x.new_empty((*x.shape[:2], heads, dims[2]), dtype=autocast or x.dtype) for heads in dims[:2])
+def _(x: Tensor, sinks: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    made, options = split(call)
+    dtype = made.autocast or x.dtype
+    q, k = (x.new_empty((*x.shape[:2], heads, made.dims[2]), dtype=dtype) for heads in made.dims[:2])
     found = traced.shapes(q, k, k, None, options)
     return projected.forward_like(cast("UPipe", found.method), found.call, x, q, k, sinks)
 
@@ -139,25 +137,13 @@ def _(
     mutates_args=(),
     schema=f"(Tensor dout, Tensor x, Tensor out, Tensor lse, {MADE_OF}, {OPTIONS}) -> Tensor[]",
 )
-def _backward(
-    dout: Tensor,
-    x: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends: Tensor | None,
-    ticket: Tensor,
-    tensors: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    dims: Sequence[int],
-    autocast: torch.dtype | None,
-    *options: Any,
-) -> list[Tensor]:
+def _backward(dout: Tensor, x: Tensor, out: Tensor, lse: Tensor, *call: Any) -> list[Tensor]:
     """[dx, the gradients of `parameters`]"""
+    made, options = split(call)
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    with compat.above_autograd(), as_then(x, autocast):
-        made = plan(x, ticket, tensors, ends, dims, autocast, Options(*options))
-        shares = projected.backward(made, dout, x, dx, out, lse)
-    return [dx, *(local(share, parameter) for share, parameter in zip(shares, parameters, strict=True))]
+    with compat.above_autograd(), as_then(x, made.autocast):
+        shares = projected.backward(plan(x, made, options), dout, x, dx, out, lse)
+    return [dx, *(local(share, parameter) for share, parameter in zip(shares, made.parameters, strict=True))]
 
 
 def local(share: Tensor | None, parameter: Tensor) -> Tensor:
@@ -169,20 +155,9 @@ def local(share: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 @_backward.register_fake
-def _(
-    dout: Tensor,
-    x: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends: Tensor | None,
-    ticket: Tensor,
-    tensors: list[Tensor],
-    parameters: list[Tensor],
-    dims: list[int],
-    autocast: torch.dtype | None,
-    *options: Any,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(parameter.new_empty(parameter.shape) for parameter in parameters)]
+def _(dout: Tensor, x: Tensor, out: Tensor, lse: Tensor, *call: Any) -> list[Tensor]:
+    made, _ = split(call)
+    return [x.new_empty(x.shape), *(parameter.new_empty(parameter.shape) for parameter in made.parameters)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
