@@ -31,7 +31,7 @@ def parallelize(
 ) -> None:
     """Puts the model onto the mesh, in place. It is called as before, on this rank's tokens of the sequence.
 
-    First tensor parallelism over `tp`, if the mesh has such an axis; then attention and checkpoints; then
+    First attention and checkpoints; then tensor parallelism over `tp`, if the mesh has such an axis; then
     torch.compile, block by block; then FSDP2 over shard x ring x ulysses, with copies over replicate. Best built on
     "meta", followed by `to_empty` and `initialize` or `load_pretrained`.
 
