@@ -247,6 +247,36 @@ def test_the_layout_of_a_method_covers_its_ranks(worlds, composition):
         assert layouts[0] == SequenceLayout.striped(53, axes.get("ring", 1)).refine(axes.get("ulysses", 1))
 
 
+class Balanced:
+    """A method whose layouts are balanced for a mask, whatever kind is asked for."""
+
+    def __init__(self, attend: Method, mask: AttentionMask) -> None:
+        self.attend, self.shard, self.mask = attend, attend.shard, mask
+
+    def layout(self, length: int, kind: str) -> SequenceLayout:
+        return self.attend.layout(length, "balanced", self.mask)
+
+    def __call__(self, *args, **kwargs):
+        return self.attend(*args, **kwargs)
+
+
+def conform_balanced(composition: Composition) -> tuple[int, list[str]]:
+    """The most spans of a shard, and what failed: rows with documents of their own, and a window."""
+    documents = (0, 3, 60, 61, 97), (0, 40, 50, 97)
+    masks = AttentionMask(documents=documents[0]), AttentionMask(documents=documents), AttentionMask(window=(9, 0))
+    chosen = [Case(batch=2, length=97, heads=4, kv_heads=2, mask=mask, dtype=torch.float64) for mask in masks]
+    layout = composition.build().layout(97, "balanced", masks[0])
+    spans = max(len(layout.spans(shard)) for shard in range(layout.shards))
+    return spans, [text for case in chosen for text in failures_of(Balanced(composition.build(), case.mask), [case])]
+
+
+@pytest.mark.parametrize("composition", compositions(list(METHODS), [4]), ids=str)
+def test_balanced_layouts_are_exact_under_every_method(worlds, composition):
+    spans, failures = zip(*worlds(composition.ranks).run(conform_balanced, composition), strict=True)
+    assert not [failure for rank in failures for failure in rank]
+    assert max(spans) > 2 or dict(composition.axes).get("ring", 1) == 1  # more than zigzag has
+
+
 def layout_and_shard(composition: Composition) -> tuple[SequenceLayout, int]:
     attend = composition.build()
     return attend.layout(53, kind="striped"), attend.shard

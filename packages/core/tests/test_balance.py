@@ -11,14 +11,14 @@ from armillary.core import SequenceLayout, attention_balance
 from armillary.core.balance import Visibility, shared_out
 
 
-def brute(vis: Visibility, length: int) -> list[int]:
-    """Keys that each query sees."""
+def brute(vis: Visibility, length: int, of_keys: bool = False) -> list[int]:
+    """Keys that each query sees, or queries that see each key."""
     document = torch.bucketize(torch.arange(length), torch.tensor(vis.ends[1:-1]), right=True)
     i, j = torch.arange(length)[:, None], torch.arange(length)
     seen = document[:, None] == document
     seen &= (j >= i - vis.left) if vis.left is not None else True
     seen &= (j <= i + vis.right) if vis.right is not None else True
-    return seen.sum(1).tolist()
+    return seen.sum(0 if of_keys else 1).tolist()
 
 
 @st.composite
@@ -40,15 +40,26 @@ def test_pairs_are_counted_exactly(case, data):
     assert vis.pairs(start, stop) == sum(brute(vis, length)[start:stop])
 
 
-@given(cases(), st.integers(1, 5), st.sampled_from(["balanced", "zigzag", "striped", "contiguous"]))
-def test_balance_is_the_most_loaded_shard_over_the_mean(case, shards, kind):
+@given(cases(), st.integers(1, 5), st.sampled_from(["balanced", "zigzag", "striped", "contiguous"]), st.booleans())
+def test_balance_is_the_most_loaded_shard_over_the_mean(case, shards, kind, of_keys):
     length, mask = case
     shards = min(shards, length)
     make = SequenceLayout.balanced if kind == "balanced" else getattr(SequenceLayout, kind)
     layout = make(length, shards, **mask) if kind == "balanced" else make(length, shards)
-    seen = torch.tensor(brute(Visibility.of(length, **mask), length))
+    seen = torch.tensor(brute(Visibility.of(length, **mask), length, of_keys))
     loads = [int(seen[layout.positions(shard)].sum()) for shard in range(shards)]
-    assert attention_balance(layout, **mask) == pytest.approx(max(loads) * shards / sum(loads))
+    assert attention_balance(layout, **mask, of_keys=of_keys) == pytest.approx(max(loads) * shards / sum(loads))
+
+
+def test_rows_of_a_batch_are_balanced_together():
+    ends = [documents(kind, 100_000) for kind in ("web", "books among posts")]
+    layout = SequenceLayout.balanced(100_000, 8, documents=ends)
+    loads = torch.zeros(8)
+    for row in ends:
+        vis = Visibility.of(100_000, True, None, row)
+        loads += torch.tensor([float(vis.seen_from(layout.positions(shard)).sum()) for shard in range(8)])
+    assert attention_balance(layout, documents=ends) == pytest.approx(float(loads.max() / loads.mean()))
+    assert loads.max() / loads.mean() < 1.02
 
 
 @given(cases(), st.integers(1, 6))
@@ -86,6 +97,7 @@ def test_documents_are_balanced_where_zigzag_is_not(kind, shards):
     layout = SequenceLayout.balanced(length, shards, documents=ends)
     assert attention_balance(SequenceLayout.zigzag(length, shards), documents=ends) > 1.3
     assert attention_balance(layout, documents=ends) < 1.02
+    assert attention_balance(layout, documents=ends, of_keys=True) < 1.02
     assert max(len(layout.spans(shard)) for shard in range(shards)) <= 16
 
 
@@ -96,8 +108,15 @@ def test_without_documents_it_is_as_simple_as_can_be():
 
 
 def test_pieces_are_shared_out_evenly_and_exchanged():
-    assert shared_out([8, 7, 6, 5, 4, 3, 2, 1], 2) in ([[0, 3, 5, 6], [1, 2, 4, 7]], [[0, 3, 4, 7], [1, 2, 5, 6]])
-    assert [sum([9, 1, 1, 1, 1, 1][i] for i in part) for part in shared_out([9, 1, 1, 1, 1, 1], 3)] == [10, 2, 2]
+    falling = [(8 - i, i + 1) for i in range(8)]  # the pairs of a causal mask's chunks, as queries and as keys
+    for shards in (2, 4):
+        loads = [
+            [sum(side) for side in zip(*(falling[i] for i in part), strict=True)]
+            for part in shared_out(falling, shards)
+        ]
+        assert loads == [[36 // shards] * 2] * shards
+    works = [(9, 9), *[(1, 1)] * 5]
+    assert [sum(works[i][0] for i in part) for part in shared_out(works, 3)] == [10, 2, 2]
 
 
 @pytest.mark.parametrize(

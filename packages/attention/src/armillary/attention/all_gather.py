@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call import Call, Saved
 from armillary.attention.cell import Cell
 from armillary.attention.merge import Merge, Sum
-from armillary.attention.method import Method, layout_of
-from armillary.core import Axis, SequenceLayout, start_gather_seq, start_scatter_sum
+from armillary.attention.method import Method
+from armillary.core import Axis, start_gather_seq, start_scatter_sum
 
 
 class AllGatherKV(Method):
@@ -32,9 +32,6 @@ class AllGatherKV(Method):
         self.axis = Axis.of(axis)
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
-
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return layout_of(kind, length, self.axis.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         merged = Merge.of(q, v)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.local import Local
+from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.core import Axis, SequenceLayout
 
@@ -59,8 +60,8 @@ class HeadMethod(Method):
     def inside(self) -> Method:
         return self.inner
 
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return self.inner.layout(length, kind).refine(self.axis.size)
+    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+        return self.inner.layout(length, kind, mask).refine(self.axis.size)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.shape[2] < self.axis.size:

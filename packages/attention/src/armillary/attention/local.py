@@ -7,8 +7,7 @@ from torch import Tensor
 from armillary.attention.call import Call, Saved
 from armillary.attention.cell import Cell
 from armillary.attention.merge import Merge, Sum
-from armillary.attention.method import Method, layout_of
-from armillary.core import SequenceLayout
+from armillary.attention.method import Method
 
 
 class Local(Method):
@@ -17,9 +16,6 @@ class Local(Method):
     shards = 1
     shard = 0
     sequence_shards = 1
-
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return layout_of(kind, length, 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         merged = Merge.of(q, v)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -116,17 +115,6 @@ class AttentionMask:
                 torch.bucketize(queries, inner, right=True)[:, None] == torch.bucketize(keys, inner, right=True)
             )
         return seen
-
-
-def cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
-    """`span` cut at document boundaries: (document, the part of the span in it) for each document that it meets."""
-    pieces: list[tuple[int, range]] = []
-    while span:
-        document = bisect_right(ends, span[0]) - 1
-        inside = -(-(ends[document + 1] - span[0]) // span.step)
-        pieces.append((document, span[:inside]))
-        span = span[inside:]
-    return pieces
 
 
 def _window(window: Sequence[int | None] | None) -> Window | None:

@@ -59,9 +59,13 @@ class Method(ABC):
         """The method on the sequence axis alone: another one, where there is a head axis around it."""
         return self
 
-    @abstractmethod
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        """The layout over all ranks of the method, for the loader: "zigzag", "contiguous" or "striped"."""
+    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+        """The layout over all ranks of the method, for the loader: "zigzag", "contiguous", "striped" or "balanced".
+
+        Args:
+            mask: what a balanced layout is balanced for; by default, causal.
+        """
+        return layout_of(kind, length, self.sequence_shards, mask)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
@@ -365,8 +369,8 @@ def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
     return tuple(h * key_heads // heads for h in range(heads))
 
 
-def layout_of(kind: str, length: int, shards: int) -> SequenceLayout:
-    """The layout of a name that people type."""
+def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = None) -> SequenceLayout:
+    """The layout of a name that people type; `mask` as in `Method.layout`."""
     match kind:
         case "zigzag":
             return SequenceLayout.zigzag(length, shards)
@@ -374,5 +378,8 @@ def layout_of(kind: str, length: int, shards: int) -> SequenceLayout:
             return SequenceLayout.contiguous(length, shards)
         case "striped":
             return SequenceLayout.striped(length, shards)
+        case "balanced":
+            mask = mask or AttentionMask()
+            return SequenceLayout.balanced(length, shards, mask.causal, mask.window, mask.documents)
         case _:
-            raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped")
+            raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

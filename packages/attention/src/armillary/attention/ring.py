@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
-from armillary.attention.method import Method, layout_of
+from armillary.attention.method import Method
 from armillary.attention.rotation import Moving, Rotation
-from armillary.core import Axis, SequenceLayout, wide
+from armillary.core import Axis, wide
 
 Backward = Literal["auto", "keys", "queries"]
 
@@ -45,9 +45,6 @@ class Ring(Method):
         self.backward_moves: Backward = check_backward(backward)
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
-
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return layout_of(kind, length, self.axis.size)
 
     def rotation(self, moving: Moving) -> Rotation:
         """All ranks of the axis, each with its own shard."""

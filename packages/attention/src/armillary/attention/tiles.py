@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from armillary.attention.mask import AttentionMask, Window, cut_at
-from armillary.core import Spans
+from armillary.attention.mask import AttentionMask, Window
+from armillary.core import Spans, cut_at
 
 Placed = tuple[int, range]
 """The local index of the first token of a run, and its positions."""

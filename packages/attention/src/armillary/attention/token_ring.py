@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_queries
 from armillary.attention.call import Call, Saved
-from armillary.attention.method import Method, layout_of
+from armillary.attention.method import Method
 from armillary.attention.rotation import Rotation
-from armillary.core import Axis, SequenceLayout
+from armillary.core import Axis
 
 
 class TokenRing(Method):
@@ -39,9 +39,6 @@ class TokenRing(Method):
         self.back = self.axis.twin()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
-
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return layout_of(kind, length, self.axis.size)
 
     def rotation(self) -> Rotation:
         """All ranks of the axis, each with its own shard."""

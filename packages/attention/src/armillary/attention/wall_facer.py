@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
+from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method, layout_of
 from armillary.attention.ring import Backward, check_backward, fewer_bytes
 from armillary.attention.rotation import Moving, Rotation
@@ -79,9 +80,9 @@ class WallFacer(Method):
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
+    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """Each team holds what a rank of a ring of P / C would, cut in C."""
-        cut = layout_of(kind, length, self.axis.size // self.teams.team).refine(self.teams.team)
+        cut = layout_of(kind, length, self.axis.size // self.teams.team, mask).refine(self.teams.team)
         seats = (self.teams.seat(rank) for rank in range(self.axis.size))
         return SequenceLayout([cut.spans(team * self.teams.team + member) for team, member in seats])
 

@@ -20,7 +20,7 @@ from armillary.core.gather import (
     start_scatter_sum,
 )
 from armillary.core.label import Label, current_label, label
-from armillary.core.layout import SequenceLayout, Spans, attention_balance
+from armillary.core.layout import SequenceLayout, Spans, attention_balance, cut_at
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
 from armillary.core.pieces import Totals, pieces, rehearsing
@@ -47,6 +47,7 @@ __all__ = [
     "attention_balance",
     "build_mesh",
     "current_label",
+    "cut_at",
     "filled",
     "gather_dealt",
     "gather_seq",

@@ -3,15 +3,17 @@
 Under a causal mask late queries see more keys, and zigzag evens that out: shard r holds chunks r and 2 P - 1 - r. With
 documents in a row it no longer does, since a query sees no more than its own document. So the sequence is cut in equal
 chunks, a few for each shard, whose visible (query, key) pairs are counted in closed form; each shard gets equally many
-chunks, and such ones that the most loaded shard has little more than the mean.
+chunks, and such ones that the most loaded shard has little more than the mean. Two counts are kept even: the pairs of a
+shard's queries, which it computes where keys travel, and those of its keys, which it computes where queries do.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +22,11 @@ CHUNKS = (1, 2, 4, 8, 16)
 """Chunks for each shard, to be tried in turn: more of them balance better, and make more spans."""
 GOAL = 1.02
 """Slowest over mean that no more chunks are tried for."""
+PARTNERS = 32
+"""Shards, those with the least to do, that the most loaded one may exchange a chunk with."""
+
+Work = tuple[int, int]
+"""(query, key) pairs of some tokens as queries, and as keys."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,23 @@ class Visibility:
             raise ValueError(f"window {(left, right)}: give (left, right), each None or at least 0")
         return cls(ends, left, 0 if causal else right)
 
+    @classmethod
+    def of_rows(
+        cls,
+        length: int,
+        causal: bool,
+        window: Sequence[int | None] | None,
+        documents: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> list[Visibility]:
+        """Of each row of a batch that has documents of its own, or of all rows alike."""
+        rows = documents if documents is not None and isinstance(documents[0], Sequence) else [documents]
+        return [cls.of(length, causal, window, cast("Sequence[int] | None", row)) for row in rows]
+
+    @property
+    def mirrored(self) -> Visibility:
+        """Which queries a key is seen by."""
+        return Visibility(self.ends, self.right, self.left)
+
     def seen_from(self, queries: Tensor) -> Tensor:
         """How many keys each of the queries [T] sees."""
         ends = torch.tensor(self.ends)
@@ -89,15 +113,14 @@ class Visibility:
         return (turn - start) * first + rising(turn, stop) - (stop - turn) * self.left
 
 
-def balanced_spans(length: int, shards: int, visibility: Visibility) -> list[list[range]]:
+def balanced_spans(length: int, shards: int, rows: Sequence[Visibility]) -> list[list[range]]:
     """The spans of each shard: as few chunks as reach `GOAL`, or those that come nearest to it."""
     best, least = list[list[range]](), float("inf")
     for each in CHUNKS:
         if each > 1 and shards * each > length:
             break
-        spans = chunked(length, shards, each, visibility)
-        loads = [sum(visibility.pairs(span.start, span.stop) for span in shard) for shard in spans]
-        found = max(loads) * shards / sum(loads)
+        spans = chunked(length, shards, each, rows)
+        found = unevenness([added(work_of(span.start, span.stop, rows) for span in shard) for shard in spans])
         if found < least:
             best, least = spans, found
         if least <= GOAL:
@@ -105,11 +128,26 @@ def balanced_spans(length: int, shards: int, visibility: Visibility) -> list[lis
     return best
 
 
-def chunked(length: int, shards: int, each: int, visibility: Visibility) -> list[list[range]]:
+def work_of(start: int, stop: int, rows: Sequence[Visibility]) -> Work:
+    """Pairs of the tokens start..stop - 1 of all rows."""
+    return sum(row.pairs(start, stop) for row in rows), sum(row.mirrored.pairs(start, stop) for row in rows)
+
+
+def added(works: Iterable[Work]) -> Work:
+    queries, keys = zip(*works, strict=True)
+    return sum(queries), sum(keys)
+
+
+def unevenness(loads: Sequence[Work]) -> float:
+    """The largest of the loads over their mean, which is the same for queries and for keys."""
+    return max(map(max, loads)) * len(loads) / sum(queries for queries, _ in loads)
+
+
+def chunked(length: int, shards: int, each: int, rows: Sequence[Visibility]) -> list[list[range]]:
     """Equal chunks, `each` of them for every shard. Shards' sizes differ by one at most."""
     base, more = divmod(length, shards * each)
     ends = [base * i + min(i, more) for i in range(shards * each + 1)]
-    chosen = shared_out([visibility.pairs(a, b) for a, b in pairwise(ends)], shards)
+    chosen = shared_out([work_of(a, b, rows) for a, b in pairwise(ends)], shards)
     owner = {chunk: shard for shard, chunks in enumerate(chosen) for chunk in chunks}
     longer = [more // shards + (shard < more % shards) for shard in range(shards)]  # chunks that have a token more
     sizes: list[int] = []
@@ -125,42 +163,56 @@ def rising(start: int, stop: int) -> int:
     return (start + stop - 1) * (stop - start) // 2
 
 
-def shared_out(work: Sequence[int], shards: int) -> list[list[int]]:
+def shared_out(work: Sequence[Work], shards: int) -> list[list[int]]:
     """The numbers of pieces for each shard, equally many each, in rising order, so that their work is even.
 
-    The largest first, each to the shard with the least so far that still has room; then exchanges between the most
-    loaded shard and any other, for as long as they help.
+    The largest first, each to the shard that has the least with it and still has room; then exchanges between the most
+    loaded shard and any other, for as long as they help and help is needed.
     """
-    room, loads = len(work) // shards, [0] * shards
+    room, loads = len(work) // shards, [(0, 0)] * shards
     chosen: list[list[int]] = [[] for _ in range(shards)]
-    for piece in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        shard = min((s for s in range(shards) if len(chosen[s]) < room), key=lambda s: (loads[s], s))
+    for piece in sorted(range(len(work)), key=lambda i: (-sum(work[i]), i)):
+        free = [shard for shard in range(shards) if len(chosen[shard]) < room]
+        shard = min(free, key=lambda s: (peak(loads[s], work[piece]), s))
         chosen[shard].append(piece)
-        loads[shard] += work[piece]
-    while exchange(work, chosen, loads):
+        loads[shard] = moved(loads[shard], work[piece])
+    while unevenness(loads) > GOAL and exchange(work, chosen, loads):
         pass
     return [sorted(pieces) for pieces in chosen]
 
 
-def exchange(work: Sequence[int], chosen: list[list[int]], loads: list[int]) -> bool:
-    """Swaps two pieces so that the most loaded shard and another come closer. Whether there were such."""
-    heavy = max(range(len(loads)), key=lambda s: loads[s])
-    best: tuple[int, int, int, int] | None = None
-    for other in range(len(loads)):
-        gap = loads[heavy] - loads[other]
-        for a in chosen[heavy] if gap > 1 else ():
+def exchange(work: Sequence[Work], chosen: list[list[int]], loads: list[Work]) -> bool:
+    """Swaps two pieces so that the most loaded shard has less, and the other not as much. Whether there were such."""
+    heavy = max(range(len(loads)), key=lambda s: max(loads[s]))
+    least, best = max(loads[heavy]), None
+    side = loads[heavy].index(least)
+    partners = sorted(set(range(len(loads))) - {heavy}, key=lambda s: (loads[s][side], s))[:PARTNERS]
+    for a in chosen[heavy]:
+        without = moved(loads[heavy], work[a], -1)
+        for other in partners:
+            most = least - loads[other][side]  # what it can take of the larger load and stay below
             for b in chosen[other]:
-                moved = work[a] - work[b]
-                if 0 < moved < gap and (best is None or max(gap - moved, moved) - gap < best[0]):
-                    best = (max(gap - moved, moved) - gap, other, a, b)
+                if 0 < work[a][side] - work[b][side] < most:
+                    with_a = moved(moved(loads[other], work[b], -1), work[a])
+                    if (found := max(peak(without, work[b]), *with_a)) < least:
+                        least, best = found, (other, a, b)
     if best is None:
         return False
-    _, other, a, b = best
+    other, a, b = best
     swap(chosen[heavy], a, b)
     swap(chosen[other], b, a)
-    moved = work[a] - work[b]
-    loads[heavy], loads[other] = loads[heavy] - moved, loads[other] + moved
+    loads[heavy] = moved(moved(loads[heavy], work[a], -1), work[b])
+    loads[other] = moved(moved(loads[other], work[b], -1), work[a])
     return True
+
+
+def moved(load: Work, work: Work, sign: int = 1) -> Work:
+    return load[0] + sign * work[0], load[1] + sign * work[1]
+
+
+def peak(load: Work, more: Work) -> int:
+    """The larger side of both together."""
+    return max(load[0] + more[0], load[1] + more[1])
 
 
 def swap(pieces: list[int], out: int, into: int) -> None:

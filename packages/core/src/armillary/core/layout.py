@@ -8,6 +8,7 @@ Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -110,7 +111,7 @@ class SequenceLayout:
         shards: int,
         causal: bool = True,
         window: Sequence[int | None] | None = None,
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> SequenceLayout:
         """As much attention to compute on every shard under such a mask, in few spans: up to 16 chunks a shard.
 
@@ -118,10 +119,11 @@ class SequenceLayout:
 
         Args:
             window: (left, right), each None or at least 0, as an attention mask has it.
-            documents: boundaries 0, end of the first, ..., `length`.
+            documents: boundaries 0, end of the first, ..., `length`; or a list of them for each row of a batch, whose
+                rows together are then balanced.
         """
         _check_length(length, shards)
-        return cls(balanced_spans(length, shards, Visibility.of(length, causal, window, documents)))
+        return cls(balanced_spans(length, shards, Visibility.of_rows(length, causal, window, documents)))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
@@ -205,15 +207,20 @@ def attention_balance(
     layout: SequenceLayout,
     causal: bool = True,
     window: Sequence[int | None] | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    of_keys: bool = False,
 ) -> float:
     """What the most loaded shard has to attend to over what shards have in the mean, in (query, key) pairs: 1 is even.
 
     Args:
         causal, window, documents: as in `SequenceLayout.balanced`.
+        of_keys: count the pairs of a shard's keys, which it computes if queries travel, instead of its queries'.
     """
-    visibility = Visibility.of(layout.length, causal, window, documents)
-    loads = [int(visibility.seen_from(layout.positions(shard)).sum()) for shard in range(layout.shards)]
+    rows = Visibility.of_rows(layout.length, causal, window, documents)
+    rows = [row.mirrored for row in rows] if of_keys else rows
+    positions = (layout.positions(shard) for shard in range(layout.shards))
+    loads = [sum(int(row.seen_from(held).sum()) for row in rows) for held in positions]
     return max(loads) * layout.shards / sum(loads)
 
 
@@ -251,6 +258,17 @@ def cut(span: range, n: int) -> list[range]:
     base, more = divmod(len(span), n)
     ends = list(accumulate((base + (i < more) for i in range(n)), initial=0))
     return [span[ends[i] : ends[i + 1]] for i in range(n)]
+
+
+def cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
+    """`span` cut at document boundaries: (document, the part of the span in it) for each document that it meets."""
+    pieces: list[tuple[int, range]] = []
+    while span:
+        document = bisect_right(ends, span[0]) - 1
+        inside = -(-(ends[document + 1] - span[0]) // span.step)
+        pieces.append((document, span[:inside]))
+        span = span[inside:]
+    return pieces
 
 
 def _cut_spans(spans: Spans, n: int) -> list[list[range]]:

@@ -1,7 +1,11 @@
 """Token rows for sharded sequences: each rank gets the tokens, labels and positions of its layout."""
 
-from armillary.data.corpus import Document, python_corpus, read_documents, split_documents
-from armillary.data.rows import IGNORE, Batch, PackedSequences
+from armillary.data.batch import IGNORE, Batch
+from armillary.data.corpus import Document, python_corpus, read_documents
+from armillary.data.formats import is_store, open_store, verify_folder
+from armillary.data.packing import best_fit, greedy, one_per_row
+from armillary.data.rows import PackedSequences
+from armillary.data.store import TokenStore, Vocabulary
 from armillary.data.tokens import ByteTokenizer, Tokenizer
 
 __all__ = [
@@ -10,8 +14,15 @@ __all__ = [
     "ByteTokenizer",
     "Document",
     "PackedSequences",
+    "TokenStore",
     "Tokenizer",
+    "Vocabulary",
+    "best_fit",
+    "greedy",
+    "is_store",
+    "one_per_row",
+    "open_store",
     "python_corpus",
     "read_documents",
-    "split_documents",
+    "verify_folder",
 ]

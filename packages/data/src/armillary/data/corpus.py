@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NoReturn
-
-from armillary.data.order import stable_hash
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Document:
     """One document, as bytes: nothing is decoded before a tokenizer asks for it, so text need not be UTF-8.
 
     Args:
-        name: tells this document from others; `split_documents` goes by it.
+        name: tells this document from others.
         text: may be empty.
     """
 
@@ -61,43 +59,6 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
     if not documents:
         raise ValueError(f"{path} holds no text; {accepted}")
     return documents
-
-
-def split_documents(
-    documents: Sequence[Document], validation_fraction: float = 0.05
-) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents, neither side empty; each document is whole, on the same side every time.
-
-    A hash of its name alone decides a document's side: other documents and their order don't matter, save where one
-    side would be left empty, which then gets the document that is nearest to it. The fraction counts documents, not
-    bytes. A single document is cut instead: its last `validation_fraction` bytes are the validation document.
-
-    Raises:
-        ValueError: nothing to split, or a fraction that is not between 0 and 1.
-    """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
-    if len(documents) == 1:
-        return _split_text(documents[0], validation_fraction)
-    if not documents:
-        raise ValueError("there are no documents to split; give at least one")
-    ranked = sorted(documents, key=lambda document: stable_hash(document.name))
-    below = sum(stable_hash(document.name) < validation_fraction * 2**64 for document in documents)
-    count = _leave_both(below, len(documents))
-    return ranked[count:], ranked[:count]
-
-
-def _split_text(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
-    size = len(document.text)
-    if size < 2:
-        raise ValueError(f"document {document.name!r} has {size} bytes to split; give at least 2, or more documents")
-    cut = size - _leave_both(round(size * fraction), size)
-    return [Document(document.name, document.text[:cut])], [Document(document.name, document.text[cut:])]
-
-
-def _leave_both(part: int, whole: int) -> int:
-    """`part`, moved so that neither it nor the rest of `whole` is 0."""
-    return min(max(part, 1), whole - 1)
 
 
 def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:

@@ -1,21 +1,52 @@
-"""Orders that look random and are the same in every process: nothing here reads or moves a global generator."""
+"""Orders that look random and are the same in every process and release: nothing here moves a global generator."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 
-def stable_hash(key: str) -> int:
-    """64 bits that depend on `key` alone; Python's own `hash` differs from process to process.
+def stable_hash(key: bytes | str) -> int:
+    """64 bits that depend on `key` alone, evenly spread; Python's own `hash` differs from process to process.
 
-    Spread evenly over 0 to 2**64 - 1. File names that are not valid UTF-8 (surrogate escapes) are fine.
+    File names that are not valid UTF-8 (surrogate escapes) are fine.
     """
-    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+    data = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def permutation(n: int, key: str) -> Tensor:
-    """The numbers 0..n-1 in an order that depends on `n` and `key` alone: a LongTensor [n]."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(stable_hash(key)))
+def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Each number's 64 bits thoroughly mixed (the finaliser of splitmix64): evenly spread, and no two the same."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def permutation(n: int, key: str) -> npt.NDArray[np.int64]:
+    """The numbers 0..n-1 in an order that depends on `n` and `key` alone: int64 [n]."""
+    return np.argsort(mixed(np.arange(n, dtype=np.uint64) + np.uint64(stable_hash(key))), kind="stable")
+
+
+def interleaved(place: int, weights: Sequence[Fraction]) -> tuple[int, int]:
+    """Who has a place in the order that mixes several sources by weight, and how often it had one before.
+
+    Source s has its k-th turn (from 0) at time (k + 1/2) / weight s; places are turns by time. So of any number of
+    places in a row, each source has its share to within one, and any place is found without those before it.
+    """
+    time = (place - Fraction(len(weights), 2)) / sum(weights)
+    turns = turns_until(time, weights)  # at most `place` of them, and few less
+    while True:
+        first = min(range(len(weights)), key=lambda s: ((turns[s] + Fraction(1, 2)) / weights[s], s))
+        if sum(turns) == place:
+            return first, turns[first]
+        turns[first] += 1
+
+
+def turns_until(time: Fraction, weights: Sequence[Fraction]) -> list[int]:
+    """How many turns each source has had up to a time, that time included."""
+    return [max(0, int(weight * time + Fraction(1, 2))) for weight in weights]

@@ -1,127 +1,189 @@
-"""Rows of N tokens, of which each rank reads only those that it holds."""
+"""Rows of N tokens packed from documents, of which each rank reads only the tokens that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, Self, cast
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from armillary.core import SequenceLayout
-from armillary.data.corpus import Document
-from armillary.data.order import permutation
-from armillary.data.tokens import ByteTokenizer, Tokenizer
+from armillary.data.batch import Batch
+from armillary.data.epochs import Epochs, Row, read_shard
+from armillary.data.order import interleaved, turns_until
+from armillary.data.packing import Packing, greedy
+from armillary.data.prefetch import Prefetch
+from armillary.data.store import TokenStore
 
-IGNORE = -100
-"""Stands in `Batch.labels` where a token has no label; what `torch.nn.functional.cross_entropy` ignores by default."""
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What one rank holds of a batch of rows.
-
-    Args:
-        tokens: int64 [B, T].
-        labels: int64 [B, T], the token that follows each of `tokens` in its whole row, or `IGNORE`.
-        positions: int64 [T], where in the row the tokens stand.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
+Documents = tuple[tuple[int, ...], ...]
+"""Boundaries of the documents of each row of a batch."""
 
 
 class PackedSequences:
-    """Batches of rows of exactly N tokens, cut out of all documents joined; this rank's shard of them.
+    """Batches of rows of exactly N tokens, packed from one or several stores; this rank's shard of them.
 
-    The documents are joined in an order shuffled by `seed`, each followed by an end of document, and cut every N
-    tokens. A last row that lacks tokens, or the one after it that its last label takes, is dropped. An epoch reads
-    every row once, in an order of its own. A batch may hold the last rows of one epoch and the first of the next.
+    An epoch reads every document once, shuffled and packed anew. Several stores are mixed row by row, each by its
+    weight and in epochs of its own. Which tokens stand in row r of all rows ever read depends on the stores, N, the
+    packing, the weights and the seed alone, so those must be the same on all ranks; layouts and the number of ranks
+    only change which rank holds what. A rank reads the tokens of its shard, and one more for the label of each span's
+    last: 2 to 4 bytes a token. Nothing is communicated. An epoch's packing takes 32 bytes of memory a document.
 
-    Rows and their order depend on the documents, N, the tokenizer and the seed alone, so those must be the same on all
-    ranks; layouts and the number of ranks only change which rank holds what. To resume, go on from the next step.
+    Iterating goes on from where it was, or from where `load_state_dict` said. `batch` gives any step's batch.
 
     Args:
-        documents: in the same order on all ranks; kept in memory as tokens.
+        stores: of the same tokenizer.
         layout: cuts rows of `layout.length` tokens, N, into shards.
-        shard: the shard of `layout` that this rank holds.
+        shard: the shard of the layout that this rank holds.
         rows_per_batch: rows of one replica's batch, B.
+        weights: the share of rows that each store gets; by default as many as its epochs have, so that all stores come
+            to their ends together.
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
             that hold shards of the same rows have the same `replica`.
-        tokenizer: by default, bytes.
+        reset_positions: count positions from the start of each document, not of the row.
+        layout_for: chooses the layout of a batch by its documents, such as a balanced one, with N and shards as in
+            `layout`; it must choose the same on all ranks.
+        ahead: batches that a thread makes before they are asked for.
 
     Raises:
-        ValueError: no such shard or replica, rows_per_batch or replicas below 1, too few tokens for one row.
+        ValueError: no such shard or replica, rows_per_batch or replicas below 1, no documents, other tokenizers,
+            weights that are not above 0 or not one for each store.
     """
 
     def __init__(
         self,
-        documents: Sequence[Document],
+        stores: TokenStore | Sequence[TokenStore],
         *,
         layout: SequenceLayout,
         shard: int,
         rows_per_batch: int,
+        packing: Packing = greedy,
+        weights: Sequence[float] | None = None,
         seed: int = 0,
         replica: int = 0,
         replicas: int = 1,
-        tokenizer: Tokenizer | None = None,
+        reset_positions: bool = False,
+        layout_for: Callable[[Documents], SequenceLayout] | None = None,
+        ahead: int = 2,
     ) -> None:
+        self._stores = [stores] if isinstance(stores, TokenStore) else list(stores)
+        check_vocabularies(self._stores)
         _check_rows(rows_per_batch, replica, replicas)
-        self._positions = layout.positions(shard)
-        self._length = layout.length
+        layout.spans(shard)  # refuses a shard that there is not
+        self._layout, self._layout_for, self._shard = layout, layout_for, shard
         self._rows_per_batch, self._replica, self._replicas = rows_per_batch, replica, replicas
-        self._seed = seed
-        self._stream = _join(documents, tokenizer or ByteTokenizer(), seed)
-        _check_length(len(self._stream), self._length)
-        # The order of rows of the epoch last read, since the next step mostly reads the same one.
-        self._order = (-1, torch.empty(0))
+        self._reset_positions = reset_positions
+        keys = [f"store {i}, seed {seed}" for i in range(len(self._stores))]
+        self._epochs = [Epochs(s, layout.length, packing, k) for s, k in zip(self._stores, keys, strict=True)]
+        self._weights = _fractions(weights, [epochs.rows for epochs in self._epochs])
+        self._settings = {
+            "stores": [store.content for store in self._stores],
+            "weights": [str(weight) for weight in self._weights],
+            "sequence_length": layout.length,
+            "packing": packing.__name__,
+            "seed": seed,
+        }
+        self._rows_read, self._ahead = 0, ahead
+        self._prefetch = Prefetch(self._batch_from)
+
+    # -- how much there is ----------------------------------------------------------------------------------------
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows that each epoch reads, all replicas together."""
-        # Each row looks one token past its end, for its last label.
-        return (len(self._stream) - 1) // self._length
+        """Rows in which every document of every store is read at least once, all replicas together."""
+        last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
+        return sum(turns_until(last, self._weights))
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one step, all replicas together."""
+        return self._rows_per_batch * self._replicas
 
     @property
     def tokens_per_batch(self) -> int:
         """Tokens of one step, all replicas and shards together."""
-        return self._rows_per_batch * self._replicas * self._length
+        return self.rows_per_step * self._layout.length
+
+    # -- batches --------------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> Batch:
-        """The batch of any step, counted from 0. Epochs follow one another without end.
+        """The batch of any step, counted from 0, however far iteration has come. Epochs follow without end.
 
         Raises:
             ValueError: a step below 0.
         """
         if step < 0:
             raise ValueError(f"steps count from 0; got {step}")
-        first = (step * self._replicas + self._replica) * self._rows_per_batch
-        starts = torch.tensor([self._start(row) for row in range(first, first + self._rows_per_batch)])
-        index = starts[:, None] + self._positions
-        # A copy of the positions: whoever changes a batch in place must not change what is read next.
-        return Batch(self._stream[index].long(), self._stream[index + 1].long(), self._positions.clone())
+        return self._batch_from(step * self.rows_per_step)
 
     def __iter__(self) -> Iterator[Batch]:
-        """batch(0), batch(1), ... without end."""
-        return map(self.batch, count())
+        return self
 
-    def _start(self, row: int) -> int:
-        """Where in the stream the row begins that is read as number `row`, counted over all epochs."""
-        epoch, place = divmod(row, self.rows_per_epoch)
-        if self._order[0] != epoch:
-            self._order = (epoch, permutation(self.rows_per_epoch, f"rows of epoch {epoch}, seed {self._seed}"))
-        return int(self._order[1][place]) * self._length
+    def __next__(self) -> Batch:
+        """The next batch. If reading it fails, the one after that error is the same one again."""
+        numbers = [self._rows_read + i * self.rows_per_step for i in range(1 + self._ahead)]
+        batch = self._prefetch.get(numbers[0], numbers[1:])
+        self._rows_read += self.rows_per_step
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows iteration has given out, on all ranks together, and what decides which ones those are."""
+        return {"rows": self._rows_read, **self._settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> Self:
+        """Goes on where `state` was taken, on any mesh and with any number of rows to a step.
+
+        Raises:
+            ValueError: the state is of other rows: other stores, weights, N, packing or seed.
+        """
+        for name, value in self._settings.items():
+            if state.get(name) != value:
+                raise ValueError(f"this state was taken with {name} {state.get(name)}, not {value}; rows would differ")
+        self._rows_read = int(state["rows"])
+        return self
+
+    def _batch_from(self, first: int) -> Batch:
+        """This rank's part of the global batch whose first row is number `first` of all rows."""
+        first += self._replica * self._rows_per_batch
+        rows = [self.row(number) for number in range(first, first + self._rows_per_batch)]
+        documents = tuple(row.ends for row in rows)
+        layout = self._layout if self._layout_for is None else self._chosen_layout(documents)
+        shards = [read_shard(row, layout.spans(self._shard)) for row in rows]
+        tokens, labels, starts = (torch.from_numpy(np.stack(columns)) for columns in zip(*shards, strict=True))
+        positions = layout.positions(self._shard) - (starts if self._reset_positions else torch.zeros_like(starts))
+        return Batch(tokens, labels, positions, documents, layout)
+
+    def _chosen_layout(self, documents: Documents) -> SequenceLayout:
+        layout, asked = cast(Callable[[Documents], SequenceLayout], self._layout_for)(documents), self._layout
+        if (layout.length, layout.shards) != (asked.length, asked.shards):
+            raise ValueError(f"layout_for gave {layout}, not {asked.shards} shards of {asked.length} tokens in all")
+        return layout
+
+    def row(self, number: int) -> Row:
+        """What row `number` of all rows is made of."""
+        source, turn = interleaved(number, self._weights)
+        return self._epochs[source].row(turn)
 
 
-def _join(documents: Sequence[Document], tokenizer: Tokenizer, seed: int) -> Tensor:
-    """All documents as one tensor of tokens, shuffled, each followed by an end of document."""
-    order = cast(list[int], permutation(len(documents), f"documents, seed {seed}").tolist())
-    texts = (tokenizer.encode(documents[i].text) for i in order)
-    parts = [part for text in texts for part in (text, text.new_full((1,), tokenizer.end_of_document))]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+def check_vocabularies(stores: Sequence[TokenStore]) -> None:
+    """Refuses no stores, and stores whose tokens mean different things, as far as their files say."""
+    if not stores:
+        raise ValueError("there are no stores to pack; give at least one")
+    for store in stores[1:]:
+        known, other = stores[0].vocabulary, store.vocabulary
+        if known != other and None not in (known.tokenizer, other.tokenizer):
+            raise ValueError(
+                f"{store.name} holds tokens of {other.tokenizer}, {stores[0].name} of {known.tokenizer}; stores that "
+                "are mixed must be prepared with one tokenizer"
+            )
+
+
+def _fractions(weights: Sequence[float] | None, rows: list[int]) -> list[Fraction]:
+    chosen = rows if weights is None else list(weights)
+    if len(chosen) != len(rows) or not all(0 < weight < float("inf") for weight in chosen):
+        raise ValueError(f"weights {weights}: give one above 0 for each of the {len(rows)} stores")
+    return [Fraction(weight) for weight in chosen]
 
 
 def _check_rows(rows_per_batch: int, replica: int, replicas: int) -> None:
@@ -131,11 +193,3 @@ def _check_rows(rows_per_batch: int, replica: int, replicas: int) -> None:
         raise ValueError(f"replicas must be at least 1; got {replicas}")
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} is not one of the {replicas} replicas 0..{replicas - 1}")
-
-
-def _check_length(tokens: int, length: int) -> None:
-    if tokens < length + 1:
-        raise ValueError(
-            f"the documents make {tokens} tokens, but one row of {length} takes {length + 1} (one more for labels); "
-            "give more text or a shorter sequence"
-        )

@@ -10,7 +10,17 @@ from torch import Tensor
 
 
 class Tokenizer(Protocol):
-    """What `PackedSequences` asks of a tokenizer."""
+    """What stores and models need to know of a tokenizer."""
+
+    @property
+    def identity(self) -> str:
+        """Tells this tokenizer from others: equal where the same text gives the same tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, `end_of_document` included: every token is smaller."""
+        ...
 
     @property
     def end_of_document(self) -> int:
@@ -25,6 +35,10 @@ class Tokenizer(Protocol):
 @dataclass(frozen=True)
 class ByteTokenizer:
     """Each byte is a token, 0 to 255; token 256 ends a document."""
+
+    @property
+    def identity(self) -> str:
+        return "bytes"
 
     @property
     def vocab_size(self) -> int:

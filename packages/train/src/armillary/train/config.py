@@ -23,6 +23,8 @@ class ModelConfig:
     hidden_dim: int = 352
     """Inner dim of the MLP."""
     rope_theta: float = 10_000.0
+    vocab_size: int | None = None
+    """Tokens that the model knows (V); by default those of the data."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,23 @@ class ParallelConfig:
 class DataConfig:
     """Rows of tokens."""
 
-    path: Path | None = None
-    """A text file, or a folder of them; by default the sources and topics of this Python installation."""
+    path: tuple[Path, ...] = ()
+    """Token stores (of armillary-data prepare, Megatron or Hugging Face datasets), text files, or folders of them, read
+    as bytes; by default the sources and topics of this Python installation."""
+    weights: tuple[float, ...] = ()
+    """Share of rows from each path; by default all paths come to their ends together."""
     sequence_length: int = 1024
     """Tokens of a row (N), over all ranks of ring and ulysses."""
     rows: int = 4
     """Rows of a step, over all ranks; a multiple of replicate x shard."""
-    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
-    """Which positions each sequence rank holds."""
+    packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
+    """How documents make rows: joined and cut; cut only where a row cannot hold them; or one to a row, cut off."""
+    document_mask: bool = False
+    """Tokens see their own document only."""
+    layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
+    """Which positions each sequence rank holds; balanced is chosen for each batch by its documents."""
+    validation_fraction: float = 0.05
+    """Share of documents that are kept for validation."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,11 @@ def check(config: Config) -> None:
     for name, (value, minimum) in least.items():
         if value < minimum:
             raise ValueError(f"--{name} {value}: must be at least {minimum}")
+    if not 0 < config.data.validation_fraction < 1:
+        raise ValueError(f"--data.validation-fraction {config.data.validation_fraction}: must lie between 0 and 1")
+    if config.data.weights and len(config.data.weights) != len(config.data.path):
+        given = f"{len(config.data.weights)} numbers for {len(config.data.path)} paths"
+        raise ValueError(f"--data.weights has {given}; give one for each of --data.path")
     for name, value in {
         "train.timeout-minutes": config.train.timeout_minutes,
         "optimizer.lr": config.optimizer.lr,

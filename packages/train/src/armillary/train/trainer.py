@@ -17,23 +17,16 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, build_attention
-from armillary.core import Axis, SequenceLayout, build_mesh, start_process_group
+from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.mesh import world_size
-from armillary.data import (
-    Batch,
-    ByteTokenizer,
-    Document,
-    PackedSequences,
-    python_corpus,
-    read_documents,
-    split_documents,
-)
+from armillary.data import Batch, PackedSequences
 from armillary.models import GPT, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import save_checkpoint, write_config
 from armillary.train.config import Config, ModelConfig, OptimizerConfig, check
 from armillary.train.metrics import Screen, StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
+from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.schedule import learning_rate
 
 
@@ -44,7 +37,6 @@ class Run:
     config: Config
     device: torch.device
     data: Axis
-    layout: SequenceLayout
     model: Llama
     optimizer: AdamW
     training: PackedSequences
@@ -101,7 +93,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     timeout = timedelta(minutes=config.train.timeout_minutes)
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
     attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
-    model_config = llama_config(config.model)
+    stores = open_stores(config.data)
+    model_config = llama_config(config.model, vocabulary_size(stores, config.model.vocab_size))
     with torch.device("meta"):
         model = Llama(model_config)
     parallelize(
@@ -113,20 +106,19 @@ def prepare(config: Config, device: torch.device) -> Run:
         on_host=config.optimizer.on_host,
         compiler=config.parallel.compiler,
     )
-    layout = attention.layout(config.data.sequence_length, config.data.layout)
     write_config(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
-    training, validation = load_rows(config, layout, attention.shard, replica, replicas)
+    training, validation = load_rows(config, stores, attention, replica, replicas)
     model.to_empty(device="cpu" if config.optimizer.on_host else device)
     initialize(model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
-    return Run(config, device, Axis.of(data_mesh(mesh)), layout, model, optimizer, training, validation)
+    return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation)
 
 
-def llama_config(config: ModelConfig) -> LlamaConfig:
+def llama_config(config: ModelConfig, vocab_size: int) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=ByteTokenizer().vocab_size,
+        vocab_size=vocab_size,
         dim=config.dim,
         layers=config.layers,
         heads=config.heads,
@@ -134,31 +126,6 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
         hidden_dim=config.hidden_dim,
         rope_theta=config.rope_theta,
     )
-
-
-def load_rows(
-    config: Config, layout: SequenceLayout, shard: int, replica: int, replicas: int
-) -> tuple[PackedSequences, PackedSequences]:
-    """Rows for training and for validation, from documents that neither shares with the other."""
-    documents = python_corpus() if config.data.path is None else read_documents(config.data.path)
-
-    def rows(part: list[Document]) -> PackedSequences:
-        return PackedSequences(
-            part,
-            layout=layout,
-            shard=shard,
-            rows_per_batch=config.data.rows // replicas,
-            seed=config.train.seed,
-            replica=replica,
-            replicas=replicas,
-        )
-
-    training, validation = split_documents(documents)
-    try:
-        return rows(training), rows(validation)
-    except ValueError as error:
-        sizes = " and ".join(str(sum(len(d.text) for d in part)) for part in (training, validation))
-        raise ValueError(f"{error} (training and validation documents have {sizes} bytes)") from error
 
 
 def precision(config: Config, device: torch.device) -> torch.dtype:
@@ -186,12 +153,13 @@ def train(run: Run) -> Summary:
     watch = Stopwatch()
     with screen:
         for step in range(1, config.steps + 1):
-            loss, grad_norm = train_step(run, step)
+            batch = next(run.training)
+            loss, grad_norm = train_step(run, step, batch)
             summary.losses.append(loss)
             watch.count(run.training.tokens_per_batch)
             screen.advance()
             if step == 1 or step % config.log_every == 0 or step == config.steps:
-                screen.print(measure(run, step, loss, grad_norm, watch.rate()).line())
+                screen.print(measure(run, step, batch, loss, grad_norm, watch.rate()).line())
             if step % config.validate_every == 0 or step == config.steps:
                 with watch.paused():
                     summary.validation_loss = validate(run)
@@ -203,12 +171,12 @@ def train(run: Run) -> Summary:
     return summary
 
 
-def train_step(run: Run, step: int) -> tuple[float, float]:
+def train_step(run: Run, step: int, batch: Batch) -> tuple[float, float]:
     """One optimizer step on one global batch: (loss, gradient norm before clipping), both over all ranks."""
     config = run.config.optimizer
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(step, run.config.train.steps, config)
-    loss = global_loss(run, run.training.batch(step - 1))
+    loss = global_loss(run, batch)
     loss.backward()
     norm = clip_gradients(run.model, config.clip_norm)
     run.optimizer.step()
@@ -227,10 +195,15 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 def global_loss(run: Run, batch: Batch) -> Tensor:
     """This rank's share of the mean loss over all labelled tokens of the global batch: the shares add up to it."""
     tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
-    positions = batch.positions.to(run.device)
+    positions = batch.positions[0].to(run.device)  # counted from the start of the row: the same in each
     head = partial(linear_token_loss, labels=labels)
-    total, count = run.model(tokens, positions=positions, mask=AttentionMask(causal=True), layout=run.layout, head=head)
-    return total / summed(run, count.to(total.dtype))
+    mask = mask_of(run, batch)
+    total, count = run.model(tokens, positions=positions, mask=mask, layout=batch.layout, head=head)
+    return total / summed(run, count.to(total.dtype)).clamp(min=1)  # a batch of padding alone has no loss
+
+
+def mask_of(run: Run, batch: Batch) -> AttentionMask:
+    return AttentionMask(documents=batch.documents if run.config.data.document_mask else None)
 
 
 @torch.no_grad()
@@ -248,10 +221,10 @@ def summed(run: Run, value: Tensor) -> Tensor:
     return total
 
 
-def measure(run: Run, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
+def measure(run: Run, step: int, batch: Batch, loss: float, grad_norm: float, rate: float) -> StepMetrics:
     """The log line of a step; `rate` in tokens/s over all ranks."""
     rate /= dist.get_world_size()
-    flops = run.model.config.flops_per_token(run.layout.length) * rate
+    flops = run.model.config.flops_per_token(batch.layout.length, mask_of(run, batch)) * rate
     peak = peak_flops(run.device)
     return StepMetrics(
         step=step,

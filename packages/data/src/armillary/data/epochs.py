@@ -1,0 +1,131 @@
+"""The rows of one store, epoch after epoch, and what a shard reads of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from armillary.core import Spans, cut_at
+from armillary.data.batch import IGNORE
+from armillary.data.order import permutation
+from armillary.data.packing import Index, Packed, Packing, Piece
+from armillary.data.store import TokenStore
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What a row of N tokens is made of; nothing is read yet.
+
+    Args:
+        pieces: of documents of `store`, in order.
+        ends: boundaries of the pieces in the row (0, end of the first, ..., N); padding is one more piece, the last.
+    """
+
+    store: TokenStore
+    pieces: list[Piece]
+    ends: tuple[int, ...]
+
+    @property
+    def padding(self) -> int:
+        """Tokens at the end that are of no document."""
+        return self.ends[-1] - self.ends[len(self.pieces)]
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What a packing of one epoch costs.
+
+    Args:
+        rows: of N tokens each.
+        padding: share of their tokens that are of no document.
+        dropped: share of the documents' tokens that are in no row.
+        cut: share of the documents that are in several rows, or not whole.
+    """
+
+    rows: int
+    padding: float
+    dropped: float
+    cut: float
+
+
+class Epochs:
+    """All rows that a store ever gives, by number. Each epoch packs the documents anew, in an order of its own.
+
+    Args:
+        length: tokens of a row, N.
+        key: of all shuffles.
+
+    Raises:
+        ValueError: a store without any token.
+    """
+
+    def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
+        self._store, self._length, self._packing, self._key = store, length, packing, key
+        self._documents = np.flatnonzero(store.lengths)
+        if not len(self._documents):
+            raise ValueError(f"{store.name} holds no tokens; give a store with at least one document")
+        # Two, since those who look ahead are in the next epoch while others are still in this one.
+        self._epoch = lru_cache(maxsize=2)(self._packed)
+        self.rows = len(self._epoch(0)[0])
+        """Rows of each epoch."""
+
+    def row(self, number: int) -> Row:
+        """Row `number`, counted from 0 over all epochs."""
+        epoch, place = divmod(number, self.rows)
+        packed, order = self._epoch(epoch)
+        pieces = packed.row(int(order[place]))
+        pieces = [Piece(int(self._documents[p.document]), p.start, p.length) for p in pieces]
+        ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
+        return Row(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
+
+    def waste(self) -> Waste:
+        """What this packing costs in one epoch."""
+        packed, lengths = self._epoch(0)[0], self._store.lengths[self._documents]
+        held, tokens = int(packed.lengths.sum()), int(lengths.sum())
+        whole = int((packed.lengths == lengths[packed.documents]).sum())
+        padding = 1 - held / (len(packed) * self._length)
+        return Waste(len(packed), padding, 1 - held / tokens, 1 - whole / len(lengths))
+
+    def _packed(self, epoch: int) -> tuple[Packed, Index]:
+        """The rows of an epoch, and the order in which they are read."""
+        key = f"{self._key}, epoch {epoch}"
+        packed = self._packing(self._store.lengths[self._documents], self._length, f"documents of {key}")
+        return packed, permutation(len(packed), f"rows of {key}")
+
+
+def read_shard(row: Row, spans: Spans) -> tuple[Index, Index, Index]:
+    """What the shard with these spans holds of a row, and the positions at which its documents start: int64 [T] each.
+
+    Labels are the next tokens of the same document, read along with the tokens, or `IGNORE`. Padding is the end of
+    document, or 0 where a store does not know its own.
+    """
+    held = sum(map(len, spans))
+    tokens = np.full(held, row.store.vocabulary.end_of_document or 0)
+    labels, starts = np.full(held, IGNORE), np.empty(held, np.int64)
+    at = 0
+    for span in spans:
+        for number, part in cut_at(span, row.ends):
+            to = slice(at, at + len(part))
+            at, starts[to] = to.stop, row.ends[number]
+            if number < len(row.pieces):
+                _read_part(row, number, part, tokens[to], labels[to])
+    return tokens, labels, starts
+
+
+def _read_part(row: Row, number: int, part: range, tokens: Index, labels: Index) -> None:
+    """Fills in tokens and labels of positions of the row that lie in one piece."""
+    piece, store = row.pieces[number], row.store
+    shift = piece.start - row.ends[number]
+    start, stop = part.start + shift, part[-1] + 1 + shift
+    size = int(store.stops[piece.document] - store.starts[piece.document])
+    after = min(stop + 1, size)
+    if part.step == 1:
+        found = store.read(piece.document, start, after)
+        tokens[:], next_ones = found[: len(part)], found[1:]
+    else:
+        tokens[:] = store.read(piece.document, start, stop, part.step)
+        next_ones = store.read(piece.document, start + 1, after, part.step)
+    labels[: len(next_ones)] = next_ones

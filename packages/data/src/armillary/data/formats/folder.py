@@ -1,0 +1,165 @@
+"""Our own format: a folder of three plain files and a header, which is written last.
+
+- `tokens.bin`: all tokens, little-endian, one document after the other, each with its end of document.
+- `documents.bin`: int64 [D + 1], the tokens before each document, and before the end.
+- `hashes.bin`: uint64 [D], a hash of each document's text.
+- `store.json`: what the tokens mean, the sizes of the files, and a CRC-32 of every 16 MiB of them.
+- `tokenizer.json`: the tokenizer, where it has such a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from armillary.data.store import TokenStore, Vocabulary
+
+FORMAT = "armillary token store"
+VERSION = 1
+HEADER, TOKENS, DOCUMENTS, HASHES, TOKENIZER = (
+    "store.json",
+    "tokens.bin",
+    "documents.bin",
+    "hashes.bin",
+    "tokenizer.json",
+)
+BLOCK = 2**24
+"""Bytes that one checksum is of."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """`store.json`.
+
+    Args:
+        dtype: of tokens, such as "uint16".
+        tokens, documents: how many.
+        vocabulary: of the tokens.
+        checksums: for each file, a CRC-32 of each of its blocks of `BLOCK` bytes.
+        summary: what was read and left out when it was made; for people.
+    """
+
+    dtype: str
+    tokens: int
+    documents: int
+    vocabulary: Vocabulary
+    checksums: dict[str, list[int]]
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def token_type(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            TOKENS: self.tokens * self.token_type.itemsize,
+            DOCUMENTS: 8 * (self.documents + 1),
+            HASHES: 8 * self.documents,
+        }
+
+    @property
+    def content(self) -> str:
+        """Tells these tokens from others."""
+        sums = [self.checksums[name] for name in (TOKENS, DOCUMENTS)]
+        return f"{crc32(json.dumps([self.tokens, self.documents, *sums]).encode()):08x}"
+
+    def write(self, folder: Path) -> None:
+        """Puts the header into the folder, on disk before this returns: from now on it is a store."""
+        text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1) + "\n"
+        partial = folder / (HEADER + ".partial")
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(folder / HEADER)
+
+    @classmethod
+    def read(cls, folder: Path) -> Header:
+        """The header of a folder.
+
+        Raises:
+            ValueError: not one of ours, or of a version that this code does not know.
+        """
+        path = folder / HEADER
+        try:
+            values = json.loads(path.read_text())
+            version = (values.pop("format"), values.pop("version"))
+            header = cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})
+            header.sizes()
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise ValueError(f"{path} is not the header of a token store ({error})") from error
+        if version != (FORMAT, VERSION):
+            raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version {VERSION}")
+        return header
+
+
+def is_folder(path: Path) -> bool:
+    return (path / HEADER).is_file()
+
+
+def open_folder(path: Path) -> TokenStore:
+    """The store in a folder. Its sizes and index are checked, its checksums are not: see `verify_folder`.
+
+    Raises:
+        ValueError: a header that is not ours, a file missing, cut short or too long, an index that falls.
+    """
+    header = Header.read(path)
+    for name, size in header.sizes().items():
+        _check_size(path / name, size)
+    tokens = _mapped(path / TOKENS, header.token_type)
+    ends: npt.NDArray[np.int64] = _mapped(path / DOCUMENTS, np.dtype("<i8"))
+    hashes = _mapped(path / HASHES, np.dtype("<u8"))
+    if ends[0] != 0 or ends[-1] != header.tokens:
+        raise ValueError(f"{path / DOCUMENTS} runs from {ends[0]} to {ends[-1]} tokens, not from 0 to {header.tokens}")
+    return TokenStore(str(path), [tokens], ends[:-1], ends[1:], header.vocabulary, header.content, hashes)
+
+
+def verify_folder(path: Path) -> Iterator[int]:
+    """Reads every byte of a store and compares checksums; yields the bytes done after each block.
+
+    Raises:
+        ValueError: the first block that is not what was written, by its bytes, or a token outside of the vocabulary.
+    """
+    header = Header.read(path)
+    for name, size in header.sizes().items():
+        _check_size(path / name, size)
+        with (path / name).open("rb") as file:
+            for i, expected in enumerate(header.checksums[name]):
+                block = file.read(BLOCK)
+                if crc32(block) != expected:
+                    place = f"bytes {i * BLOCK} to {i * BLOCK + len(block) - 1}"
+                    raise ValueError(f"{path / name}: {place} are not what was written; prepare the store again")
+                if name == TOKENS:
+                    _check_tokens(path / name, np.frombuffer(block, header.token_type), i, header.vocabulary.size)
+                yield len(block)
+
+
+def _check_tokens(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
+    if size is not None and tokens.max() >= size:
+        i = int(np.argmax(tokens >= size))
+        byte = block * BLOCK + i * tokens.itemsize
+        raise ValueError(f"{path}: token {tokens[i]} at byte {byte} is not in the vocabulary of {size}")
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); a store has it with {expected} bytes") from error
+    if found < expected:
+        raise ValueError(f"{path} is cut off at byte {found}; its header says {expected} bytes")
+    if found > expected:
+        raise ValueError(f"{path} holds something else from byte {expected} on, to byte {found}; its header ends there")
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype, "r")

@@ -1,0 +1,94 @@
+"""Megatron-LM's indexed datasets: tokens in a `.bin`, an index of sequences and documents in a `.idx`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from armillary.data.store import Index, TokenStore, Vocabulary
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Megatron's codes of integer dtypes; 6 and 7 are floating-point."""
+
+
+@dataclass(frozen=True)
+class MegatronIndex:
+    """A `.idx` file.
+
+    Args:
+        dtype: of the tokens.
+        lengths: int32 [S], tokens of each sequence.
+        pointers: int64 [S], the byte of the `.bin` at which it starts.
+        documents: int64 [D + 1], the sequences before each document, and before the end.
+    """
+
+    dtype: np.dtype[Any]
+    lengths: npt.NDArray[np.int32]
+    pointers: Index
+    documents: Index
+
+    @classmethod
+    def read(cls, path: Path) -> MegatronIndex:
+        """Maps the file; raises ValueError where it is not such an index, or is cut short."""
+        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        at = len(MAGIC) + HEADER.itemsize
+        if bytes(data[: len(MAGIC)]) != MAGIC or len(data) < at:
+            raise ValueError(f"{path} is not a Megatron index: its first bytes are {bytes(data[: len(MAGIC)])!r}")
+        header = data[len(MAGIC) : at].view(HEADER)[0]
+        if header["version"] != 1 or int(header["dtype"]) not in DTYPES:
+            raise ValueError(
+                f"{path} has version {header['version']} and dtype code {header['dtype']}; version 1 with integers "
+                f"(codes {', '.join(map(str, DTYPES))}) can be read"
+            )
+        sequences, documents = int(header["sequences"]), int(header["documents"])
+        ends = np.cumsum([at, 4 * sequences, 8 * sequences, 8 * documents])
+        if len(data) < ends[-1]:
+            raise ValueError(f"{path} is cut off at byte {len(data)}; its header says {ends[-1]} bytes")
+        parts = [data[a:b] for a, b in pairwise(ends)]
+        dtype = np.dtype(DTYPES[int(header["dtype"])])
+        return cls(dtype, parts[0].view("<i4"), parts[1].view("<i8"), parts[2].view("<i8"))
+
+    def bounds(self, path: Path) -> tuple[Index, Index]:
+        """First token of each document, and the token after its last: int64 [D] both."""
+        sequences = len(self.lengths)
+        ends = np.zeros(sequences + 1, np.int64)
+        ends[:-1] = self.pointers // self.dtype.itemsize
+        if sequences:
+            ends[-1] = ends[-2] + self.lengths[-1]
+        if np.any(ends[1:] - ends[:-1] != self.lengths):
+            raise ValueError(f"{path}: sequences do not follow one another without gaps; write the dataset again")
+        if np.any((self.documents < 0) | (self.documents > sequences)):
+            raise ValueError(f"{path}: a document ends beyond the {sequences} sequences; write the dataset again")
+        return ends[self.documents[:-1]], ends[self.documents[1:]]
+
+
+def megatron_prefix(path: Path) -> Path | None:
+    """The path without suffix, if a `.bin` and a `.idx` are there."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    both = (prefix.with_name(prefix.name + suffix).is_file() for suffix in (".bin", ".idx"))
+    return prefix if all(both) else None
+
+
+def open_megatron(prefix: Path) -> TokenStore:
+    """The documents of `prefix.bin` and `prefix.idx`. Whether an end of document is among the tokens is not recorded.
+
+    Raises:
+        ValueError: files that are cut short, or not of this format.
+    """
+    tokens_path, index_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    index = MegatronIndex.read(index_path)
+    starts, stops = index.bounds(index_path)
+    size, needed = tokens_path.stat().st_size, int(stops.max(initial=0)) * index.dtype.itemsize
+    if size < needed or not needed:
+        raise ValueError(f"{tokens_path} is cut off at byte {size}; its index says {needed} bytes")
+    tokens = np.memmap(tokens_path, index.dtype, "r", shape=(needed // index.dtype.itemsize,))
+    content = f"megatron-{size}-{len(starts)}-{crc32(index.lengths.data):08x}"
+    return TokenStore(str(prefix), [tokens], starts, stops, Vocabulary(), content)
