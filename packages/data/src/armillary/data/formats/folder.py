@@ -75,12 +75,7 @@ class Header:
     def write(self, folder: Path) -> None:
         """Puts the header into the folder, on disk before this returns: from now on it is a store."""
         text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1) + "\n"
-        partial = folder / (HEADER + ".partial")
-        with partial.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(folder / HEADER)
+        write_file(folder / HEADER, text.encode())
 
     @classmethod
     def read(cls, folder: Path) -> Header:
@@ -100,6 +95,16 @@ class Header:
         if version != (FORMAT, VERSION):
             raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version {VERSION}")
         return header
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all; it is on disk before this returns."""
+    partial = path.with_name(path.name + ".new")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def is_folder(path: Path) -> bool:

@@ -1,0 +1,141 @@
+"""The command line: `armillary-data prepare`, `info` and `pack`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from tyro.conf import Positional, arg
+from tyro.extras import SubcommandApp
+
+from armillary.data.formats import open_store
+from armillary.data.formats.folder import Header, is_folder, verify_folder
+from armillary.data.inspect import describe, histogram, measure_packings
+from armillary.data.prepare import Preparation, prepare
+from armillary.data.prepare.encode import OnInvalid
+from armillary.data.prepare.sources import Format
+from armillary.data.screen import Bar, show_info, show_left_out, show_packings
+
+app = SubcommandApp()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command, and exits: 2 for what cannot be done, 1 for a disk or a worker that fails; with one line each."""
+    try:
+        app.cli(args=sys.argv[1:] if argv is None else list(argv), prog="armillary-data")
+    except (ValueError, ImportError) as error:
+        _exit(2, error)
+    except OSError as error:
+        _exit(1, error.strerror or error)
+
+
+def _exit(code: int, why: Any) -> None:
+    print(f"armillary-data: {why}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+@app.command(name="prepare")
+def prepare_command(
+    inputs: Positional[tuple[Path, ...]],
+    output: Annotated[Path, arg(aliases=["-o"])],
+    tokenizer: str = "bytes",
+    vocab_size: int = 32_768,
+    end_of_document: str | None = None,
+    begin_of_document: str | None = None,
+    format: Format = "auto",
+    text_field: str = "text",
+    invalid: OnInvalid = "replace",
+    overwrite: bool = False,
+    workers: int | None = None,
+) -> None:
+    """Makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files.
+
+    Stopped at any time, the same command goes on where it was.
+
+    Args:
+        inputs: files and folders.
+        output: folder of the store.
+        tokenizer: "bytes", "bpe" (trained on the input first), or a tokenizer.json or the folder that has one.
+        vocab_size: of a trained tokenizer.
+        end_of_document: name of the token behind each document; by default what the tokenizer's files say.
+        begin_of_document: name of a token before each document; by default none.
+        format: of all files; auto goes by their suffixes.
+        text_field: field of JSONL objects, or column, that holds the text.
+        invalid: what to do with text that is not UTF-8; records that are broken are refused or skipped.
+        overwrite: start over, and replace what is at the output once the new store is complete.
+        workers: processes; by default one for each CPU.
+    """
+    plan = Preparation(
+        *(inputs, output, tokenizer, vocab_size, end_of_document, begin_of_document, format, text_field, invalid),
+        overwrite=overwrite,
+    )
+    with Bar() as bar:
+        header = prepare(plan, workers, bar.report)
+    show_left_out(header)
+    print(f"{output}: {header.documents:,} documents, {header.tokens:,} tokens of {header.dtype}")
+
+
+@app.command
+def info(
+    store: Positional[Path], plot: Path | None = None, verify: bool = False, json: bool = False, column: str = "input_ids"
+) -> None:
+    """Shows how many documents and tokens a store has, and how long documents are.
+
+    Args:
+        store: a folder of `armillary-data prepare`, Megatron's .bin and .idx, or a saved Hugging Face dataset.
+        plot: write the histogram of lengths as a picture (PNG).
+        verify: read everything and compare checksums.
+        json: for machines.
+        column: of tokens in a saved dataset.
+    """
+    opened = open_store(store, column=column)
+    if verify:
+        _verify(store)
+    if plot is not None:
+        from armillary.data.plot import plot_lengths
+
+        plot_lengths(opened, plot)
+    if json:
+        _print_json(describe(opened) | {"histogram": histogram(opened.lengths)})
+    else:
+        show_info(opened, Header.read(store) if is_folder(store) else None)
+
+
+@app.command
+def pack(
+    stores: Positional[tuple[Path, ...]], length: int, shards: int = 8, rows: int = 64, json: bool = False
+) -> None:
+    """Shows what each packing costs, and how even the attention of its rows is spread over shards.
+
+    Args:
+        stores: token stores.
+        length: tokens of a row.
+        shards: ranks that share a row.
+        rows: how many to look at for balance.
+        json: for machines.
+    """
+    measured = measure_packings([open_store(path) for path in stores], length, shards, rows)
+    if json:
+        _print_json([asdict(found) for found in measured])
+    else:
+        show_packings(measured, length, shards)
+
+
+def _verify(path: Path) -> None:
+    if not is_folder(path):
+        raise ValueError(f"{path} has no checksums; only stores of `armillary-data prepare` can be verified")
+    sizes = Header.read(path).sizes()
+    with Bar() as bar:
+        for done in verify_folder(path):
+            bar.advance("verifying", done, sum(sizes.values()))
+    Console(stderr=True).print(f"{path}: all {sum(sizes.values()):,} bytes are what was written")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))

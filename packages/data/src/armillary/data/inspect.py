@@ -1,0 +1,100 @@
+"""What is in a store, and what its packings cost: figures, without a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from armillary.core import SequenceLayout, attention_balance
+from armillary.data.epochs import Waste
+from armillary.data.packing import Index, best_fit, greedy, one_per_row
+from armillary.data.rows import PackedSequences
+from armillary.data.store import TokenStore
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+
+
+def describe(store: TokenStore) -> dict[str, Any]:
+    """Counts of a store, and the lengths of its documents in tokens."""
+    lengths = store.lengths
+    quantiles = np.quantile(lengths, QUANTILES).tolist() if len(lengths) else []
+    return {
+        "name": store.name,
+        "documents": len(store),
+        "tokens": int(lengths.sum()),
+        "bytes": sum(segment.nbytes for segment in store.segments),
+        "dtype": store.segments[0].dtype.name,
+        "vocabulary": store.vocabulary.size,
+        "tokenizer": store.vocabulary.tokenizer,
+        "end_of_document": store.vocabulary.end_of_document,
+        "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
+        "longest": int(lengths.max(initial=0)),
+        **{f"p{100 * q:g}": value for q, value in zip(QUANTILES, quantiles, strict=False)},
+    }
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Documents of `least` to `most` tokens, and their tokens."""
+
+    least: int
+    most: int
+    documents: int
+    tokens: int
+
+
+def histogram(lengths: Index) -> list[Bin]:
+    """Documents by length: 0, 1, 2-3, 4-7, ... tokens, from the first of these that there is to the last."""
+    bits = np.frexp(lengths.astype(np.float64))[1]  # n has b bits: 2^(b - 1) <= n < 2^b
+    documents = np.bincount(bits)
+    tokens = np.bincount(bits, lengths)
+    first = int(np.argmax(documents > 0))
+    edges = ((2**b // 2, max(2**b - 1, 0)) for b in range(first, len(documents)))
+    counted = zip(edges, documents[first:].tolist(), tokens[first:].tolist(), strict=True)
+    return [Bin(least, most, d, int(t)) for (least, most), d, t in counted]
+
+
+@dataclass(frozen=True)
+class MeasuredPacking:
+    """What a packing costs, and how even rows are: slowest shard over mean in (query, key) pairs, mean and worst row.
+
+    Args:
+        documents: pieces of documents in a row, on average.
+        spans: of the shard that has most, under the balanced layout.
+    """
+
+    packing: str
+    waste: Waste
+    documents: float
+    zigzag: float
+    worst_zigzag: float
+    balanced: float
+    worst_balanced: float
+    spans: int
+
+
+def measure_packings(stores: Sequence[TokenStore], length: int, shards: int, rows: int) -> list[MeasuredPacking]:
+    """Each packing of the stores in rows of `length` tokens, over the first `rows` rows.
+
+    Raises:
+        ValueError: no rows to look at, or what `PackedSequences` and layouts refuse.
+    """
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1; got {rows}")
+    zigzag = SequenceLayout.zigzag(length, shards)
+    found: list[MeasuredPacking] = []
+    for packing in (greedy, best_fit, one_per_row):
+        packed = PackedSequences(stores, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
+        ends = [packed.row(number).ends for number in range(min(rows, packed.rows_per_epoch))]
+        layouts = [SequenceLayout.balanced(length, shards, documents=row) for row in ends]
+        plain = [attention_balance(zigzag, documents=row) for row in ends]
+        even = [attention_balance(layout, documents=row) for layout, row in zip(layouts, ends, strict=True)]
+        spans = max(len(layout.spans(shard)) for layout in layouts for shard in range(shards))
+        documents = mean(len(row) - 1 for row in ends)
+        worst = (mean(plain), max(plain), mean(even), max(even))
+        found.append(MeasuredPacking(packing.__name__, packed.waste(), documents, *worst, spans))
+    return found

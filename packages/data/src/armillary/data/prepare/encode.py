@@ -1,0 +1,131 @@
+"""One piece of the input as tokens: what a worker process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from armillary.data.corpus import Document
+from armillary.data.order import stable_hash
+from armillary.data.prepare.sources import Invalid, Piece, documents
+from armillary.data.prepare.writer import Part
+from armillary.data.store import Integers
+from armillary.data.text_tokenizer import TextTokenizer, decoded
+from armillary.data.tokens import ByteTokenizer, Tokenizer
+
+OnInvalid = Literal["refuse", "replace", "skip"]
+"""What to do with text that is not UTF-8: stop, put U+FFFD in its place, or leave the document out. Records that give no
+document at all are left out under "skip" only."""
+
+AT_ONCE = 2**20
+"""Bytes of text that are encoded together: as tokens of the library they take a hundred times as much."""
+
+
+@dataclass
+class Counts:
+    """What became of the documents of some pieces; `first_*` name the first of a kind."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    replaced: int = 0
+    skipped: int = 0
+    first_replaced: str | None = None
+    first_skipped: str | None = None
+
+    def add(self, other: Counts) -> None:
+        for name in (entry.name for entry in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, mine or theirs if name.startswith("first") else mine + theirs)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns pieces into tokens, with the tokenizer in a folder; without a `tokenizer.json` there, bytes are tokens."""
+
+    folder: Path
+    begin_of_document: str | None
+    invalid: OnInvalid
+
+    def __call__(self, piece: Piece) -> Encoded:
+        """
+        Raises:
+            ValueError: a file that cannot be read any more, or a document that `invalid` does not let pass.
+        """
+        tokenizer, found = tokenizer_in(self.folder, self.begin_of_document), Encoded()
+        for texts in _batches(self._texts(piece, tokenizer, found.counts)):
+            found.tokens += encode_all(texts, tokenizer)
+            found.hashes += map(stable_hash, texts)
+        return found
+
+    def _texts(self, piece: Piece, tokenizer: Tokenizer, counts: Counts) -> Iterator[bytes]:
+        """Text of the documents to keep."""
+        for document in documents(piece):
+            if isinstance(document, Invalid):
+                self._refuse_unless(self.invalid == "skip", document)
+                counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
+            elif not document.text:
+                counts.empty += 1
+            elif self._is_kept(document, tokenizer, counts):
+                counts.documents, counts.text_bytes = counts.documents + 1, counts.text_bytes + len(document.text)
+                yield document.text
+
+    def _is_kept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
+        if isinstance(tokenizer, ByteTokenizer) or not decoded(document.text)[1]:
+            return True
+        self._refuse_unless(self.invalid != "refuse", Invalid(document.name, "it is not valid UTF-8"))
+        if self.invalid == "skip":
+            counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
+            return False
+        counts.replaced, counts.first_replaced = counts.replaced + 1, counts.first_replaced or document.name
+        return True
+
+    def _refuse_unless(self, allowed: bool, found: Invalid) -> None:
+        if not allowed:
+            raise ValueError(f"{found.name}: {found.reason}; mend it, or leave such documents out with --invalid skip")
+
+
+@dataclass
+class Encoded:
+    """Tokens and hashes of each document of a piece, and counts."""
+
+    tokens: list[Integers] = field(default_factory=list[Integers])
+    hashes: list[int] = field(default_factory=list[int])
+    counts: Counts = field(default_factory=Counts)
+
+    def part(self, end_of_document: int, dtype: np.dtype[np.unsignedinteger]) -> Part:
+        """All of them joined, each with its end of document."""
+        lengths = np.array([len(tokens) + 1 for tokens in self.tokens], np.int64)
+        end = np.array([end_of_document], dtype)
+        joined = np.concatenate([np.empty(0, dtype), *(part for tokens in self.tokens for part in (tokens, end))])
+        return Part(joined.astype(dtype, copy=False), lengths, np.array(self.hashes, np.uint64))
+
+
+@lru_cache(maxsize=1)
+def tokenizer_in(folder: Path, begin_of_document: str | None = None) -> Tokenizer:
+    """The tokenizer of a store, finished or not, read once in each process."""
+    if (folder / "tokenizer.json").exists():
+        return TextTokenizer.read(folder, begin_of_document=begin_of_document)
+    return ByteTokenizer()
+
+
+def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:
+    if isinstance(tokenizer, TextTokenizer):
+        return list(tokenizer.encode_all([decoded(text)[0] for text in texts]))
+    return [tokenizer.encode(text).numpy() for text in texts]
+
+
+def _batches(texts: Iterator[bytes]) -> Iterator[list[bytes]]:
+    batch, size = list[bytes](), 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    yield batch

@@ -1,0 +1,166 @@
+"""The steps from input files to a store that is in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from armillary.data.formats.folder import HEADER, TOKENIZER, TOKENIZER_CONFIG, Header, write_file
+from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
+from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
+from armillary.data.prepare.unfinished import alone, begin, partial_folder
+from armillary.data.prepare.workers import in_order
+from armillary.data.prepare.writer import StoreWriter
+from armillary.data.store import Vocabulary
+from armillary.data.text_tokenizer import TextTokenizer, decoded, train_bpe
+from armillary.data.tokens import Tokenizer
+
+TRAINED_ON = 2**28
+"""Bytes of text that a tokenizer is trained on at most, in pieces from all over the input."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a store is to be made of.
+
+    Args:
+        inputs: files and folders: text, JSONL, Parquet, saved Hugging Face datasets.
+        output: the folder of the store.
+        tokenizer: "bytes"; "bpe", which is trained on the input first; or a tokenizer.json, or a folder with one in it.
+        vocab_size: of a trained tokenizer.
+        end_of_document, begin_of_document: names of tokens to put behind and before each document; the first is by
+            default what the tokenizer's files say.
+        format: of all files; "auto" goes by their suffixes.
+        text_field: of JSONL objects, and the column of Parquet files and datasets.
+        invalid: what to do with text that is not UTF-8, and with broken records.
+        overwrite: start anew, whatever is at `output`; what was there stays until the new store is complete.
+    """
+
+    inputs: Sequence[Path]
+    output: Path
+    tokenizer: str = "bytes"
+    vocab_size: int = 32_768
+    end_of_document: str | None = None
+    begin_of_document: str | None = None
+    format: Format = "auto"
+    text_field: str = "text"
+    invalid: OnInvalid = "replace"
+    overwrite: bool = False
+
+
+@dataclass
+class Progress:
+    """How far a preparation is: what it is doing, bytes of input, tokens so far, and what became of documents."""
+
+    doing: str
+    bytes_done: int
+    bytes_all: int
+    tokens: int = 0
+    counts: Counts = field(default_factory=Counts)
+
+
+def prepare(
+    plan: Preparation, workers: int | None = None, report: Callable[[Progress], None] = lambda _: None
+) -> Header:
+    """Makes the store, or goes on where a run that was stopped left it; returns its header.
+
+    The same input gives the same files byte for byte, whatever the number of workers and however often it was stopped.
+    A store that is there and was made of just this is left as it is.
+
+    Args:
+        workers: processes; by default as many as there are CPUs to run on.
+        report: called after each step.
+
+    Raises:
+        ValueError: input, tokenizer or settings that will not do; something else at `output`; another process at work.
+        OSError: the disk is full or gone, or a worker was killed. What is done is kept, and the same call goes on.
+    """
+    found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field)
+    key = plan_key(plan, found)
+    with alone(plan.output):
+        if plan.output.exists() and not plan.overwrite:
+            return _finished(plan.output, key)
+        begin(plan.output, key, plan.overwrite)
+        try:
+            report(Progress("reading the tokenizer", 0, sum(piece.bytes for piece in found)))
+            tokenizer = choose_tokenizer(plan, found)
+            return encode(plan, found, key, tokenizer, workers or len(os.sched_getaffinity(0)), report)
+        except OSError as error:
+            kept = "what is done is kept: run the same command again to go on"
+            raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {kept}") from error
+
+
+def plan_key(plan: Preparation, found: Sequence[Piece]) -> str:
+    """Changes when anything does that the store's content depends on."""
+    names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
+    given = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else given_tokenizer(plan).identity
+    settings = [fingerprint(found), given, [getattr(plan, name) for name in names]]
+    return sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def given_tokenizer(plan: Preparation) -> TextTokenizer:
+    return TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
+
+
+def choose_tokenizer(plan: Preparation, found: Sequence[Piece]) -> Tokenizer:
+    """Puts the tokenizer into the folder of the store, trained if need be, and reads it from there."""
+    folder = partial_folder(plan.output)
+    if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
+        is_trained = plan.tokenizer == "bpe"
+        made = train_bpe(_sample(found), plan.vocab_size) if is_trained else given_tokenizer(plan)
+        write_file(folder / TOKENIZER_CONFIG, json.dumps({"eos_token": made.end_name}).encode())
+        write_file(folder / TOKENIZER, made.definition)
+    return tokenizer_in(folder, plan.begin_of_document)
+
+
+def encode(
+    plan: Preparation,
+    found: Sequence[Piece],
+    key: str,
+    tokenizer: Tokenizer,
+    workers: int,
+    report: Callable[[Progress], None],
+) -> Header:
+    """Adds what is still missing to the folder of the store, and moves it into its place.
+
+    Raises:
+        ValueError: there is not a single document in the input.
+    """
+    encoder = Encoder(partial_folder(plan.output), plan.begin_of_document, plan.invalid)
+    dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
+    with StoreWriter(plan.output, dtype) as writer:
+        progress = Progress("encoding", sum(piece.bytes for piece in found[: writer.parts]), 0, writer.tokens)
+        progress.bytes_all, progress.counts = sum(piece.bytes for piece in found), Counts(**writer.counts)
+        rest = found[writer.parts :]
+        for piece, encoded in zip(rest, in_order(encoder, rest, workers), strict=True):
+            progress.counts.add(encoded.counts)
+            writer.add(encoded.part(tokenizer.end_of_document, dtype), asdict(progress.counts))
+            progress.bytes_done, progress.tokens = progress.bytes_done + piece.bytes, writer.tokens
+            report(progress)
+        if not writer.documents:
+            raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document in there holds any text")
+        summary = {"plan": key, "begin_of_document": plan.begin_of_document, **asdict(progress.counts)}
+        return writer.finish(Vocabulary.of(tokenizer), summary)
+
+
+def _finished(output: Path, key: str) -> Header:
+    """The header of a store that was made of just this."""
+    if not (output / HEADER).exists():
+        raise ValueError(f"{output} is there and is not a store; name another output, or give --overwrite")
+    header = Header.read(output)
+    if header.summary.get("plan") != key:
+        raise ValueError(f"{output} is a store of other input or settings; name another output, or give --overwrite")
+    return header
+
+
+def _sample(found: Sequence[Piece]) -> Iterator[str]:
+    """Text of pieces evenly spread over the input, `TRAINED_ON` bytes in all at most."""
+    every = -(-sum(piece.bytes for piece in found) // TRAINED_ON)
+    texts = (document for piece in found[::every] for document in documents(piece))
+    return (decoded(document.text)[0] for document in texts if not isinstance(document, Invalid))
