@@ -1,0 +1,163 @@
+"""The documents of one piece of the input: a reader for each kind of file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from armillary.data.corpus import Document
+from armillary.data.optional import optional
+
+ROWS = 64
+"""Rows read at a time: few, since each may be a long document."""
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """A record that gives no document, and why. Whether to pass over it or to stop is the caller's choice."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the input, or the folder of a saved dataset.
+
+    Args:
+        name: what its documents are named after.
+        bytes: its size on disk.
+        chosen: the user named this very file, not a folder around it; then it is text whatever it holds.
+    """
+
+    path: Path
+    name: str
+    bytes: int
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the input that one process reads on its own. It can be pickled.
+
+    Args:
+        read: how to read it: one of the functions below.
+        files: one file, or several text files of which each is a document.
+        start, stop: which part of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
+        bytes: about how much text it holds; of a .gz file, its packed size.
+        text_field: the field of a record that is the document.
+    """
+
+    read: Callable[[Piece], Iterator[Document | Invalid]]
+    files: tuple[File, ...]
+    start: int
+    stop: int
+    bytes: int
+    text_field: str
+
+    @property
+    def path(self) -> Path:
+        """Of the first file."""
+        return self.files[0].path
+
+    @property
+    def name(self) -> str:
+        """Of the first file."""
+        return self.files[0].name
+
+
+def read_text(piece: Piece) -> Iterator[Document | Invalid]:
+    """Each file is a document, its bytes as they are."""
+    for file in piece.files:
+        text = file.path.read_bytes()
+        if b"\0" in text and not file.chosen:
+            yield Invalid(file.name, "taken as binary, since it has a zero byte")
+        else:
+            yield Document(file.name, text)
+
+
+def read_jsonl(piece: Piece) -> Iterator[Document | Invalid]:
+    """The lines that start in the piece, so that each line of the file is in exactly one of its pieces."""
+    with piece.path.open("rb") as file:
+        if piece.start:
+            # A line starts after a line break. No more is read than could hold one, however long the line is.
+            file.seek(piece.start - 1)
+            if not file.readline(piece.stop - piece.start).endswith(b"\n"):
+                return
+        yield from _records(file, piece, file.tell(), piece.stop)
+
+
+def read_packed_jsonl(piece: Piece) -> Iterator[Document | Invalid]:
+    """All lines of a .gz file. Bytes are counted as unpacked."""
+    with gzip.open(piece.path, "rb") as file:
+        yield from _records(cast(IO[bytes], file), piece, 0, None)
+
+
+def read_parquet(piece: Piece) -> Iterator[Document | Invalid]:
+    """The rows of some row groups, counted over the whole file."""
+    with optional("pyarrow.parquet", "parquet").ParquetFile(piece.path) as file:
+        first = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+        groups = range(piece.start, piece.stop)
+        batches = file.iter_batches(ROWS, row_groups=groups, columns=[piece.text_field])
+        yield from _rows(piece.name, first, (batch.column(0) for batch in batches))
+
+
+def read_dataset(piece: Piece) -> Iterator[Document | Invalid]:
+    """Some rows of a folder that `datasets.Dataset.save_to_disk` wrote."""
+    dataset = optional("datasets", "datasets").load_from_disk(str(piece.path)).with_format("arrow")
+    starts = range(piece.start, piece.stop, ROWS)
+    tables = (dataset[start : min(start + ROWS, piece.stop)] for start in starts)
+    yield from _rows(piece.name, piece.start, (table.column(piece.text_field) for table in tables))
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a column of this Arrow type holds strings."""
+    values = kind.value_type if optional("pyarrow", "parquet").types.is_dictionary(kind) else kind
+    return str(values) in ("string", "large_string", "string_view")
+
+
+def _records(file: IO[bytes], piece: Piece, start: int, stop: int | None) -> Iterator[Document | Invalid]:
+    """The record of each line from `start` on, which is where the file stands; none from a line at `stop` or later."""
+    while (stop is None or start < stop) and (line := file.readline()):
+        if line.strip():
+            yield _record(f"{piece.name}:byte {start}", line, piece.text_field)
+        start += len(line)
+
+
+def _record(name: str, line: bytes, field: str) -> Document | Invalid:
+    try:
+        # Decoded here, since `json.loads` would guess at encodings. An editor may have put a mark of UTF-8 in front.
+        record: object = json.loads(line.decode("utf-8-sig"))
+        text = _field(record, field)
+        # An escape such as \ud800 is half of a character, which no UTF-8 can hold: encoding it fails, as it should.
+        return Document(name, text.encode())
+    except (ValueError, RecursionError) as error:
+        return Invalid(name, str(error))
+
+
+def _field(record: object, field: str) -> str:
+    if not isinstance(record, dict):
+        raise ValueError(f"the line is a {type(record).__name__}; give an object with a field {field!r}")
+    fields = cast(dict[str, object], record)
+    if field not in fields:
+        raise ValueError(f"there is no field {field!r}; the fields are {', '.join(map(repr, fields)) or 'none'}")
+    text = fields[field]
+    if not isinstance(text, str):
+        raise ValueError(f"field {field!r} is {'null' if text is None else type(text).__name__}; give a string")
+    return text
+
+
+def _rows(name: str, first: int, columns: Iterable[Any]) -> Iterator[Document | Invalid]:
+    """A document for each string of some Arrow columns, named by its row; their bytes as they are."""
+    arrow = optional("pyarrow", "parquet")
+    # As bytes, since Arrow doesn't check that its strings are UTF-8, and nothing here needs them decoded.
+    texts = (text for column in columns for text in column.cast(arrow.large_string()).cast(arrow.large_binary()))
+    for row, text in enumerate(texts, start=first):
+        if text.is_valid:
+            yield Document(f"{name}:row {row}", text.as_py())
+        else:
+            yield Invalid(f"{name}:row {row}", "the text is null")

@@ -1,0 +1,160 @@
+"""Documents from files, in pieces that processes read on their own, in an order that the input alone decides."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import cast, get_args
+
+from armillary.data.corpus import Document, _is_visible, _walk  # pyright: ignore[reportPrivateUsage]
+from armillary.data.source_cuts import Format, way_to_cut
+from armillary.data.source_readers import File, Invalid, Piece
+
+_ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
+
+
+def pieces(
+    inputs: Sequence[Path], *, format: Format = "auto", text_field: str = "text", size: int = 8 << 20
+) -> list[Piece]:
+    """The input cut into pieces of about `size` bytes of text each, in order.
+
+    Each input is a file or a folder; a folder stands for its files at any depth, sorted by name, with the same ones
+    left out as in `read_documents`. The suffix of a file says what it is:
+
+    - .jsonl, .ndjson and .json: one object a line. A piece is a range of bytes, and owns the lines that start in it.
+      The same with .gz after it is one piece.
+    - .parquet: a piece is some row groups.
+    - anything else: text, and the file is one document. Small files share a piece, a large one has its own.
+
+    A folder that `datasets.Dataset.save_to_disk` wrote is cut by rows. Names of documents in a folder are relative to
+    it, so they may repeat where several inputs are given.
+
+    Args:
+        format: what every file is, whatever its suffix; a saved dataset is then a folder like any other.
+        text_field: the field of a JSONL object, or the column, that is the document.
+
+    Raises:
+        ValueError: a path does not exist, cannot be read, or holds no text; a column is missing or not of strings; a
+            file is among two inputs; a .zst file; the splits of a saved dataset, of which one is to be chosen.
+        ImportError: Parquet or a saved dataset, and the package that reads it is not installed.
+    """
+    _check(inputs, format, size)
+    found = [_files(path, format) for path in inputs]
+    _refuse_twice(found)
+    ordered = (file for files in found for file in files)
+    # Only neighbours share a piece, so that documents come in the order of their names.
+    runs = groupby(ordered, key=lambda file: way_to_cut(file, format))
+    cut = [piece for cut, files in runs for piece in cut(list(files), text_field, size)]
+    if not cut:
+        raise ValueError(f"{', '.join(map(str, inputs))} holds no text; {_ACCEPTED}")
+    return cut
+
+
+def documents(piece: Piece) -> Iterator[Document | Invalid]:
+    """The documents of a piece in order, each named after its file, with `:byte 1234` or `:row 17` for a record.
+
+    A record that gives no document is `Invalid`: JSON that does not parse, a field that is missing or null, a binary
+    file in a folder. The text of a record may be empty.
+
+    Raises:
+        ValueError: a file that can no longer be read.
+    """
+    try:
+        yield from piece.read(piece)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise _refusal(piece.path, error) from error
+
+
+def fingerprint(pieces: Sequence[Piece]) -> str:
+    """64 hex digits that change when a file's name, size or time of change does, or the way it is cut.
+
+    Raises:
+        ValueError: a file that is no longer there.
+    """
+    digest = hashlib.sha256()
+    for piece in pieces:
+        try:
+            stamps = [(file.name, _stamps(file.path)) for file in piece.files]
+        except OSError as error:
+            raise _refusal(piece.path, error) from error
+        digest.update(repr((piece.read.__name__, piece.start, piece.stop, piece.text_field, stamps)).encode())
+    return digest.hexdigest()
+
+
+def _check(inputs: Sequence[Path], format: str, size: int) -> None:
+    if not inputs:
+        raise ValueError(f"there are no inputs; {_ACCEPTED}")
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r} is not one of {', '.join(map(repr, get_args(Format)))}")
+    if size < 1:
+        raise ValueError(f"size must be at least 1 byte; got {size}")
+
+
+def _files(path: Path, format: Format) -> list[File]:
+    """The files of one input, without empty ones."""
+    try:
+        if not path.is_dir():
+            files = [_file(path, path.name, chosen=True)]
+        elif format == "auto" and _is_saved(path):
+            files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
+        else:
+            found = (_file(file, file.relative_to(path).as_posix(), chosen=False) for file in _walk(path, _is_visible))
+            files = sorted(found, key=lambda file: file.name)
+            _refuse_saved(path, files, format)
+    except OSError as error:
+        raise _refusal(path, error) from error
+    files = [file for file in files if file.bytes]
+    if not files:
+        raise ValueError(f"{path} holds no text; {_ACCEPTED}")
+    return files
+
+
+def _file(path: Path, name: str, *, chosen: bool) -> File:
+    # Asked now, so that a long preparation does not stop halfway.
+    if path.exists() and not os.access(path, os.R_OK):
+        raise PermissionError(13, "Permission denied", str(path))
+    return File(path, name, path.stat().st_size, chosen)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `datasets` wrote this folder. One with several splits is refused, since only some may be wanted."""
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = cast(list[str], json.loads(splits.read_bytes())["splits"])
+        choices = ", ".join(str(folder / name) for name in names)
+        raise ValueError(f"{folder} holds the splits of a saved dataset; give one of them: {choices}")
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def _refuse_saved(folder: Path, files: Sequence[File], format: Format) -> None:
+    """A saved dataset further down is no text: taken as such, each of its files would give broken records."""
+    marks = (file.path for file in files if file.path.name in ("state.json", "dataset_dict.json"))
+    for mark in marks if format == "auto" else ():
+        if _is_saved(mark.parent):
+            raise ValueError(f"{folder} has a saved dataset in it; give it as an input of its own: {mark.parent}")
+
+
+def _refuse_twice(found: Sequence[Sequence[File]]) -> None:
+    owners: dict[tuple[int, int], tuple[int, Path]] = {}
+    for index, files in enumerate(found):
+        for file in files:
+            stat = file.path.stat()
+            owner, path = owners.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
+            if owner != index:
+                raise ValueError(f"{file.path} is given twice, first as {path}; give each file once")
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of change (ns) of a file, or of all files in the folder of a saved dataset."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+
+
+def _refusal(path: Path, error: Exception) -> ValueError:
+    culprit, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
+    return ValueError(f"{culprit} cannot be read ({reason}); {_ACCEPTED}")

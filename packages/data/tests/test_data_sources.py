@@ -1,0 +1,335 @@
+"""Documents from files: every record in exactly one piece, in an order that the input alone decides."""
+
+import gzip
+import json
+import os
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from armillary.data import Document, read_documents
+from armillary.data.source_readers import Invalid
+from armillary.data.sources import documents, fingerprint, pieces
+
+TEXTS = ["one", "two two", "", "vier\nlines\n", "f\u00fcnf", "six " * 30]
+
+
+def write(root, **files):
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return root
+
+
+def jsonl(path, texts=TEXTS, end="\n"):
+    path.write_bytes("".join(json.dumps({"text": text}) + end for text in texts).encode())
+    return path
+
+
+def parquet(path, texts=TEXTS, rows=2, **columns):
+    table = pa.table({"id": range(len(texts)), "text": texts, **columns})
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def read(*inputs, **options):
+    return [document for piece in pieces(inputs, **options) for document in documents(piece)]
+
+
+def texts_of(found):
+    return [document.text.decode() for document in found]
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_a_folder_gives_what_read_documents_gives_whatever_the_size_of_pieces(tmp_path, size):
+    write(tmp_path, b__two=b"22" * 20, a=b"1", b__c__three=b"3", empty=b"", caf=b"caf\xe9", z=b"4", **{".git__x": b"5"})
+    assert read(tmp_path, size=size) == read_documents(tmp_path)
+
+
+def test_neighbours_share_a_piece_and_a_large_file_has_its_own(tmp_path):
+    write(tmp_path, a=b"1" * 4, b=b"2" * 4, c=b"3" * 30, d=b"4" * 4)
+    found = pieces([tmp_path], size=10)
+    assert [[file.name for file in piece.files] for piece in found] == [["a", "b"], ["c"], ["d"]]
+    assert [piece.bytes for piece in found] == [8, 30, 4]
+    assert (found[1].name, found[1].path) == ("c", tmp_path / "c")
+
+
+def test_binary_files_of_a_folder_are_reported_but_one_named_by_itself_is_read(tmp_path):
+    write(tmp_path, kept=b"text", picture=b"\x89PNG\0\0")
+    assert read(tmp_path) == [
+        Document("kept", b"text"),
+        Invalid("picture", "taken as binary, since it has a zero byte"),
+    ]
+    assert read(tmp_path / "picture") == [Document("picture", b"\x89PNG\0\0")]
+
+
+def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path):
+    write(tmp_path, x__a=b"1", x__c=b"3", y=b"0")
+    jsonl(tmp_path / "x" / "b.json", ["2"])
+    parquet(tmp_path / "x" / "d.parquet", ["4"])
+    found = read(tmp_path / "y", tmp_path / "x")
+    assert [document.name for document in found] == ["y", "a", "b.json:byte 0", "c", "d.parquet:row 0"]
+
+
+def test_a_format_that_is_asked_for_holds_for_every_file(tmp_path):
+    jsonl(tmp_path / "a.jsonl", ["1"])
+    assert read(tmp_path, format="text") == [Document("a.jsonl", b'{"text": "1"}\n')]
+    assert texts_of(read(jsonl(tmp_path / "b", ["2"]), format="jsonl")) == ["2"]
+    assert texts_of(read(parquet(tmp_path / "c", ["3"]), format="parquet")) == ["3"]
+
+
+def test_a_piece_can_be_read_in_another_process(tmp_path):
+    for piece in pieces([jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet")], size=20):
+        assert list(documents(pickle.loads(pickle.dumps(piece)))) == list(documents(piece))
+
+
+# -- JSONL ------------------------------------------------------------------------------------------------------------
+
+
+lines = st.sampled_from(
+    ['{"text": "a"}', '{"text": "%s"}' % ("long " * 20), "", "  ", '{"text": "é漢"}', "[1]", '"\u2028']
+)
+ends = st.sampled_from(["\n", "\r\n"])
+
+
+@given(lines=st.lists(st.tuples(lines, ends), min_size=1, max_size=12), last=lines, size=st.integers(1, 200))
+@example(lines=[('{"text": "a"}', "\n")] * 3, last="", size=14)
+@settings(max_examples=300, deadline=None)
+def test_wherever_jsonl_is_cut_every_line_is_read_once(tmp_path_factory, lines, last, size):
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    path.write_bytes(("".join(line + end for line, end in lines) + last + " ").encode())
+    whole = read(path, size=1 << 20)
+    assert read(path, size=size) == whole
+    kept = [line for line in [*(line for line, _ in lines), last] if line.strip()]
+    expected = [json.loads(line)["text"] if "text" in line else None for line in kept]
+    assert [d.text.decode() if isinstance(d, Document) else None for d in whole] == expected
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+def test_records_are_named_by_their_first_byte(tmp_path, size):
+    data = b'{"text": "a"}\r\n\n{"text": "b"}'
+    write(tmp_path, **{"x.ndjson": data})
+    assert read(tmp_path, size=size) == [Document("x.ndjson:byte 0", b"a"), Document("x.ndjson:byte 16", b"b")]
+    assert data[16:] == b'{"text": "b"}'
+
+
+def test_packed_jsonl_is_one_piece(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(jsonl(tmp_path / "plain.jsonl").read_bytes()))
+    assert len(pieces([path], size=1)) == 1
+    assert texts_of(read(path)) == TEXTS
+    assert read(path)[1].name == "a.jsonl.gz:byte 16"
+
+
+def test_a_mark_of_utf8_at_the_start_is_passed_over(tmp_path):
+    write(tmp_path, **{"a.json": '\ufeff{"text": "a"}\n'.encode()})
+    assert texts_of(read(tmp_path)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (b'{"text": "a', "Invalid control character"),
+        (b'{"other": "a", "b": 1}', "there is no field 'text'; the fields are 'other', 'b'"),
+        (b"{}", "there is no field 'text'; the fields are none"),
+        (b'{"text": null}', "field 'text' is null; give a string"),
+        (b'{"text": 3}', "field 'text' is int; give a string"),
+        (b"[1]", "the line is a list; give an object with a field 'text'"),
+        (b'{"text": "\\ud800"}', "surrogates not allowed"),
+        (b'{"text": "caf\xe9"}', "can't decode byte 0xe9"),
+        (b'{"text": "\xed\xa0\x80"}', "can't decode byte 0xed"),
+        (b"[" * 100_000, "recursion"),
+    ],
+)
+def test_a_broken_record_is_reported_and_the_next_one_is_read(tmp_path, line, reason):
+    write(tmp_path, **{"a.jsonl": line + b'\n{"text": "next"}\n'})
+    broken, following = read(tmp_path)
+    assert isinstance(broken, Invalid) and broken.name == "a.jsonl:byte 0"
+    assert reason in broken.reason
+    assert following == Document(f"a.jsonl:byte {len(line) + 1}", b"next")
+
+
+def test_the_field_of_the_text_can_be_named(tmp_path):
+    write(tmp_path, **{"a.jsonl": b'{"content": "a"}'})
+    assert texts_of(read(tmp_path, text_field="content")) == ["a"]
+
+
+# -- Parquet and saved datasets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, count", [(1, 3), (1 << 20, 1)])
+def test_parquet_is_cut_by_row_groups(tmp_path, size, count):
+    path = parquet(tmp_path / "a.parquet")
+    assert len(pieces([path], size=size)) == count
+    found = read(path, size=size)
+    assert texts_of(found) == TEXTS
+    assert [document.name for document in found] == [f"a.parquet:row {row}" for row in range(6)]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_column_of_strings_of_any_kind_is_read_and_null_is_reported(tmp_path, kind):
+    path = parquet(tmp_path / "a.parquet", pa.array(["a", None, "b"], pa.string()).cast(kind))
+    assert read(path) == [Document("a.parquet:row 0", b"a"), Invalid("a.parquet:row 1", "the text is null"),
+                          Document("a.parquet:row 2", b"b")]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 40, 1 << 20])
+def test_a_saved_dataset_is_cut_by_rows(tmp_path, size):
+    rows = datasets.Dataset.from_dict({"text": [*TEXTS, None], "id": range(7)}).with_format("numpy")
+    rows.save_to_disk(tmp_path / "saved")
+    found = read(tmp_path / "saved", size=size)
+    assert texts_of(found[:-1]) == TEXTS
+    assert [document.name for document in found] == [f"saved:row {row}" for row in range(7)]
+    assert found[-1] == Invalid("saved:row 6", "the text is null")
+    cut = pieces([tmp_path / "saved"], size=size)
+    assert (cut[0].start, cut[-1].stop) == (0, 7)
+    assert (len(cut) == 1) == (size == 1 << 20)
+
+
+def test_rows_are_read_in_order_where_there_are_many(tmp_path):
+    texts = [str(number) for number in range(1000)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved", num_shards=3)
+    assert texts_of(read(tmp_path / "saved", size=1000)) == texts
+    assert texts_of(read(parquet(tmp_path / "a.parquet", texts, rows=130), size=1000)) == texts
+
+
+def test_a_column_that_is_missing_or_holds_no_strings_is_refused(tmp_path):
+    path = parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_dict({"text": TEXTS, "n": range(6)}).save_to_disk(tmp_path / "saved")
+    for source in (path, tmp_path / "saved"):
+        with pytest.raises(ValueError, match=f"{source} has no column 'body'; its columns of strings are: text"):
+            pieces([source], text_field="body")
+    with pytest.raises(ValueError, match=r"a.parquet: column 'id' is of type int64; its columns of strings are: text"):
+        pieces([path], text_field="id")
+
+
+def test_splits_and_datasets_further_down_are_to_be_chosen(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
+    write(tmp_path, note=b"text")
+    with pytest.raises(ValueError, match=r"both holds the splits .*; give one of them: \S*both/train, \S*both/test"):
+        pieces([tmp_path / "both"])
+    (tmp_path / "both" / "dataset_dict.json").unlink()
+    with pytest.raises(ValueError, match=rf"{tmp_path} has a saved dataset in it; give it as .*: \S*both/test"):
+        pieces([tmp_path])
+    assert texts_of(read(tmp_path / "both" / "train")) == TEXTS
+
+
+@pytest.mark.parametrize("package, extra", [("pyarrow.parquet", "parquet"), ("datasets", "datasets")])
+def test_without_the_package_the_way_to_install_it_is_said(tmp_path, monkeypatch, package, extra):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "datasets")
+    parquet(tmp_path / "parquet.parquet")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=re.escape(f"pip install 'armillary-data[{extra}]'")):
+        pieces([tmp_path / ("datasets" if extra == "datasets" else "parquet.parquet")])
+
+
+# -- the fingerprint --------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_the_same_until_the_input_or_its_pieces_change(tmp_path):
+    write(tmp_path, a=b"text", b=b"more")
+    jsonl(tmp_path / "c.jsonl")
+    os.utime(tmp_path / "a", ns=(0, 0))
+    first = fingerprint(pieces([tmp_path]))
+    assert re.fullmatch("[0-9a-f]{64}", first) and first == fingerprint(pieces([tmp_path]))
+    changed = [fingerprint(pieces([tmp_path], **o)) for o in ({"size": 50}, {"text_field": "x"}, {"format": "text"})]
+    os.utime(tmp_path / "a", ns=(0, 1))
+    changed.append(fingerprint(pieces([tmp_path])))
+    (tmp_path / "b").rename(tmp_path / "bb")
+    changed.append(fingerprint(pieces([tmp_path])))
+    assert len({first, *changed}) == 6
+
+
+def test_the_fingerprint_of_a_saved_dataset_sees_its_files(tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    cut = pieces([tmp_path / "saved"])
+    first = fingerprint(cut)
+    os.utime(next((tmp_path / "saved").glob("*.arrow")), ns=(0, 0))
+    assert fingerprint(cut) != first
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", ["empty folder", "empty files", "empty file", "no rows"])
+def test_an_input_without_text_is_named(tmp_path, make):
+    if make == "no rows":
+        parquet(tmp_path / "a.parquet", pa.array([], pa.string()))
+    elif make != "empty folder":
+        write(tmp_path, one=b"", deep__two=b"")
+    path = tmp_path / "one" if make == "empty file" else tmp_path
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(path))} holds no text; give a file of text, JSONL or Parquet"
+    ):
+        pieces([path])
+
+
+def test_wrong_arguments_and_missing_paths_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there are no inputs; give a file of text"):
+        pieces([])
+    with pytest.raises(ValueError, match=r"size must be at least 1 byte; got 0"):
+        pieces([tmp_path], size=0)
+    with pytest.raises(ValueError, match=r"format='csv' is not one of 'auto', 'text', 'jsonl', 'parquet'"):
+        pieces([tmp_path], format="csv")
+    with pytest.raises(ValueError, match=r"nowhere cannot be read \(No such file or directory\); give a file"):
+        pieces([tmp_path / "nowhere"])
+
+
+def test_files_that_cannot_be_cut_or_unpacked_are_named(tmp_path):
+    write(tmp_path, **{"a.jsonl.zst": b"x", "b.parquet": b"not parquet"})
+    with pytest.raises(ValueError, match=r"a.jsonl.zst is packed with zstd; unpack it"):
+        pieces([tmp_path / "a.jsonl.zst"])
+    with pytest.raises(ValueError, match=r"b.parquet cannot be read as Parquet"):
+        pieces([tmp_path / "b.parquet"])
+
+
+@pytest.mark.parametrize("second", ["a", "", "link"])
+def test_a_file_that_two_inputs_name_is_refused(tmp_path, second):
+    write(tmp_path, a=b"text")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(ValueError, match=r" is given twice, first as \S*/a; give each file once"):
+        pieces([tmp_path / "a", tmp_path / second])
+
+
+def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(tmp_path, monkeypatch):
+    access, scan = os.access, os.scandir
+    write(tmp_path, secret=b"text", locked__file=b"text")
+
+    def refuse(path):
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "secret" and access(path, mode))
+    with pytest.raises(ValueError, match=r"secret cannot be read \(Permission denied\)"):
+        pieces([tmp_path])
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
+        pieces([tmp_path])
+
+
+def test_a_file_that_vanishes_or_breaks_later_is_named(tmp_path):
+    packed = gzip.compress(b'{"text": "a"}\n' * 1000)
+    write(tmp_path, a=b"text", **{"b.jsonl.gz": packed[: len(packed) // 2]})
+    text, broken = pieces([tmp_path])
+    (tmp_path / "a").unlink()
+    with pytest.raises(ValueError, match=r"a cannot be read \(No such file or directory\)"):
+        list(documents(text))
+    with pytest.raises(ValueError, match=r"a cannot be read \(No such file or directory\)"):
+        fingerprint([text])
+    with pytest.raises(ValueError, match=r"b.jsonl.gz cannot be read \(Compressed file ended"):
+        list(documents(broken))

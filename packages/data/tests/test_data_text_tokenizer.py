@@ -1,0 +1,396 @@
+"""Tokens of text: what the library gives for the text alone, whole or in parts."""
+
+import json
+import pickle
+import re
+import sys
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from armillary.core import SequenceLayout
+from armillary.data import ByteTokenizer, Document, PackedSequences, text_cuts
+from armillary.data import Tokenizer as Protocol
+from armillary.data.text_cuts import parts
+from armillary.data.text_tokenizer import TextTokenizer, decoded, train_bpe
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PROSE = [
+    "def walk(self):\n    return 12345 + self.x  # it's done\n\n\nThe end.\r\nOne two three!\n",
+    "été\n漢字\nnaïve café\n",
+]
+
+
+def trained(model, trainer, **attributes):
+    tokenizer = Tokenizer(model)
+    for name, value in attributes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.train_from_iterator(PROSE * 3, trainer)
+    return tokenizer
+
+
+def bpe(pre_tokenizer, **options):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=322, special_tokens=["<|endoftext|>", "<|pad|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    return trained(models.BPE(**options), trainer, pre_tokenizer=pre_tokenizer, decoder=decoders.ByteLevel())
+
+
+def gpt_2():
+    return bpe(pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def llama_3():
+    split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return bpe(pre_tokenizers.Sequence([split, by_bytes]), ignore_merges=True)
+
+
+def roberta():
+    return bpe(pre_tokenizers.ByteLevel(add_prefix_space=True))
+
+
+def sentence_piece():
+    names = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=names, unk_token="<unk>", show_progress=False)
+    marks = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
+    return trained(models.Unigram(), trainer, **marks)
+
+
+def llama_2():
+    """BPE over the whole text, whose blanks are marks and which has one in front: nothing splits it before."""
+    names = ["<unk>", "<s>", "</s>"]
+    marks = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=names, show_progress=False)
+    return trained(models.BPE(unk_token="<unk>", fuse_unk=True), trainer, normalizer=marks)
+
+
+def bert():
+    names = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=names, show_progress=False)
+    words = {"normalizer": normalizers.BertNormalizer(), "pre_tokenizer": pre_tokenizers.BertPreTokenizer()}
+    return trained(models.WordPiece(unk_token="[UNK]"), trainer, decoder=decoders.WordPiece(), **words)
+
+
+MAKERS = {maker.__name__: maker for maker in (gpt_2, llama_3, roberta, sentence_piece, llama_2, bert)}
+ENDS = {"bert": "[SEP]"}
+TOKENIZERS = {name: maker() for name, maker in MAKERS.items()}
+every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+lines = st.lists(st.sampled_from([*"ab Z9é漢_.<'", "\n", "\n", "\r\n", "The", "12345", "it's", "</s>", "[SEP]", "́"]))
+texts = lines.map("".join) | st.text()
+
+
+def definition_of(tokenizer):
+    return tokenizer.to_str().encode()
+
+
+def text_tokenizer(name, **options):
+    return TextTokenizer(definition_of(TOKENIZERS[name]), end_of_document=ENDS.get(name), **options)
+
+
+def edited(tokenizer, **fields):
+    return json.dumps({**json.loads(tokenizer.to_str()), **fields}).encode()
+
+
+def write(folder, name="gpt_2", **config):
+    (folder / "tokenizer.json").write_bytes(definition_of(TOKENIZERS[name]))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@every_tokenizer
+def test_tokens_are_those_that_transformers_gives_for_the_text_alone(name, tmp_path):
+    write(tmp_path, name)
+    oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    tokenizer = text_tokenizer(name)
+    for text in [*PROSE, "", "\n", "a b  c", "def\twalk\n\nThe 漢字 ☃"]:
+        assert tokenizer.encode(text).tolist() == oracle.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+
+
+@every_tokenizer
+@given(texts=st.lists(texts, max_size=40))
+@settings(max_examples=25, deadline=None)
+def test_many_texts_give_the_same_tokens_as_one_after_the_other(name, texts):
+    tokenizer = text_tokenizer(name)
+    together = tokenizer.encode_all(texts)
+    assert [tokens.tolist() for tokens in together] == [tokenizer.encode(text).tolist() for text in texts]
+
+
+@pytest.mark.parametrize("name", ["gpt_2", "llama_3"])
+@given(text=texts)
+@settings(max_examples=50, deadline=None)
+def test_byte_level_text_comes_back_as_it_went_in(name, text):
+    tokenizer = text_tokenizer(name)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_it_is_a_tokenizer_for_rows():
+    tokenizer: Protocol = text_tokenizer("gpt_2")
+    layout = SequenceLayout.contiguous(length=8, shards=1)
+    rows = PackedSequences(
+        [Document("a", b"The end.")] * 9, layout=layout, shard=0, rows_per_batch=2, tokenizer=tokenizer
+    )
+    assert rows.batch(0).tokens.shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "words, kind, array",
+    [
+        (256, torch.uint8, "uint8"),
+        (257, torch.int16, "uint16"),
+        (2**15, torch.int16, "uint16"),
+        (2**15 + 1, torch.int32, "uint16"),
+        (2**16 + 1, torch.int32, "uint32"),
+    ],
+)
+def test_tokens_have_the_smallest_dtype_that_holds_all(words, kind, array):
+    vocabulary = {"</s>": 0, **{f"w{i}": i for i in range(1, words)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    tokenizer = TextTokenizer(definition_of(inner))
+    assert tokenizer.vocab_size == words
+    assert tokenizer.encode(f"w{words - 1}").equal(torch.tensor([words - 1], dtype=kind))
+    assert tokenizer.encode_all([f"w{words - 1}", ""])[0].dtype == np.dtype(array)
+
+
+def test_the_vocabulary_counts_added_tokens():
+    inner = gpt_2()
+    assert TextTokenizer(definition_of(inner)).vocab_size == inner.get_vocab_size(with_added_tokens=True)
+    inner.add_tokens(["walkabout"])
+    tokenizer = TextTokenizer(definition_of(inner))
+    assert tokenizer.encode("walkabout").tolist() == [tokenizer.vocab_size - 1]
+
+
+# -- only text, and all of it -----------------------------------------------------------------------------------------
+
+
+@every_tokenizer
+@given(text=texts)
+@example(text="a <|endoftext|><|pad|> b</s></s>\n<s> [SEP] [CLS][PAD]</s>")
+@settings(max_examples=50, deadline=None)
+def test_text_never_gives_special_tokens(name, text):
+    tokenizer, inner = text_tokenizer(name), TOKENIZERS[name]
+    allowed = {inner.token_to_id(unknown) for unknown in ("<unk>", "[UNK]")}
+    special = {token for token, added in inner.get_added_tokens_decoder().items() if added.special} - allowed
+    assert not special & set(tokenizer.encode(text).tolist())
+
+
+def test_a_special_token_that_the_model_knows_as_a_word_is_spelled():
+    tokenizer = text_tokenizer("sentence_piece")
+    inner = Tokenizer.from_str(TOKENIZERS["sentence_piece"].to_str())
+    inner.encode_special_tokens = True
+    assert inner.token_to_id("</s>") in inner.encode("a </s> b").ids
+    spelled = [piece.id for half in ("<", "/s>") for piece in inner.model.tokenize(half)]
+    before, after = (inner.encode(text, add_special_tokens=False).ids for text in ("a ", "b"))
+    assert tokenizer.encode("a </s> b").tolist() == [*before, *spelled, *after]
+
+
+def test_an_end_of_document_that_is_not_marked_as_special_is_not_taken_from_text_either():
+    inner = gpt_2()
+    inner.add_tokens(["«end»"])
+    tokenizer = TextTokenizer(definition_of(inner), end_of_document="«end»")
+    assert tokenizer.end_of_document == inner.token_to_id("«end»")
+    tokens = tokenizer.encode("the «end»")
+    assert tokenizer.end_of_document not in tokens.tolist()
+    assert tokenizer.decode(tokens) == "the «end»"
+
+
+def test_what_a_definition_adds_cuts_off_or_leaves_to_chance_is_switched_off():
+    inner = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), dropout=0.9)
+    inner.post_processor = processors.TemplateProcessing("<|pad|> $A", None, [("<|pad|>", 1)])
+    inner.enable_truncation(3)
+    inner.enable_padding(length=50)
+    text = PROSE[0] * 5
+    assert TextTokenizer(definition_of(inner)).encode(text).equal(text_tokenizer("gpt_2").encode(text))
+
+
+def test_a_begin_is_put_in_front_of_each_text_if_asked():
+    plain, tokenizer = text_tokenizer("gpt_2"), text_tokenizer("gpt_2", begin_of_document="<|pad|>", part_size=8)
+    begin = TOKENIZERS["gpt_2"].token_to_id("<|pad|>")
+    for text, tokens in zip(PROSE, tokenizer.encode_all(PROSE), strict=True):
+        assert tokens.tolist() == tokenizer.encode(text).tolist() == [begin, *plain.encode(text).tolist()]
+    assert tokenizer.encode("").tolist() == [begin]
+
+
+def test_bytes_that_are_not_utf8_are_read_with_the_replacement_character():
+    tokenizer = text_tokenizer("gpt_2")
+    assert decoded(b"caf\xe9!") == ("caf\ufffd!", True)
+    assert decoded("café".encode()) == ("café", False)
+    assert tokenizer.encode(b"caf\xe9!").equal(tokenizer.encode("caf\ufffd!"))
+
+
+# -- long texts -------------------------------------------------------------------------------------------------------
+
+
+@every_tokenizer
+@given(text=texts, part_size=st.integers(1, 30))
+@example(text="Ab\n" * 200, part_size=20)
+@settings(max_examples=100, deadline=None)
+def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
+    whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
+    assert cut.encode(text).tolist() == whole.encode(text).tolist()
+
+
+@every_tokenizer
+@given(text=texts, part_size=st.integers(1, 30))
+@settings(max_examples=50, deadline=None)
+def test_cuts_hold_for_the_whole_text_although_only_what_is_around_them_is_tried(name, text, part_size):
+    whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
+    with patch.object(text_cuts, "_WINDOW", 10):
+        assert cut.encode(text).tolist() == whole.encode(text).tolist()
+
+
+@every_tokenizer
+def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
+    tokenizer, text = text_tokenizer(name), PROSE[0] * 500
+    cut = parts(text, 5000, tokenizer.encode)
+    assert "".join(cut) == text
+    assert len(cut) == 1 if name == "llama_2" else max(map(len, cut)) < 5100
+    assert torch.cat([tokenizer.encode(part) for part in cut]).equal(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("text", ["a" * 500, "\n" * 500, " 1\n b" * 100, "a \nb" * 100, "1\n" * 200])
+def test_texts_with_no_place_for_a_cut_stay_whole(text):
+    assert parts(text, 10, lambda part: np.zeros(len(part))) == [text]
+
+
+def test_texts_of_windows_are_cut_too():
+    assert parts("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
+
+
+def test_a_cut_that_would_change_tokens_is_passed_over():
+    inner = gpt_2()
+    inner.add_tokens(["end\nThe"])
+    tokenizer = TextTokenizer(definition_of(inner), part_size=2)
+    text = "end\nThe\none\nend\nThe"
+    assert parts(text, 2, tokenizer.encode) == ["end\nThe\n", "one\n", "end\nThe"]
+    assert tokenizer.encode(text).equal(TextTokenizer(definition_of(inner)).encode(text))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [{"eos_token": "<|pad|>"}, {"eos_token": {"content": "<|pad|>", "special": True}}])
+def test_the_end_of_document_is_the_one_asked_for_or_configured_or_known(tmp_path, config):
+    write(tmp_path, **config)
+    assert TextTokenizer.read(tmp_path, "<|endoftext|>").end_name == "<|endoftext|>"
+    assert TextTokenizer.read(str(tmp_path / "tokenizer.json")).end_name == "<|pad|>"
+    write(tmp_path, eos_token=None)
+    tokenizer = TextTokenizer.read(tmp_path)
+    assert tokenizer.end_of_document == TOKENIZERS["gpt_2"].token_to_id("<|endoftext|>")
+    assert tokenizer.definition == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_the_identity_depends_on_the_definition_and_both_names_alone(tmp_path):
+    first = TextTokenizer.read(write(tmp_path))
+    others = [
+        text_tokenizer("llama_3"),
+        TextTokenizer.read(tmp_path, "<|pad|>"),
+        TextTokenizer.read(tmp_path, begin_of_document="<|pad|>"),
+    ]
+    assert re.fullmatch("sha256:[0-9a-f]{64}", first.identity)
+    assert first.identity == text_tokenizer("gpt_2", part_size=3).identity
+    assert len({first.identity, *(other.identity for other in others)}) == 4
+
+
+def test_a_copy_in_another_process_is_the_same():
+    tokenizer = text_tokenizer("gpt_2", begin_of_document="<|pad|>")
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.identity == tokenizer.identity
+    assert copy.encode("a <|endoftext|>").equal(tokenizer.encode("a <|endoftext|>"))
+
+
+def test_without_a_known_end_the_special_tokens_are_listed(tmp_path):
+    choices = r"one of '\[UNK\]', '\[CLS\]', '\[SEP\]', '\[PAD\]'"
+    with pytest.raises(
+        ValueError, match=f"tokenizer.json: no token has a usual name .*; give end_of_document, {choices}"
+    ):
+        TextTokenizer.read(write(tmp_path, "bert"))
+    with pytest.raises(ValueError, match=f"end_of_document='</s>' is not a token of the vocabulary; give {choices}"):
+        TextTokenizer.read(tmp_path, "</s>")
+    with pytest.raises(ValueError, match=r"begin_of_document='<s>' is not a token"):
+        TextTokenizer.read(tmp_path, "[SEP]", "<s>")
+
+
+@pytest.mark.parametrize(
+    "definition", [b"", b"[]", b"{}", b'{"model": {}}', b"\xff\xfe", b'{"model": {"vocab": {"</s>": 0}}}']
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, definition):
+    (tmp_path / "tokenizer.json").write_bytes(definition)
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json: (this is not a tokenizer.json|tokenizers .* cannot read this)"
+    ):
+        TextTokenizer.read(tmp_path)
+
+
+def test_a_missing_file_and_a_broken_configuration_are_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(tmp_path))}/tokenizer.json cannot be read \(No such file.*give a"
+    ):
+        TextTokenizer.read(tmp_path)
+    (write(tmp_path) / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is broken .*; repair it, or give end_of_document"):
+        TextTokenizer.read(tmp_path)
+
+
+@pytest.mark.parametrize("token", [-1, 322])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    tokenizer = text_tokenizer("gpt_2")
+    assert tokenizer.vocab_size == 322
+    with pytest.raises(ValueError, match=f"token {token} is not one of the 322 tokens 0..321"):
+        tokenizer.decode(torch.tensor([65, token]))
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="part_size must be at least 1 character; got 0"):
+        text_tokenizer("gpt_2", part_size=0)
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        text_tokenizer("gpt_2").encode("\ud800")
+    with pytest.raises(ValueError, match=r"vocab_size must be at least 257, .*; got 256"):
+        train_bpe(iter(PROSE), 256)
+
+
+def test_without_the_library_the_way_to_install_it_is_said(monkeypatch):
+    definition = definition_of(TOKENIZERS["gpt_2"])
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'armillary-data[tokenizers]'")):
+        TextTokenizer(definition)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_gives_the_same_definition_every_time():
+    first, second = (train_bpe(iter(PROSE * 2), 300) for _ in range(2))
+    assert first.vocab_size == 300
+    assert first.definition == second.definition
+    assert first.end_name == "<|endoftext|>"
+
+
+def test_little_text_gives_fewer_tokens_than_asked_for():
+    bare, small = train_bpe(iter([]), 257), train_bpe(iter(["ab ab"]), 1000)
+    assert (bare.vocab_size, small.vocab_size) == (257, 258)
+    assert small.encode("ab").tolist() == [257]
+
+
+@given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+@settings(deadline=None)
+def test_what_was_not_seen_in_training_has_tokens_too(text):
+    tokenizer = train_bpe(iter([]), 257)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == len(ByteTokenizer().encode(text))
