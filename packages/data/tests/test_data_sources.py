@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from armillary.data import Document, read_documents
-from armillary.data.source_readers import Invalid
-from armillary.data.sources import documents, fingerprint, pieces
+from armillary.data.prepare.readers import Invalid
+from armillary.data.prepare.sources import documents, fingerprint, pieces
 
 TEXTS = ["one", "two two", "", "vier\nlines\n", "f\u00fcnf", "six " * 30]
 
@@ -70,17 +70,17 @@ def test_binary_files_of_a_folder_are_reported_but_one_named_by_itself_is_read(t
     write(tmp_path, kept=b"text", picture=b"\x89PNG\0\0")
     assert read(tmp_path) == [
         Document("kept", b"text"),
-        Invalid("picture", "taken as binary, since it has a zero byte"),
+        Invalid("picture", "taken as binary, since it has a zero byte", binary=True),
     ]
     assert read(tmp_path / "picture") == [Document("picture", b"\x89PNG\0\0")]
 
 
 def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path):
     write(tmp_path, x__a=b"1", x__c=b"3", y=b"0")
-    jsonl(tmp_path / "x" / "b.json", ["2"])
+    jsonl(tmp_path / "x" / "b.ndjson", ["2"])
     parquet(tmp_path / "x" / "d.parquet", ["4"])
     found = read(tmp_path / "y", tmp_path / "x")
-    assert [document.name for document in found] == ["y", "a", "b.json:byte 0", "c", "d.parquet:row 0"]
+    assert [document.name for document in found] == ["y", "a", "b.ndjson:byte 0", "c", "d.parquet:row 0"]
 
 
 def test_a_format_that_is_asked_for_holds_for_every_file(tmp_path):
@@ -134,7 +134,7 @@ def test_packed_jsonl_is_one_piece(tmp_path):
 
 
 def test_a_mark_of_utf8_at_the_start_is_passed_over(tmp_path):
-    write(tmp_path, **{"a.json": '\ufeff{"text": "a"}\n'.encode()})
+    write(tmp_path, **{"a.jsonl": '\ufeff{"text": "a"}\n'.encode()})
     assert texts_of(read(tmp_path)) == ["a"]
 
 

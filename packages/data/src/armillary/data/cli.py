@@ -9,14 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
+from armillary.data.describe import describe, histogram, measure_packings
 from armillary.data.formats import open_store
 from armillary.data.formats.folder import Header, is_folder, verify_folder
-from armillary.data.inspect import describe, histogram, measure_packings
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.encode import OnInvalid
 from armillary.data.prepare.sources import Format
@@ -83,7 +82,11 @@ def prepare_command(
 
 @app.command
 def info(
-    store: Positional[Path], plot: Path | None = None, verify: bool = False, json: bool = False, column: str = "input_ids"
+    store: Positional[Path],
+    plot: Path | None = None,
+    verify: bool = False,
+    json: bool = False,
+    column: str = "input_ids",
 ) -> None:
     """Shows how many documents and tokens a store has, and how long documents are.
 
@@ -102,25 +105,23 @@ def info(
 
         plot_lengths(opened, plot)
     if json:
-        _print_json(describe(opened) | {"histogram": histogram(opened.lengths)})
+        _print_json(describe(opened) | {"histogram": [asdict(found) for found in histogram(opened.lengths)]})
     else:
         show_info(opened, Header.read(store) if is_folder(store) else None)
 
 
 @app.command
-def pack(
-    stores: Positional[tuple[Path, ...]], length: int, shards: int = 8, rows: int = 64, json: bool = False
-) -> None:
+def pack(store: Positional[Path], length: int, shards: int = 8, rows: int = 64, json: bool = False) -> None:
     """Shows what each packing costs, and how even the attention of its rows is spread over shards.
 
     Args:
-        stores: token stores.
+        store: a token store.
         length: tokens of a row.
         shards: ranks that share a row.
         rows: how many to look at for balance.
         json: for machines.
     """
-    measured = measure_packings([open_store(path) for path in stores], length, shards, rows)
+    measured = measure_packings(open_store(store), length, shards, rows)
     if json:
         _print_json([asdict(found) for found in measured])
     else:

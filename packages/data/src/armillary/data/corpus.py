@@ -51,7 +51,7 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
     root, accepted = Path(path), "give a text file, or a folder with text files in it"
     try:
         if root.is_dir():
-            documents = _read_folder(root, _is_visible)
+            documents = _read_folder(root, is_visible)
         else:
             documents = [Document(root.name, text)] if (text := root.read_bytes()) else []
     except OSError as error:
@@ -62,12 +62,13 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
 
 
 def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:
-    """All text under `root`, sorted by name. `keep` is asked about each file name, and each folder name on the way."""
-    read = (Document(file.relative_to(root).as_posix(), file.read_bytes()) for file in _walk(root, keep))
+    """All text under `root`, sorted by name; `keep` as in `walk`."""
+    read = (Document(file.relative_to(root).as_posix(), file.read_bytes()) for file in walk(root, keep))
     return sorted((d for d in read if d.text and b"\0" not in d.text), key=lambda document: document.name)
 
 
-def _walk(root: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
+def walk(root: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
+    """All files under `root`; `keep` is asked about the name of each, and of each folder on the way."""
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = filter(keep, folders)
         files = (Path(folder, name) for name in names if keep(name))
@@ -79,7 +80,8 @@ def _refuse(error: OSError) -> NoReturn:
     raise error
 
 
-def _is_visible(name: str) -> bool:
+def is_visible(name: str) -> bool:
+    """Whether a file or folder is not hidden."""
     return not name.startswith(".")
 
 

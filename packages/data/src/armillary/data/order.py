@@ -16,20 +16,28 @@ def stable_hash(key: bytes | str) -> int:
     File names that are not valid UTF-8 (surrogate escapes) are fine.
     """
     data = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
 
 
-def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each number's 64 bits thoroughly mixed (the finaliser of splitmix64): evenly spread, and no two the same."""
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def bits(key: str, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """64 random bits for each of `places`: output number `place` of the splitmix64 generator that `key` starts.
+
+    Any of them is had at once, without those before it.
+    """
+    x = places.astype(np.uint64)
+    x *= np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around in silence, as this hash wants it
+    x += np.uint64(stable_hash(key))
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def permutation(n: int, key: str) -> npt.NDArray[np.int64]:
     """The numbers 0..n-1 in an order that depends on `n` and `key` alone: int64 [n]."""
-    return np.argsort(mixed(np.arange(n, dtype=np.uint64) + np.uint64(stable_hash(key))), kind="stable")
+    return np.argsort(bits(key, np.arange(n)), kind="stable")
 
 
 def interleaved(place: int, weights: Sequence[Fraction]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 
 from armillary.core import SequenceLayout
 from armillary.data.batch import Batch
-from armillary.data.epochs import Epochs, Row, read_shard
+from armillary.data.epochs import Epochs, Row, Waste, read_shard
 from armillary.data.order import interleaved, turns_until
 from armillary.data.packing import Packing, greedy
 from armillary.data.prefetch import Prefetch
@@ -94,6 +94,10 @@ class PackedSequences:
         """Rows in which every document of every store is read at least once, all replicas together."""
         last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
         return sum(turns_until(last, self._weights))
+
+    def waste(self) -> list[Waste]:
+        """What the packing costs in an epoch of each store."""
+        return [epochs.waste() for epochs in self._epochs]
 
     @property
     def rows_per_step(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.data.corpus import Document
-from armillary.data.order import mixed, stable_hash
+from armillary.data.order import bits, stable_hash
 from armillary.data.tokens import Tokenizer
 
 Integers = npt.NDArray[np.integer[Any]]
@@ -147,7 +147,7 @@ class TokenStore:
             raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
         if len(self) == 1:
             return self._split_tokens(validation_fraction)
-        hashes = mixed(np.arange(len(self), dtype=np.uint64)) if self.hashes is None else self.hashes
+        hashes = bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
         if not validation.any():
             validation[np.argmin(hashes)] = True

@@ -3,8 +3,8 @@
 - `tokens.bin`: all tokens, little-endian, one document after the other, each with its end of document.
 - `documents.bin`: int64 [D + 1], the tokens before each document, and before the end.
 - `hashes.bin`: uint64 [D], a hash of each document's text.
-- `store.json`: what the tokens mean, the sizes of the files, and a CRC-32 of every 16 MiB of them.
-- `tokenizer.json`: the tokenizer, where it has such a file.
+- `store.json`: what the tokens mean, the sizes of the files, and a CRC-32 of every 64 MiB of them.
+- `tokenizer.json`, `tokenizer_config.json`: the tokenizer, where it has such files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ from armillary.data.store import TokenStore, Vocabulary
 
 FORMAT = "armillary token store"
 VERSION = 1
-HEADER, TOKENS, DOCUMENTS, HASHES, TOKENIZER = (
-    "store.json",
-    "tokens.bin",
-    "documents.bin",
-    "hashes.bin",
-    "tokenizer.json",
-)
-BLOCK = 2**24
+HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin", "hashes.bin"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+BLOCK = 2**26
 """Bytes that one checksum is of."""
 
 

@@ -19,8 +19,8 @@ from armillary.data.text_tokenizer import TextTokenizer, decoded
 from armillary.data.tokens import ByteTokenizer, Tokenizer
 
 OnInvalid = Literal["refuse", "replace", "skip"]
-"""What to do with text that is not UTF-8: stop, put U+FFFD in its place, or leave the document out. Records that give no
-document at all are left out under "skip" only."""
+"""What to do with text that is not UTF-8: stop, put U+FFFD in its place, or leave the document out. Broken records give
+no document at all, so they are left out under "skip" and refused otherwise."""
 
 AT_ONCE = 2**20
 """Bytes of text that are encoded together: as tokens of the library they take a hundred times as much."""
@@ -33,6 +33,7 @@ class Counts:
     documents: int = 0
     text_bytes: int = 0
     empty: int = 0
+    binary: int = 0
     replaced: int = 0
     skipped: int = 0
     first_replaced: str | None = None
@@ -66,7 +67,9 @@ class Encoder:
     def _texts(self, piece: Piece, tokenizer: Tokenizer, counts: Counts) -> Iterator[bytes]:
         """Text of the documents to keep."""
         for document in documents(piece):
-            if isinstance(document, Invalid):
+            if isinstance(document, Invalid) and document.binary:
+                counts.binary += 1
+            elif isinstance(document, Invalid):
                 self._refuse_unless(self.invalid == "skip", document)
                 counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
             elif not document.text:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from armillary.data.formats.folder import HEADER, TOKENIZER, TOKENIZER_CONFIG, Header, write_file
+from armillary.data.formats.folder import HEADER, TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
 from armillary.data.prepare.unfinished import alone, begin, partial_folder
@@ -81,6 +81,7 @@ def prepare(
         ValueError: input, tokenizer or settings that will not do; something else at `output`; another process at work.
         OSError: the disk is full or gone, or a worker was killed. What is done is kept, and the same call goes on.
     """
+    _check_places(plan)
     found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field)
     key = plan_key(plan, found)
     with alone(plan.output):
@@ -88,7 +89,8 @@ def prepare(
             return _finished(plan.output, key)
         begin(plan.output, key, plan.overwrite)
         try:
-            report(Progress("reading the tokenizer", 0, sum(piece.bytes for piece in found)))
+            doing = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
+            report(Progress(doing, 0, sum(piece.bytes for piece in found)))
             tokenizer = choose_tokenizer(plan, found)
             return encode(plan, found, key, tokenizer, workers or len(os.sched_getaffinity(0)), report)
         except OSError as error:
@@ -147,6 +149,15 @@ def encode(
             raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document in there holds any text")
         summary = {"plan": key, "begin_of_document": plan.begin_of_document, **asdict(progress.counts)}
         return writer.finish(Vocabulary.of(tokenizer), summary)
+
+
+def _check_places(plan: Preparation) -> None:
+    """Refuses inputs that are stores, and an output that would be part of its own input."""
+    for path in plan.inputs:
+        if is_folder(path):
+            raise ValueError(f"{path} is a token store already; give text, JSONL, Parquet or a saved dataset")
+        if path.is_dir() and plan.output.resolve().is_relative_to(path.resolve()):
+            raise ValueError(f"the output {plan.output} lies in the input {path}; name an output outside of it")
 
 
 def _finished(output: Path, key: str) -> Header:

@@ -61,7 +61,9 @@ def alone(path: Path) -> Generator[None]:
     lock = path.with_name(path.name + ".lock")
     try:
         with FileLock(lock, blocking=False):
-            yield
-            lock.unlink()  # those who wait for this very file see that it is gone
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)  # who opened this very file meanwhile sees that it is gone
     except Timeout as error:
         raise ValueError(f"another process is preparing {path}; wait for it, or name another output") from error

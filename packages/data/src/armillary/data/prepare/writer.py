@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +23,9 @@ import numpy.typing as npt
 from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, write_file
 from armillary.data.prepare.unfinished import PROGRESS, partial_folder
 from armillary.data.store import Index, Integers, Vocabulary
+
+SYNC_SECONDS = 2.0
+"""How much work a kill may cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,8 @@ class BlockFile:
         self._file.truncate(size)
         self._file.seek(size)
 
-    def add(self, data: memoryview) -> None:
+    def add(self, array: npt.NDArray[Any]) -> None:
+        data = array.view(np.uint8).data
         while data:
             written = self._file.write(data[: BLOCK - self.size % BLOCK])
             if self.size % BLOCK == 0:
@@ -76,7 +82,8 @@ class StoreWriter:
         names = (TOKENS, DOCUMENTS, HASHES)
         self._files = {name: BlockFile(self.folder / name, *known.get(name, (0, []))) for name in names}
         if not self._files[DOCUMENTS].size:
-            self._files[DOCUMENTS].add(memoryview(np.zeros(1, "<i8")).cast("B"))
+            self._files[DOCUMENTS].add(np.zeros(1, "<i8"))
+        self._synced = time.monotonic()
 
     @property
     def parts(self) -> int:
@@ -97,35 +104,46 @@ class StoreWriter:
         return self._files[DOCUMENTS].size // 8 - 1
 
     def add(self, part: Part, counts: dict[str, Any]) -> None:
-        """Adds a part, on disk before this returns; `counts` are those of all parts so far."""
+        """Adds a part; `counts` are those of all parts so far. It is on disk when `sync` is next called."""
         ends = self.tokens + np.cumsum(part.lengths)
-        self._files[TOKENS].add(memoryview(part.tokens.astype(self._dtype, copy=False)).cast("B"))
-        self._files[DOCUMENTS].add(memoryview(ends.astype("<i8", copy=False)).cast("B"))
-        self._files[HASHES].add(memoryview(part.hashes.astype("<u8", copy=False)).cast("B"))
+        self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
+        self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
+        self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
+        # Only now, so that on a full disk what is said of the files holds for whole parts.
+        files = {name: (file.size, list(file.checksums)) for name, file in self._files.items()}
+        self._progress |= {"parts": self.parts + 1, "counts": counts, "files": files}
+        if time.monotonic() > self._synced + SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Sees to it that a kill loses nothing that was added."""
         for file in self._files.values():
             file.sync()
-        files = {name: (file.size, file.checksums) for name, file in self._files.items()}
-        self._progress |= {"parts": self.parts + 1, "counts": counts, "files": files}
         write_file(self.folder / PROGRESS, json.dumps(self._progress).encode())
+        self._synced = time.monotonic()
 
     def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
         """Writes the header and moves the folder into its place; nothing is left of an older store there."""
+        self.sync()
         checksums = {name: file.checksums for name, file in self._files.items()}
         name = self._dtype.newbyteorder("=").name
         header = Header(name, self.tokens, self.documents, vocabulary, checksums, summary)
         header.write(self.folder)
-        (self.folder / PROGRESS).unlink()
         older = self.path.with_name(self.path.name + ".older")
         if self.path.exists():
             shutil.rmtree(older, ignore_errors=True)
             self.path.rename(older)
         self.folder.rename(self.path)
+        (self.path / PROGRESS).unlink()
         shutil.rmtree(older, ignore_errors=True)
         return header
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(OSError):  # a disk that is full has no room for this either; the last sync holds
+                self.sync()
         for file in self._files.values():
             file.close()

@@ -9,22 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.data.order import stable_hash
+from armillary.data.order import bits, permutation
 
 Ints = NDArray[np.int64]
-
-
-def bits(key: str, places: Ints) -> NDArray[np.uint64]:
-    """64 random bits for each of `places`: output number `place` of the splitmix64 generator that `key` starts."""
-    x = places.astype(np.uint64)
-    x *= np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around in silence, as this hash wants it
-    x += np.uint64(stable_hash(key))
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
 
 
 def draw(key: str, places: Ints, n: int) -> Ints:
@@ -38,7 +25,7 @@ def distinct(key: str, n: int, count: int) -> Ints:
     Needs count <= n.
     """
     if 2 * count >= n:
-        return np.argsort(bits(key, np.arange(n)), kind="stable")[:count]
+        return permutation(n, key)[:count]
     drawn = 2 * count
     while True:
         # Drawing one after the other and passing over those that came before.

@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import cast, get_args
 
-from armillary.data.corpus import Document, _is_visible, _walk  # pyright: ignore[reportPrivateUsage]
-from armillary.data.source_cuts import Format, way_to_cut
-from armillary.data.source_readers import File, Invalid, Piece
+from armillary.data.corpus import Document, is_visible, walk
+from armillary.data.prepare.cuts import Format, way_to_cut
+from armillary.data.prepare.readers import File, Invalid, Piece
 
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
@@ -26,7 +26,7 @@ def pieces(
     Each input is a file or a folder; a folder stands for its files at any depth, sorted by name, with the same ones
     left out as in `read_documents`. The suffix of a file says what it is:
 
-    - .jsonl, .ndjson and .json: one object a line. A piece is a range of bytes, and owns the lines that start in it.
+    - .jsonl and .ndjson: one object a line. A piece is a range of bytes, and owns the lines that start in it.
       The same with .gz after it is one piece.
     - .parquet: a piece is some row groups.
     - anything else: text, and the file is one document. Small files share a piece, a large one has its own.
@@ -103,7 +103,7 @@ def _files(path: Path, format: Format) -> list[File]:
         elif format == "auto" and _is_saved(path):
             files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
         else:
-            found = (_file(file, file.relative_to(path).as_posix(), chosen=False) for file in _walk(path, _is_visible))
+            found = (_file(file, file.relative_to(path).as_posix(), chosen=False) for file in walk(path, is_visible))
             files = sorted(found, key=lambda file: file.name)
             _refuse_saved(path, files, format)
     except OSError as error:

@@ -18,10 +18,15 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Invalid:
-    """A record that gives no document, and why. Whether to pass over it or to stop is the caller's choice."""
+    """A record that gives no document, and why. Whether to pass over it or to stop is the caller's choice.
+
+    Args:
+        binary: it is a file of a folder that was taken as a whole, and is not text: nobody meant it.
+    """
 
     name: str
     reason: str
+    binary: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def read_text(piece: Piece) -> Iterator[Document | Invalid]:
     for file in piece.files:
         text = file.path.read_bytes()
         if b"\0" in text and not file.chosen:
-            yield Invalid(file.name, "taken as binary, since it has a zero byte")
+            yield Invalid(file.name, "taken as binary, since it has a zero byte", binary=True)
         else:
             yield Document(file.name, text)
 

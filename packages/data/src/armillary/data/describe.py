@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -77,8 +76,8 @@ class MeasuredPacking:
     spans: int
 
 
-def measure_packings(stores: Sequence[TokenStore], length: int, shards: int, rows: int) -> list[MeasuredPacking]:
-    """Each packing of the stores in rows of `length` tokens, over the first `rows` rows.
+def measure_packings(store: TokenStore, length: int, shards: int, rows: int) -> list[MeasuredPacking]:
+    """Each packing of the store in rows of `length` tokens, over the first `rows` rows.
 
     Raises:
         ValueError: no rows to look at, or what `PackedSequences` and layouts refuse.
@@ -88,7 +87,7 @@ def measure_packings(stores: Sequence[TokenStore], length: int, shards: int, row
     zigzag = SequenceLayout.zigzag(length, shards)
     found: list[MeasuredPacking] = []
     for packing in (greedy, best_fit, one_per_row):
-        packed = PackedSequences(stores, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
+        packed = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
         ends = [packed.row(number).ends for number in range(min(rows, packed.rows_per_epoch))]
         layouts = [SequenceLayout.balanced(length, shards, documents=row) for row in ends]
         plain = [attention_balance(zigzag, documents=row) for row in ends]
@@ -96,5 +95,5 @@ def measure_packings(stores: Sequence[TokenStore], length: int, shards: int, row
         spans = max(len(layout.spans(shard)) for layout in layouts for shard in range(shards))
         documents = mean(len(row) - 1 for row in ends)
         worst = (mean(plain), max(plain), mean(even), max(even))
-        found.append(MeasuredPacking(packing.__name__, packed.waste(), documents, *worst, spans))
+        found.append(MeasuredPacking(packing.__name__, packed.waste()[0], documents, *worst, spans))
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.data.optional import optional
-from armillary.data.source_readers import (
+from armillary.data.prepare.readers import (
     File,
     Piece,
     is_text,
@@ -37,7 +37,7 @@ def way_to_cut(file: File, format: Format) -> Cut:
         raise ValueError(f"{file.path} is packed with zstd; unpack it (zstd -d), or pack it with gzip")
     if format == "parquet" or (format == "auto" and name.endswith(".parquet")):
         return cut_parquet
-    if format == "jsonl" or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson", ".json"))):
+    if format == "jsonl" or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))):
         return cut_packed_jsonl if name.endswith(".gz") else cut_jsonl
     return cut_text
 
