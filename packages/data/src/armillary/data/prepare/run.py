@@ -40,6 +40,7 @@ class Preparation:
         text_field: of JSONL objects, and the column of Parquet files and datasets.
         invalid: what to do with text that is not UTF-8, and with broken records.
         overwrite: start anew, whatever is at `output`; what was there stays until the new store is complete.
+        piece_bytes: text that a worker takes at a time.
     """
 
     inputs: Sequence[Path]
@@ -52,6 +53,7 @@ class Preparation:
     text_field: str = "text"
     invalid: OnInvalid = "replace"
     overwrite: bool = False
+    piece_bytes: int = 8 << 20
 
 
 @dataclass
@@ -82,7 +84,7 @@ def prepare(
         OSError: the disk is full or gone, or a worker was killed. What is done is kept, and the same call goes on.
     """
     _check_places(plan)
-    found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field)
+    found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.piece_bytes)
     key = plan_key(plan, found)
     with alone(plan.output):
         if plan.output.exists() and not plan.overwrite:
