@@ -37,17 +37,29 @@ class Case:
     sharded: bool = True
     tokens: int = N
     z_loss: float = 0.0
+    packed: bool = False
+    """Each row has documents of its own, and positions count from their starts."""
 
-    @property
-    def mask(self) -> AttentionMask:
-        return AttentionMask(documents=[0, 9, self.tokens])
+    def mask(self, share: slice = slice(None)) -> AttentionMask:
+        """Of these rows."""
+        own = [[0, 9 + row, 20 + 3 * row, self.tokens] for row in range(ROWS)]
+        return AttentionMask(documents=own[share] if self.packed else [0, 9, self.tokens])
+
+    def positions(self) -> Tensor:
+        """[ROWS, N]"""
+        global_ones, rows = torch.arange(self.tokens), range(ROWS)
+        if not self.packed:
+            return torch.stack([global_ones for _ in rows])
+        ends = [torch.tensor(self.mask().boundaries(row)) for row in rows]
+        return torch.stack([global_ones - end[torch.bucketize(global_ones, end, right=True) - 1] for end in ends])
 
     def __str__(self) -> str:
         axes = "-".join(f"{name}{size}" for name, size in self.axes.items())
         axes += f"-{self.tokens}" if self.tokens != N else ""
         policy = "" if self.checkpointing is None else f"-{self.checkpointing.policy}"
         kind = {id(LLAMA): "llama", id(TIED): "tied", id(LEARNED): "gpt"}[id(self.config)]
-        return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}"
+        packed = "-packed" if self.packed else ""
+        return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}{packed}"
 
 
 def build(config: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Llama | GPT:
@@ -76,16 +88,19 @@ def whole(x: Tensor) -> Tensor:
 
 
 def on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    return plainly(case.config, case.tokens, case.z_loss, dtype)
+    return plainly(case.config, case.tokens, case.z_loss, case.packed, dtype)
 
 
 @cache
-def plainly(config: LlamaConfig | GPTConfig, tokens: int, z_loss: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    model, case = build(config, dtype), Case({}, "local", config, tokens=tokens)
+def plainly(
+    config: LlamaConfig | GPTConfig, tokens: int, z_loss: float, packed: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    model, case = build(config, dtype), Case({}, "local", config, tokens=tokens, packed=packed)
     initialize(model, 0)
     ids, labels = rows(case)
-    logits = model(ids, mask=case.mask)
-    total, count = model(ids, mask=case.mask, head=partial(linear_token_loss, labels=labels, z_loss=z_loss))
+    options = {"mask": case.mask(), "positions": case.positions()}
+    logits = model(ids, **options)
+    total, count = model(ids, **options, head=partial(linear_token_loss, labels=labels, z_loss=z_loss))
     return {"logits": whole(logits), "loss": whole(total / count), **step(model, total / count)}
 
 
@@ -104,7 +119,8 @@ def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     layout = attend.layout(case.tokens)
     share = rows_of_this_rank(over)
     ids, labels = (layout.take(x[share], attend.shard) for x in rows(case))
-    call = partial(model, ids, positions=layout.positions(attend.shard), mask=case.mask, layout=layout)
+    positions = layout.take(case.positions()[share], attend.shard) if case.packed else layout.positions(attend.shard)
+    call = partial(model, ids, positions=positions, mask=case.mask(share), layout=layout)
     logits = torch.zeros(ROWS, case.tokens, case.config.vocab_size, dtype=torch.float64)
     logits[share, layout.positions(attend.shard)] = whole(call())
     total, count = call(head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
@@ -160,6 +176,9 @@ CASES = [
     Case({"tp": 4, "ulysses": 2}, "upipe", LEARNED, LAYER, tokens=43),
     Case({"tp": 4, "shard": 2}, "local", tokens=13),
     Case({"tp": 4}, "local", sharded=False),
+    Case({"tp": 2, "ring": 2}, "ring", LLAMA, KEEP, packed=True),
+    Case({"tp": 2, "ulysses": 2}, "upipe", LEARNED, LAYER, packed=True),
+    Case({"ulysses": 2}, "upipe", TIED, compiler="aot_eager", packed=True),
     Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
     Case({"tp": 2}, "local", LEARNED, Checkpointing(tiled=True, piece=5), sharded=False),
 ]

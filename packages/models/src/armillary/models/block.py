@@ -179,7 +179,7 @@ class Decoder(nn.Module):
 
 
 def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
-    """The positions [T] on the device of `ids`; refuses what does not match, and what cannot be known."""
+    """The positions [T] or [B, T] on the device of `ids`; refuses what does not match, and what cannot be known."""
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
     if positions is None and layout is not None and layout.shards > 1:
@@ -188,7 +188,9 @@ def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLay
         )
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device) if layout is None else layout.positions(0)
-    if positions.shape != ids.shape[1:] or positions.is_floating_point():
+    if positions.shape not in (ids.shape, ids.shape[1:]) or positions.is_floating_point():
         shown = f"{tuple(positions.shape)} of {positions.dtype}"
-        raise ValueError(f"positions must be {ids.shape[1]} integers for ids {tuple(ids.shape)}; got {shown}")
+        raise ValueError(
+            f"positions must be {ids.shape[1]} integers, of each row or of all, for ids {tuple(ids.shape)}; got {shown}"
+        )
     return positions.to(ids.device)

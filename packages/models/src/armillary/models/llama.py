@@ -57,7 +57,8 @@ class Llama(Pretrained):
 
         Args:
             ids: all tokens of the sequence, or those that one shard holds.
-            positions: their global positions, integers [T], for RoPE. Needed on a shard: `layout.positions(shard)`.
+            positions: integers for RoPE: [T], or [B, T] where rows have their own, such as positions within documents.
+                Needed on a shard: `layout.positions(shard)`.
             mask: handed to attention; causal unless given.
             layout: handed to attention, which takes positions from it; one shard in order unless given.
             head: what to do instead of computing logits. It is called with the hidden states [B, T, E] and the head's

@@ -14,8 +14,8 @@ from armillary.models.rope_scaling import RopeScaling, plain_frequencies
 class Rotation:
     """The angles by which the heads of T tokens are turned, as cosines and sines [T, 1, D / 2].
 
-    A scaling's amplitude is in them too. Dims i and i + D/2 make a pair, as in Hugging Face's weights (Meta's own pair
-    2i and 2i + 1).
+    They are [B, T, 1, D / 2] where rows have positions of their own. A scaling's amplitude is in them too. Dims i and
+    i + D/2 make a pair, as in Hugging Face's weights (Meta's own pair 2i and 2i + 1).
     """
 
     cos: Tensor
@@ -33,14 +33,14 @@ class Rotation:
         """Pair i at position p turns by p * theta^(-2i / D), or as `scaling` has it.
 
         Args:
-            positions: integers [T], as large as float64 holds them exactly (2^53).
+            positions: integers [T] or [B, T], as large as float64 holds them exactly (2^53).
             head_dim: D.
             dtype: of the model. Cosines and sines come in it, but at least in float32.
             scaling: other frequencies, and a factor for cosines and sines.
         """
         # A float32 frequency is off by up to 6e-8 of itself: at position 5,000,000 that is 0.3 radians.
         frequencies = plain_frequencies if scaling is None else scaling.frequencies
-        angles = positions.double()[:, None, None] * frequencies(head_dim, theta, positions.device)
+        angles = positions.double()[..., None, None] * frequencies(head_dim, theta, positions.device)
         cos, sin = angles.cos(), angles.sin()
         if scaling is not None and scaling.amplitude != 1:
             cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
@@ -49,7 +49,7 @@ class Rotation:
 
     def of_tokens(self, tokens: slice) -> Rotation:
         """The angles of some of the tokens."""
-        return Rotation(self.cos[tokens], self.sin[tokens])
+        return Rotation(self.cos[..., tokens, :, :], self.sin[..., tokens, :, :])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turns each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""

@@ -66,6 +66,8 @@ class DataConfig:
     """How documents make rows: joined and cut; cut only where a row cannot hold them; or one to a row, cut off."""
     document_mask: bool = False
     """Tokens see their own document only."""
+    reset_positions: bool = False
+    """Count positions from the start of each document, not of the row."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Which positions each sequence rank holds; balanced is chosen for each batch by its documents."""
     validation_fraction: float = 0.05

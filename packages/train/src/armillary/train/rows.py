@@ -80,6 +80,7 @@ def load_rows(
             seed=config.train.seed,
             replica=replica,
             replicas=replicas,
+            reset_positions=config.data.reset_positions,
             layout_for=balanced if kind == "balanced" and config.data.document_mask else None,
         )
 

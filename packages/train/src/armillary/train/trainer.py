@@ -195,7 +195,8 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 def global_loss(run: Run, batch: Batch) -> Tensor:
     """This rank's share of the mean loss over all labelled tokens of the global batch: the shares add up to it."""
     tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
-    positions = batch.positions[0].to(run.device)  # counted from the start of the row: the same in each
+    # Counted from the start of the row they are the same in each.
+    positions = (batch.positions if run.config.data.reset_positions else batch.positions[0]).to(run.device)
     head = partial(linear_token_loss, labels=labels)
     mask = mask_of(run, batch)
     total, count = run.model(tokens, positions=positions, mask=mask, layout=batch.layout, head=head)

@@ -121,13 +121,14 @@ def first_row(rows: int, axis: Axis) -> int:
 
 
 class DealtEmbedding(Placed, nn.Embedding):
-    """From all positions [T] to the embeddings of this rank's; the table is copied."""
+    """From all positions [T] or [B, T] to the embeddings of this rank's; the table is copied."""
 
     plain = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
         positions = inside_of(input, self.num_embeddings)
-        return F.embedding(own_dealt(positions.unsqueeze(0), self.axis).squeeze(0), self.weight)
+        rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
+        return F.embedding(own_dealt(rows, self.axis), self.weight)
 
 
 class VocabularyHead(Placed, Head):
