@@ -71,13 +71,13 @@ def by_time(weights, places):
     return [(s, k) for _, s, k in sorted(turns)[:places]]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(shares, st.integers(1, 60))
 def test_places_are_turns_sorted_by_time(weights, places):
     assert [interleaved(place, weights) for place in range(places)] == by_time(weights, places)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(shares, st.integers(0, 10**12))
 def test_places_far_away_follow_one_another(weights, far):
     found = [interleaved(far + i, weights) for i in range(20)]
@@ -88,7 +88,7 @@ def test_places_far_away_follow_one_another(weights, far):
         assert turns == list(range(turns[0], turns[0] + len(turns))) if turns else True
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=9), st.integers(1, 200))
 def test_of_the_first_places_each_source_has_its_share(weights, places):
     turns = [source for source, _ in by_time(weights, places)]

@@ -16,7 +16,7 @@ from armillary.data.packing import Piece
 PACKINGS = [greedy, best_fit, one_per_row]
 corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 rooms = st.integers(1, 50)
-thorough = settings(deadline=None, max_examples=300)
+thorough = settings(deadline=None, max_examples=120)
 
 
 def packed(packing, lengths, room, key="key"):
