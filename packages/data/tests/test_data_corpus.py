@@ -1,21 +1,12 @@
-"""Documents: the default corpus, the user's own text, and the split."""
+"""Documents: the default corpus, and the user's own text."""
 
 import os
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from armillary.data import Document, python_corpus, read_documents, split_documents
-from armillary.data.order import stable_hash
-
-names = st.lists(st.text(max_size=8), min_size=2, max_size=30, unique=True)
-
-
-def named(names):
-    return [Document(name, b"text") for name in names]
+from armillary.data import Document, python_corpus, read_documents
 
 
 def write(root, **files):
@@ -117,61 +108,3 @@ def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
         read_documents(tmp_path)
-
-
-# -- the split --------------------------------------------------------------------------------------------------------
-
-
-def test_a_hash_is_the_same_in_every_process():
-    assert stable_hash("armillary") == 13729582951640400556
-    assert stable_hash(os.fsdecode(b"caf\xe9")) != stable_hash("caf")
-
-
-@given(names, st.floats(0.01, 0.99))
-def test_each_document_is_on_one_side_and_no_side_is_empty(names, fraction):
-    documents = named(names)
-    train, validation = split_documents(documents, fraction)
-    assert train and validation
-    assert sorted(train + validation, key=lambda d: d.name) == sorted(documents, key=lambda d: d.name)
-
-
-@given(names, st.randoms())
-def test_the_split_does_not_depend_on_the_order_of_documents(names, random):
-    documents = named(names)
-    assert split_documents(random.sample(documents, len(documents))) == split_documents(documents)
-
-
-def test_the_split_stays_put_when_documents_are_added():
-    few, many = named(map(str, range(500))), named(map(str, range(1000)))
-    for before, after in zip(split_documents(few), split_documents(many), strict=True):
-        assert {document.name for document in before} < {document.name for document in after}
-
-
-def test_the_split_has_about_the_share_that_was_asked_for():
-    _, validation = split_documents(named(map(str, range(4000))), 0.1)
-    assert 320 < len(validation) < 480
-
-
-def test_a_single_document_gives_its_tail():
-    train, validation = split_documents([Document("book", bytes(range(100)))])
-    assert train == [Document("book", bytes(range(95)))]
-    assert validation == [Document("book", bytes(range(95, 100)))]
-
-
-@pytest.mark.parametrize("fraction", [0.001, 0.999])
-def test_both_parts_of_a_short_document_hold_something(fraction):
-    train, validation = split_documents([Document("note", b"ab")], fraction)
-    assert (train[0].text, validation[0].text) == (b"a", b"b")
-
-
-@pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
-def test_a_share_that_leaves_one_side_empty_is_refused(fraction):
-    with pytest.raises(ValueError, match=f"validation_fraction={fraction} must lie between 0 and 1"):
-        split_documents(named("ab"), fraction)
-
-
-def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match="no documents to split"):
-        split_documents([])
-    with pytest.raises(ValueError, match="document 'note' has 1 bytes to split; give at least 2"):
-        split_documents([Document("note", b"a")])

@@ -1,190 +1,199 @@
-"""Rows: the same global batches for every mesh, each rank with its own part of them."""
+"""Rows: what each holds, and that every mesh reads the same ones."""
 
 import re
 from itertools import pairwise
 
 import pytest
 import torch
+from data_stores import PADDING, alone, every_shard, joined, layouts, numbered, read_rows, shapes, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout
-from armillary.data import ByteTokenizer, Document, PackedSequences
+from armillary.data import IGNORE, ByteTokenizer, Document, PackedSequences, TokenStore, best_fit, greedy, one_per_row
 
 N = 37  # prime: no number of shards divides it
-TEXTS = [bytes((i * j) % 251 for j in range(50 * i)) for i in range(12)]  # the first one is empty
-DOCUMENTS = [Document(str(i), text) for i, text in enumerate(TEXTS)]
-END = ByteTokenizer().end_of_document
-
-LAYOUTS = {
-    "contiguous": SequenceLayout.contiguous(N, 3),
-    "zigzag": SequenceLayout.zigzag(N, 3),
-    "striped": SequenceLayout.striped(N, 3),
-    "striped, wide": SequenceLayout.striped(N, 3, stripe=4),
-    "one shard": SequenceLayout.contiguous(N, 1),
-}
-LAYOUTS |= {f"{name}, refined": layout.refine(2) for name, layout in LAYOUTS.items()}
-
-
-def whole(documents=DOCUMENTS, length=N, **kwargs):
-    """Rows that one rank holds alone."""
-    layout = SequenceLayout.contiguous(length, 1)
-    return PackedSequences(documents, **{"layout": layout, "shard": 0, "rows_per_batch": 1} | kwargs)
-
-
-def global_batch(layout, step, replicas, rows=8):
-    """Tokens and labels [rows, N] of a step, put together from what all ranks of a mesh hold."""
-
-    def held(replica, shard):
-        share = {"rows_per_batch": rows // replicas, "replica": replica, "replicas": replicas}
-        return PackedSequences(DOCUMENTS, layout=layout, shard=shard, seed=3, **share).batch(step)
-
-    batches = [[held(replica, shard) for shard in range(layout.shards)] for replica in range(replicas)]
-    tokens = torch.cat([layout.join([batch.tokens for batch in shards]) for shards in batches])
-    labels = torch.cat([layout.join([batch.labels for batch in shards]) for shards in batches])
-    return tokens, labels
-
-
-def epoch(rows, number):
-    """All rows of an epoch, in the order in which they are read, as tuples of tokens."""
-    first = number * rows.rows_per_epoch
-    return [tuple(rows.batch(first + i).tokens[0].tolist()) for i in range(rows.rows_per_epoch)]
+LENGTHS = [0, 5, 50, 37, 1, 0, 80, 111, 12, 30, 2]
+STORE = numbered(LENGTHS)
+PACKINGS = [greedy, best_fit, one_per_row]
+quick = settings(deadline=None, max_examples=100)
 
 
 # -- what a row holds -------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=20), min_size=1, max_size=8), st.integers(0, 5))
-def test_the_stream_holds_every_document_once_each_followed_by_its_end(texts, seed):
-    documents = [Document(str(i), text) for i, text in enumerate(texts)]
-    length = sum(map(len, texts)) + len(texts) - 1
-    if length == 0:
-        return
-    batch = whole(documents, length, seed=seed).batch(0)
-    stream = [*batch.tokens[0].tolist(), batch.labels[0, -1].item()]
-    ends = [-1] + [i for i, token in enumerate(stream) if token == END]
-    found = [bytes(stream[a + 1 : b]) for a, b in pairwise(ends)]
-    assert stream[-1] == END
-    assert sorted(found) == sorted(texts)
-
-
-@settings(deadline=None)
-@given(st.binary(min_size=5, max_size=200), st.integers(1, 5))
-def test_an_epoch_holds_every_whole_row_of_the_stream_once(text, length):
-    rows = whole([Document("only", text)], length)
-    stream = [*text, END]
-    expected = [tuple(stream[i : i + length]) for i in range(0, len(text) - length + 1, length)]
-    assert rows.rows_per_epoch == len(expected) == len(text) // length
-    assert sorted(epoch(rows, 0)) == sorted(expected)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_joined_shards_are_the_whole_row_and_labels_its_next_tokens(name):
-    layout, stream = LAYOUTS[name], [*TEXTS[11], END]
-    ranks = [PackedSequences(DOCUMENTS[11:], layout=layout, shard=s, rows_per_batch=3) for s in range(layout.shards)]
+@quick
+@given(st.data(), shapes, st.integers(1, 40), st.sampled_from(PACKINGS), st.integers(0, 5))
+def test_joined_shards_are_the_row_with_its_labels_documents_and_positions(data, lengths, length, packing, seed):
+    layout = data.draw(layouts(length))
+    choices = {"packing": packing, "seed": seed, "reset_positions": data.draw(st.booleans())}
+    ranks = every_shard(numbered(lengths), layout, rows_per_batch=3, **choices)
     batches = [rank.batch(2) for rank in ranks]
-    tokens, labels = layout.join([b.tokens for b in batches]), layout.join([b.labels for b in batches])
-    starts = [next(i for i in range(0, 550, N) if stream[i : i + N] == row.tolist()) for row in tokens]
-    assert labels.tolist() == [stream[start + 1 : start + 1 + N] for start in starts]
-    assert [b.positions.tolist() for b in batches] == [layout.positions(s).tolist() for s in range(layout.shards)]
+    expected = read_rows(alone(numbered(lengths), length, packing=packing, seed=seed), 6, 9)
+    tokens, labels, positions = joined(batches)
+    assert tokens.tolist() == expected
+    for row, tokens in enumerate(expected):
+        next_ones, documents, distances = told(tokens, lengths)
+        assert labels[row].tolist() == next_ones
+        assert [batch.documents[row] for batch in batches] == [documents] * layout.shards
+        assert positions[row].tolist() == (distances if choices["reset_positions"] else list(range(length)))
+
+
+@quick
+@given(shapes, st.integers(1, 40), st.sampled_from([greedy, best_fit]), st.integers(0, 3))
+def test_every_token_of_every_document_is_read_once_an_epoch(lengths, length, packing, epoch):
+    rows = alone(numbered(lengths), length, packing=packing)
+    found = read_rows(rows, epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
+    assert {len(row) for row in found} == {length}
+    assert sorted(token for row in found for token in row if token != PADDING) == list(range(sum(lengths)))
+
+
+@quick
+@given(shapes, st.integers(1, 40))
+def test_one_per_row_reads_the_first_tokens_of_each_document(lengths, length):
+    rows = alone(numbered(lengths), length, packing=one_per_row)
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    expected = [list(range(at, at + size))[:length] for at, size in zip(begins, lengths, strict=True) if size]
+    expected = [row + [PADDING] * (length - len(row)) for row in expected]
+    assert sorted(read_rows(rows, 0, rows.rows_per_epoch)) == sorted(expected)
+
+
+@quick
+@given(shapes, st.integers(1, 40), st.sampled_from(PACKINGS))
+def test_documents_run_on_within_a_row_and_padding_is_at_its_end_alone(lengths, length, packing):
+    rows = alone(numbered(lengths), length, packing=packing)
+    for tokens in read_rows(rows, 0, rows.rows_per_epoch):
+        kept = [token for token in tokens if token != PADDING]
+        _, bounds, _ = told(kept, lengths)
+        assert tokens == kept + [PADDING] * (length - len(kept))
+        assert kept == [kept[a] + i for a, b in pairwise(bounds) for i in range(b - a)] != []
+
+
+def test_text_comes_back_with_its_ends_of_documents():
+    texts = [b"one", b"", b"two\xff", b"a third one", b"one"]
+    store = TokenStore.of([Document(str(i), text) for i, text in enumerate(texts)], ByteTokenizer())
+    row = alone(store, 40).batch(0).tokens[0].tolist()
+    found = bytes(0 if token == ByteTokenizer().end_of_document else token for token in row).split(b"\0")
+    assert sorted(found[:4]) == sorted(filter(None, texts))
+    assert set(found[4:]) == {b""}
+
+
+def test_labels_go_on_where_a_row_cuts_a_document_and_stop_where_it_ends():
+    batch = alone(numbered([7]), 3, rows_per_batch=3).batch(0)
+    labels = {tuple(row): label for row, label in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)}
+    assert labels == {
+        (0, 1, 2): [1, 2, 3],
+        (3, 4, 5): [4, 5, 6],
+        (6, PADDING, PADDING): [IGNORE, IGNORE, IGNORE],
+    }
+
+
+def test_padding_is_zero_where_a_store_does_not_know_its_end_of_document():
+    store = numbered([4])
+    store.vocabulary = type(store.vocabulary)()
+    assert alone(store, 6).batch(0).tokens.tolist() == [[0, 1, 2, 3, 0, 0]]
 
 
 def test_a_batch_is_int64_and_has_the_shapes_of_its_shard():
     layout = SequenceLayout.zigzag(N, 4)
-    batch = PackedSequences(DOCUMENTS, layout=layout, shard=3, rows_per_batch=2).batch(0)
-    assert batch.tokens.shape == batch.labels.shape == (2, layout.sizes[3])
-    assert batch.positions.shape == (layout.sizes[3],)
-    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype} == {torch.int64}
+    batch = PackedSequences(STORE, layout=layout, shard=3, rows_per_batch=2).batch(0)
+    for tensor in (batch.tokens, batch.labels, batch.positions):
+        assert tensor.shape == (2, layout.sizes[3])
+        assert tensor.dtype == torch.int64
+    assert batch.layout == layout
 
 
-def test_other_tokenizers_may_have_larger_vocabularies():
-    class Wide:
-        end_of_document = 100_000
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64"])
+def test_tokens_of_any_integer_type_are_read_exactly(dtype):
+    tokens = read_rows(alone(numbered(LENGTHS[:5], dtype), N), 0, 3)
+    assert tokens == read_rows(alone(numbered(LENGTHS[:5]), N), 0, 3)
 
-        def encode(self, text):
-            return torch.tensor([99_000 + byte for byte in text], dtype=torch.int32)
 
-    batch = whole([Document("only", b"ab")], 2, tokenizer=Wide()).batch(0)
-    assert batch.tokens.tolist() == [[99_097, 99_098]]
-    assert batch.labels.tolist() == [[99_098, 100_000]]
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+def test_the_largest_token_of_a_type_stays_what_it_is(dtype):
+    store, largest = numbered([3], dtype), torch.iinfo(getattr(torch, dtype)).max
+    store.segments[0][:] = largest
+    batch = alone(store, 3).batch(0)
+    assert batch.tokens.tolist() == [[largest] * 3]
+    assert batch.labels.tolist() == [[largest, largest, IGNORE]]
 
 
 # -- the order of rows ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_global_batches_do_not_depend_on_the_mesh(name, replicas):
-    for step in (0, 5, 17):
-        got, expected = global_batch(LAYOUTS[name], step, replicas), global_batch(LAYOUTS["one shard"], step, 1)
-        assert torch.equal(got[0], expected[0])
-        assert torch.equal(got[1], expected[1])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_global_batches_do_not_depend_on_the_mesh(packing, replicas):
+    layout = SequenceLayout.zigzag(N, 3).refine(2)
+    share = {"packing": packing, "rows_per_batch": 8 // replicas, "replicas": replicas}
+    meshes = [every_shard(STORE, layout, replica=replica, **share) for replica in range(replicas)]
+    for step in (0, 5):
+        parts = [joined([rank.batch(step) for rank in ranks])[0] for ranks in meshes]
+        assert torch.cat(parts).tolist() == read_rows(alone(STORE, N, packing=packing), 8 * step, 8 * step + 8)
 
 
 def test_batches_of_any_size_read_the_same_rows_in_the_same_order():
-    singles, triples = whole(), whole(rows_per_batch=3)
-    steps = singles.rows_per_epoch  # three epochs of rows, so batches lie across the seams
-    assert steps % 3
-    rows = torch.cat([singles.batch(step).tokens for step in range(3 * steps)])
-    assert torch.equal(torch.cat([triples.batch(step).tokens for step in range(steps)]), rows)
+    singles, fours = alone(STORE, N), alone(STORE, N, rows_per_batch=4)
+    steps = singles.rows_per_epoch  # four epochs of rows, so batches lie across the seams
+    assert steps % 4
+    rows = [row for step in range(steps) for row in fours.batch(step).tokens.tolist()]
+    assert rows == read_rows(singles, 0, 4 * steps)
 
 
-def test_epochs_read_the_same_rows_in_another_order():
-    rows = whole()
-    first, second, later = (epoch(rows, number) for number in (0, 1, 40))
-    assert sorted(first) == sorted(second) == sorted(later)
-    assert len({tuple(order) for order in (first, second, later)}) == 3
+def test_epochs_are_packed_anew():
+    rows = alone(STORE, N)
+    epochs = [read_rows(rows, n * rows.rows_per_epoch, (n + 1) * rows.rows_per_epoch) for n in (0, 1, 40)]
+    assert len({str(sorted(epoch)) for epoch in epochs}) == 3
 
 
-def test_the_seed_decides_the_order_and_nothing_else_does():
+def test_the_seed_decides_the_order_and_no_global_generator_is_moved():
     state = torch.get_rng_state()
-    orders = [epoch(whole(seed=seed), 0) for seed in (0, 0, 1)]
+    orders = [read_rows(alone(STORE, N, seed=seed), 0, 9) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_any_step_can_be_read_at_any_time():
-    rows = whole(rows_per_batch=5)
-    in_order = [batch.tokens for batch, _ in zip(rows, range(40), strict=False)]
-    for step in (39, 0, 17, 3):
-        assert torch.equal(rows.batch(step).tokens, in_order[step])
-        assert torch.equal(whole(rows_per_batch=5).batch(step).tokens, in_order[step])
-
-
 def test_changing_a_batch_in_place_does_not_change_what_is_read_next():
-    rows = whole()
-    batch, again = rows.batch(0), whole().batch(0)
+    rows = alone(STORE, N)
+    batch = rows.batch(0)
+    before = [tensor.clone() for tensor in (batch.tokens, batch.labels, batch.positions)]
     for tensor in (batch.tokens, batch.labels, batch.positions):
         tensor.add_(1)
-    assert torch.equal(rows.batch(0).tokens, again.tokens)
-    assert torch.equal(rows.batch(0).labels, again.labels)
-    assert torch.equal(rows.batch(0).positions, again.positions)
-
-
-def test_a_batch_may_hold_more_rows_than_an_epoch():
-    rows = whole([Document("only", b"abcd")], 2, rows_per_batch=5)
-    assert rows.rows_per_epoch == 2
-    assert (
-        sorted(rows.batch(0).tokens.tolist()[:2]) == sorted(rows.batch(0).tokens.tolist()[2:4]) == [[97, 98], [99, 100]]
-    )
+    again = rows.batch(0)
+    assert all(map(torch.equal, before, (again.tokens, again.labels, again.positions)))
 
 
 def test_rows_and_tokens_are_counted_over_all_ranks():
-    rows = PackedSequences(DOCUMENTS, layout=LAYOUTS["zigzag"], shard=2, rows_per_batch=3, replica=1, replicas=4)
-    assert rows.rows_per_epoch == (sum(map(len, TEXTS)) + len(TEXTS) - 1) // N
-    assert rows.tokens_per_batch == 3 * 4 * N
+    layout = SequenceLayout.zigzag(N, 3)
+    rows = PackedSequences(STORE, layout=layout, shard=2, rows_per_batch=3, replica=1, replicas=4)
+    assert rows.rows_per_epoch == -(-sum(LENGTHS) // N)
+    assert rows.rows_per_step == 12
+    assert rows.tokens_per_batch == 12 * N
+
+
+# -- layouts by documents ---------------------------------------------------------------------------------------------
+
+
+def test_a_layout_may_be_chosen_for_the_documents_of_each_batch():
+    def balanced(documents):
+        return SequenceLayout.balanced(N, 3, documents=documents)
+
+    ranks = every_shard(STORE, SequenceLayout.zigzag(N, 3), rows_per_batch=2, layout_for=balanced)
+    for step in range(4):
+        batches = [rank.batch(step) for rank in ranks]
+        assert {batch.layout for batch in batches} == {balanced(batches[0].documents)}
+        assert joined(batches)[0].tolist() == read_rows(alone(STORE, N), 2 * step, 2 * step + 2)
+
+
+@pytest.mark.parametrize("wrong", [SequenceLayout.zigzag(N, 2), SequenceLayout.zigzag(N + 1, 3)])
+def test_a_chosen_layout_of_another_size_is_refused(wrong):
+    rows = alone(STORE, N, layout=SequenceLayout.zigzag(N, 3), layout_for=lambda documents: wrong)
+    with pytest.raises(ValueError, match=re.escape(f"layout_for gave {wrong}, not 3 shards of {N} tokens")) as failure:
+        rows.batch(0)
+    assert "\n" not in str(failure.value)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("texts, tokens", [([], 0), ([b""], 1), ([b"abc", b""], 5)])
-def test_too_few_tokens_for_one_row_are_refused_with_both_numbers(texts, tokens):
-    documents = [Document(str(i), text) for i, text in enumerate(texts)]
-    message = f"the documents make {tokens} tokens, but one row of 5 takes 6 .*; give more text or a shorter sequence"
-    with pytest.raises(ValueError, match=message):
-        whole(documents, 5)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +204,18 @@ def test_too_few_tokens_for_one_row_are_refused_with_both_numbers(texts, tokens)
         ({"replica": -1}, "replica -1 is not one of the 1 replicas 0..0"),
         ({"replicas": 0}, "replicas must be at least 1; got 0"),
         ({"rows_per_batch": 0}, "rows_per_batch must be at least 1; got 0"),
+        ({"ahead": -1}, "ahead must be at least 0; got -1"),
+        ({"stores": []}, "there are no stores to pack; give at least one"),
+        ({"stores": numbered([0, 0], name="x/y")}, "x/y holds no tokens; give a store with at least one document"),
     ],
 )
-def test_wrong_places_are_refused_with_what_is_accepted(wrong, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        whole(**wrong)
+def test_wrong_settings_are_refused_with_what_is_accepted(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as failure:
+        alone(wrong.pop("stores", STORE), N, **wrong)
+    assert "\n" not in str(failure.value)
 
 
 def test_steps_before_the_first_are_refused():
-    with pytest.raises(ValueError, match="steps count from 0; got -1"):
-        whole().batch(-1)
+    with pytest.raises(ValueError, match="steps count from 0; got -1") as failure:
+        alone(STORE, N).batch(-1)
+    assert failure.type is ValueError

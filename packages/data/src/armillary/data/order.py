@@ -43,8 +43,9 @@ def permutation(n: int, key: str) -> npt.NDArray[np.int64]:
 def interleaved(place: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Who has a place in the order that mixes several sources by weight, and how often it had one before.
 
-    Source s has its k-th turn (from 0) at time (k + 1/2) / weight s; places are turns by time. So of any number of
-    places in a row, each source has its share to within one, and any place is found without those before it.
+    Source s has its k-th turn (from 0) at time (k + 1/2) / weight s; places are turns by time. So of the first places,
+    however many, each of up to three sources has its share to within one, and each of n sources to within n / 2; and
+    any place is found without those before it.
     """
     time = (place - Fraction(len(weights), 2)) / sum(weights)
     turns = turns_until(time, weights)  # at most `place` of them, and few less

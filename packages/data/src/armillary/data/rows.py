@@ -47,8 +47,8 @@ class PackedSequences:
         ahead: batches that a thread makes before they are asked for.
 
     Raises:
-        ValueError: no such shard or replica, rows_per_batch or replicas below 1, no documents, other tokenizers,
-            weights that are not above 0 or not one for each store.
+        ValueError: no such shard or replica, rows_per_batch or replicas below 1, ahead below 0, no documents, other
+            tokenizers, weights that are not above 0 or not one for each store.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PackedSequences:
     ) -> None:
         self._stores = [stores] if isinstance(stores, TokenStore) else list(stores)
         check_vocabularies(self._stores)
-        _check_rows(rows_per_batch, replica, replicas)
+        _check_rows(rows_per_batch, replica, replicas, ahead)
         layout.spans(shard)  # refuses a shard that there is not
         self._layout, self._layout_for, self._shard = layout, layout_for, shard
         self._rows_per_batch, self._replica, self._replicas = rows_per_batch, replica, replicas
@@ -139,12 +139,15 @@ class PackedSequences:
         """Goes on where `state` was taken, on any mesh and with any number of rows to a step.
 
         Raises:
-            ValueError: the state is of other rows: other stores, weights, N, packing or seed.
+            ValueError: the state is of other rows (other stores, weights, N, packing or seed), or not a state.
         """
         for name, value in self._settings.items():
             if state.get(name) != value:
                 raise ValueError(f"this state was taken with {name} {state.get(name)}, not {value}; rows would differ")
-        self._rows_read = int(state["rows"])
+        rows = state.get("rows")
+        if not isinstance(rows, int) or rows < 0:
+            raise ValueError(f"this state was taken after {rows!r} rows; give one that state_dict made")
+        self._rows_read = rows
         return self
 
     def _batch_from(self, first: int) -> Batch:
@@ -174,12 +177,12 @@ def check_vocabularies(stores: Sequence[TokenStore]) -> None:
     """Refuses no stores, and stores whose tokens mean different things, as far as their files say."""
     if not stores:
         raise ValueError("there are no stores to pack; give at least one")
-    for store in stores[1:]:
-        known, other = stores[0].vocabulary, store.vocabulary
-        if known != other and None not in (known.tokenizer, other.tokenizer):
+    known = [store for store in stores if store.vocabulary.tokenizer is not None]
+    for store in known[1:]:
+        if store.vocabulary != known[0].vocabulary:
             raise ValueError(
-                f"{store.name} holds tokens of {other.tokenizer}, {stores[0].name} of {known.tokenizer}; stores that "
-                "are mixed must be prepared with one tokenizer"
+                f"{store.name} holds tokens of {store.vocabulary.tokenizer}, {known[0].name} of "
+                f"{known[0].vocabulary.tokenizer}; stores that are mixed must be prepared with one tokenizer"
             )
 
 
@@ -190,10 +193,12 @@ def _fractions(weights: Sequence[float] | None, rows: list[int]) -> list[Fractio
     return [Fraction(weight) for weight in chosen]
 
 
-def _check_rows(rows_per_batch: int, replica: int, replicas: int) -> None:
+def _check_rows(rows_per_batch: int, replica: int, replicas: int, ahead: int) -> None:
     if rows_per_batch < 1:
         raise ValueError(f"rows_per_batch must be at least 1; got {rows_per_batch}")
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1; got {replicas}")
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} is not one of the {replicas} replicas 0..{replicas - 1}")
+    if ahead < 0:
+        raise ValueError(f"ahead must be at least 0; got {ahead}")

@@ -136,29 +136,34 @@ class TokenStore:
         """Training and validation documents, neither side empty; each is whole, on the same side every time.
 
         The hash of a document's text alone decides, so other documents, their order and the tokenizer do not matter,
-        and copies of one text are on the same side; where one side would be empty, it gets the nearest document. Stores
-        that keep no hashes go by the numbers of documents. The fraction counts documents, not tokens. A single document
-        is cut instead: its last `validation_fraction` tokens are the validation document.
+        and copies of one text are on the same side, unless there is no other text; where one side would be empty, it
+        gets the nearest document. Stores that keep no hashes go by the numbers of documents. Empty documents are left
+        out. The fraction counts documents, not tokens. A single document is cut instead: its last `validation_fraction`
+        tokens are the validation document.
 
         Raises:
             ValueError: nothing to split, or a fraction that is not between 0 and 1.
         """
         if not 0 < validation_fraction < 1:
             raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
-        if len(self) == 1:
+        if not self.lengths.all():
+            return self.select(self.lengths > 0).split(validation_fraction)
+        if len(self) < 2:
             return self._split_tokens(validation_fraction)
         hashes = bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
         if not validation.any():
-            validation[np.argmin(hashes)] = True
+            validation = hashes == hashes.min()
         if validation.all():
-            validation[np.argmax(hashes)] = False
+            validation = hashes < hashes.max()
+        if not validation.any():  # all are copies of one text
+            validation[0] = True
         return self.select(~validation), self.select(validation)
 
     def _split_tokens(self, fraction: float) -> tuple[TokenStore, TokenStore]:
         size = self.tokens
         if size < 2:
-            raise ValueError(f"{self.name} has a single document of {size} tokens to split; give at least 2")
+            raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
         cut = self.stops - min(max(round(size * fraction), 1), size - 1)
         return self._with(self.starts, cut, self.hashes), self._with(cut, self.stops, self.hashes)
 

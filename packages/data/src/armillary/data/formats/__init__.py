@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from armillary.data.formats.arrow import is_arrow, open_arrow
-from armillary.data.formats.folder import is_folder, open_folder, verify_folder
+from armillary.data.formats.folder import is_folder, open_folder, reading, verify_folder
 from armillary.data.formats.megatron import megatron_prefix, open_megatron
 from armillary.data.store import TokenStore, check_tokenizer
 from armillary.data.tokens import Tokenizer
@@ -25,17 +25,19 @@ def open_store(
         column: lists of tokens in a `datasets` folder.
 
     Raises:
-        ValueError: not a store, files cut short or with foreign content, naming the byte, or another tokenizer.
+        ValueError: not a store, files that may not be read, are cut short or have foreign content, naming the byte, or
+            another tokenizer.
     """
     path = Path(path)
-    if is_folder(path):
-        store = open_folder(path)
-    elif prefix := megatron_prefix(path):
-        store = open_megatron(prefix)
-    elif is_arrow(path):
-        store = open_arrow(path, column)
-    else:
-        raise ValueError(_missing(path))
+    with reading(path):
+        if is_folder(path):
+            store = open_folder(path)
+        elif prefix := megatron_prefix(path):
+            store = open_megatron(prefix)
+        elif is_arrow(path):
+            store = open_arrow(path, column)
+        else:
+            raise ValueError(_missing(path))
     if tokenizer is not None:
         check_tokenizer(store, tokenizer)
     return store
@@ -44,11 +46,12 @@ def open_store(
 def is_store(path: str | os.PathLike[str]) -> bool:
     """Whether `open_store` would know what to do with the path, or with what `prepare` has begun to write there."""
     path = Path(path)
-    return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or _unfinished(path).is_dir()
+    with reading(path):
+        return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or _unfinished(path).is_dir()
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
+    return Path(f"{path}.partial")  # with_name would refuse "." and "/"
 
 
 def _missing(path: Path) -> str:

@@ -64,8 +64,9 @@ def load_rows(path: Path) -> Any:
         ) from error
     try:
         rows: Any = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a saved dataset ({error})") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # datasets does not check what it finds: foreign JSON files, or no rows, fail in any of these ways.
+        raise ValueError(f"{path} cannot be read as a saved dataset ({error}); save it again, with rows") from error
     if isinstance(rows, datasets.DatasetDict):
         raise ValueError(f"{path} holds several splits; give one: {', '.join(str(path / str(name)) for name in rows)}")
     return rows

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,30 @@ class Header:
         try:
             values = json.loads(path.read_text())
             version = (values.pop("format"), values.pop("version"))
-            header = cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})
-            header.sizes()
+            if version == (FORMAT, VERSION):
+                return cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})._checked()
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise ValueError(f"{path} is not the header of a token store ({error})") from error
-        if version != (FORMAT, VERSION):
-            raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version {VERSION}")
-        return header
+        raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version {VERSION}")
+
+    def _checked(self) -> Header:
+        counts: tuple[Any, Any] = (self.tokens, self.documents)  # JSON may hold anything
+        if self.token_type.kind not in "iu" or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise ValueError(f"{self.tokens} tokens of {self.dtype} in {self.documents} documents")
+        for name, size in self.sizes().items():
+            if len(self.checksums[name]) != -(-size // BLOCK):
+                raise ValueError(f"{len(self.checksums[name])} checksums of the {size} bytes of {name}")
+        return self
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None, None, None]:
+    """Makes a ValueError that names the file of every OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename or path
+        raise ValueError(f"{name} cannot be read ({error.strerror or error}); every rank must be able to") from error
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -132,7 +150,7 @@ def verify_folder(path: Path) -> Iterator[int]:
     header = Header.read(path)
     for name, size in header.sizes().items():
         _check_size(path / name, size)
-        with (path / name).open("rb") as file:
+        with reading(path / name), (path / name).open("rb") as file:
             for i, expected in enumerate(header.checksums[name]):
                 block = file.read(BLOCK)
                 if crc32(block) != expected:
@@ -162,4 +180,4 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.memmap(path, dtype, "r")
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # nothing cannot be mapped

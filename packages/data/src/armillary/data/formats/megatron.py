@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -49,7 +49,7 @@ class MegatronIndex:
                 f"(codes {', '.join(map(str, DTYPES))}) can be read"
             )
         sequences, documents = int(header["sequences"]), int(header["documents"])
-        ends = np.cumsum([at, 4 * sequences, 8 * sequences, 8 * documents])
+        ends = list(accumulate([at, 4 * sequences, 8 * sequences, 8 * documents]))
         if len(data) < ends[-1]:
             raise ValueError(f"{path} is cut off at byte {len(data)}; its header says {ends[-1]} bytes")
         parts = [data[a:b] for a, b in pairwise(ends)]
@@ -58,37 +58,45 @@ class MegatronIndex:
 
     def bounds(self, path: Path) -> tuple[Index, Index]:
         """First token of each document, and the token after its last: int64 [D] both."""
-        sequences = len(self.lengths)
-        ends = np.zeros(sequences + 1, np.int64)
-        ends[:-1] = self.pointers // self.dtype.itemsize
-        if sequences:
-            ends[-1] = ends[-2] + self.lengths[-1]
-        if np.any(ends[1:] - ends[:-1] != self.lengths):
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        if np.any(self.lengths < 0) or np.any(self.pointers != ends[:-1] * self.dtype.itemsize):
             raise ValueError(f"{path}: sequences do not follow one another without gaps; write the dataset again")
-        if np.any((self.documents < 0) | (self.documents > sequences)):
-            raise ValueError(f"{path}: a document ends beyond the {sequences} sequences; write the dataset again")
+        first_and_last = (*self.documents[:1].tolist(), *self.documents[-1:].tolist())
+        if first_and_last != (0, len(self.lengths)) or np.any(np.diff(self.documents) < 0):
+            raise ValueError(
+                f"{path}: documents do not hold its {len(self.lengths)} sequences one after the other; write the "
+                "dataset again"
+            )
         return ends[self.documents[:-1]], ends[self.documents[1:]]
 
 
 def megatron_prefix(path: Path) -> Path | None:
     """The path without suffix, if a `.bin` and a `.idx` are there."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    both = (prefix.with_name(prefix.name + suffix).is_file() for suffix in (".bin", ".idx"))
-    return prefix if all(both) else None
+    return prefix if all(file.is_file() for file in _files(prefix)) else None
+
+
+def _files(prefix: Path) -> tuple[Path, Path]:
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def open_megatron(prefix: Path) -> TokenStore:
     """The documents of `prefix.bin` and `prefix.idx`. Whether an end of document is among the tokens is not recorded.
 
     Raises:
-        ValueError: files that are cut short, or not of this format.
+        ValueError: files that are cut short or too long, or not of this format.
     """
-    tokens_path, index_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    tokens_path, index_path = _files(prefix)
     index = MegatronIndex.read(index_path)
     starts, stops = index.bounds(index_path)
     size, needed = tokens_path.stat().st_size, int(stops.max(initial=0)) * index.dtype.itemsize
-    if size < needed or not needed:
+    if size < needed:
         raise ValueError(f"{tokens_path} is cut off at byte {size}; its index says {needed} bytes")
-    tokens = np.memmap(tokens_path, index.dtype, "r", shape=(needed // index.dtype.itemsize,))
-    content = f"megatron-{size}-{len(starts)}-{crc32(index.lengths.data):08x}"
+    if size > needed:
+        raise ValueError(
+            f"{tokens_path} holds something else from byte {needed} on, to byte {size}; its index ends there"
+        )
+    tokens = np.memmap(tokens_path, index.dtype, "r") if size else np.empty(0, index.dtype)
+    sums = (crc32(np.ascontiguousarray(part).data) for part in (index.lengths, index.documents))
+    content = f"megatron-{size}-{len(starts)}-{'-'.join(f'{part:08x}' for part in sums)}"
     return TokenStore(str(prefix), [tokens], starts, stops, Vocabulary(), content)

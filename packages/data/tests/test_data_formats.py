@@ -1,0 +1,266 @@
+"""Folders of tokens: what was written comes back, and whatever is wrong with one is named."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from data_stores import alone, numbered, read_rows, write_folder
+
+from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store, verify_folder
+from armillary.data.formats import folder as format_of_folders
+
+LENGTHS = [3, 0, 70, 1, 40]
+DOCUMENTS = [numbered(LENGTHS).read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]
+HASHES = [7, 2**64 - 1, 0, 5, 9]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "store", DOCUMENTS, hashes=HASHES)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A checksum for every 64 bytes, here and in the folders that are written."""
+    monkeypatch.setattr(format_of_folders, "BLOCK", 64)
+    monkeypatch.setattr("data_stores.BLOCK", 64)
+
+
+def rewrite(path, at, data):
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def edit(folder, **changes):
+    """Puts other values into the header; None takes one out."""
+    header = json.loads((folder / "store.json").read_text()) | changes
+    header = {name: value for name, value in header.items() if value is not None}
+    (folder / "store.json").write_text(json.dumps(header))
+
+
+def refused(folder, message, read=open_store):
+    with pytest.raises(ValueError, match=message) as failure:
+        list(read(folder)) if read is verify_folder else read(folder)
+    assert type(failure.value) is ValueError
+    assert "\n" not in str(failure.value)
+    return True
+
+
+# -- whole folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_a_folder_comes_back_as_it_was_written(tmp_path, dtype):
+    path = write_folder(tmp_path / "store", DOCUMENTS, dtype, hashes=HASHES)
+    store = open_store(str(path))
+    assert [store.read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)] == DOCUMENTS
+    assert store.read(2, 5, 20, 7).dtype == dtype
+    assert store.hashes.tolist() == HASHES
+    assert store.vocabulary == Vocabulary("numbers", 2**16, 0)
+    assert (len(store), store.tokens, store.name) == (5, sum(LENGTHS), str(path))
+    assert is_store(path)
+
+
+def test_rows_of_a_folder_are_those_of_its_documents_in_memory(folder):
+    found = read_rows(alone(open_store(folder), 16), 0, 20)
+    memory = numbered(LENGTHS)
+    memory.vocabulary = Vocabulary(end_of_document=0)
+    assert found == read_rows(alone(memory, 16), 0, 20)
+
+
+def test_content_is_that_of_tokens_and_boundaries_wherever_the_folder_is(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    other_tokens = write_folder(tmp_path / "other", [*DOCUMENTS[:4], DOCUMENTS[4][::-1]])
+    other_bounds = write_folder(tmp_path / "bounds", [DOCUMENTS[0][:2], DOCUMENTS[0][2:], *DOCUMENTS[2:]])
+    found = [open_store(path).content for path in (folder, tmp_path / "copy", other_tokens, other_bounds)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_a_store_on_disk_cannot_be_changed(folder):
+    store = open_store(folder)
+    for mapped in (store.segments[0], store.stops, store.hashes):
+        with pytest.raises(ValueError, match="read-only"):
+            mapped[0] = 1
+    assert sum(verify_folder(folder)) == sum(2 * length + 16 for length in LENGTHS) + 8
+
+
+def test_a_folder_without_documents_opens_and_cannot_be_packed(tmp_path):
+    store = open_store(write_folder(tmp_path / "store", [[]], hashes=[0]))
+    assert (len(store), store.tokens) == (1, 0)
+    with pytest.raises(ValueError, match="store holds no tokens; give a store with at least one document"):
+        alone(store, 4)
+
+
+# -- files that are not what was written ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [open_store, verify_folder])
+@pytest.mark.parametrize("name, size", [("tokens.bin", 228), ("documents.bin", 48), ("hashes.bin", 40)])
+def test_files_of_another_length_are_refused_by_the_byte(folder, name, size, read):
+    path = folder / name
+    whole = path.read_bytes()
+    assert len(whole) == size
+    for cut in (size - 1, size // 2, 0):
+        path.write_bytes(whole[:cut])
+        assert refused(folder, rf"{name} is cut off at byte {cut}; its header says {size} bytes", read)
+    path.write_bytes(whole + b"abc")
+    assert refused(folder, rf"{name} holds something else from byte {size} on, to byte {size + 3}; its header", read)
+    path.unlink()
+    assert refused(folder, rf"{name} cannot be read \(No such file or directory\); a store has it with {size}", read)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "hashes.bin"])
+def test_a_flipped_bit_is_found_by_its_block(tmp_path, small_blocks, name):
+    folder = write_folder(tmp_path / "store", [list(range(90))] * 10, hashes=range(10))
+    whole = (folder / name).read_bytes()
+    assert sum(verify_folder(folder)) == 1800 + 88 + 80
+    for byte in (0, 63, 64, len(whole) - 1):
+        rewrite(folder / name, byte, bytes([whole[byte] ^ 4]))
+        first = byte // 64 * 64
+        last = min(first + 64, len(whole)) - 1
+        assert refused(folder, rf"{name}: bytes {first} to {last} are not what was written; prepare", verify_folder)
+        rewrite(folder / name, byte, whole[byte : byte + 1])
+    assert len(list(verify_folder(folder))) == 29 + 2 + 2
+
+
+def test_tokens_outside_of_the_vocabulary_are_found_by_their_byte(tmp_path, small_blocks):
+    documents = [[1, 2, 3] * 20, [4] * 30 + [300] + [301]]
+    vocabulary = {"tokenizer": "numbers", "size": 300, "end_of_document": 0}
+    folder = write_folder(tmp_path / "store", documents, vocabulary=vocabulary)
+    assert refused(folder, r"tokens.bin: token 300 at byte 180 is not in the vocabulary of 300", verify_folder)
+    edit(folder, vocabulary=vocabulary | {"size": 302})
+    assert sum(verify_folder(folder)) == 2 * 92 + 24 + 16
+
+
+def test_an_index_that_falls_is_refused_by_its_byte(folder):
+    rewrite(folder / "documents.bin", 8 * 2, np.int64(2).tobytes())
+    assert refused(folder, r"store: document 1 of 5 ends at token 2, before its start 3 \(byte 16 of the index\)")
+
+
+@pytest.mark.parametrize("at, value, says", [(0, 1, "from 1 to 114"), (5, 113, "from 0 to 113"), (5, -1, "0 to -1")])
+def test_an_index_of_other_tokens_is_refused(folder, at, value, says):
+    rewrite(folder / "documents.bin", 8 * at, np.int64(value).tobytes())
+    assert refused(folder, rf"documents.bin runs .*{says} tokens, not from 0 to 114")
+
+
+# -- headers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        '"text"',
+        "{}",
+        '{"format": "armillary token store", "version": 1}',
+        "\xff\xfe",
+        "NaN",
+    ],
+)
+def test_what_is_no_header_is_refused(folder, text):
+    (folder / "store.json").write_bytes(text.encode("latin-1"))
+    assert refused(folder, r"store.json is not the header of a token store \(")
+    assert refused(folder, r"store.json is not the header of a token store \(", verify_folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"dtype": "uint99"},
+        {"dtype": None},
+        {"tokens": "114"},
+        {"tokens": -1},
+        {"tokens": 11.5},
+        {"documents": None},
+        {"documents": -5},
+        {"vocabulary": {"colour": 3}},
+        {"vocabulary": None},
+        {"checksums": {}},
+        {"checksums": {"tokens.bin": [], "documents.bin": [1], "hashes.bin": [1]}},
+        {"checksums": {"tokens.bin": [1, 2], "documents.bin": [1], "hashes.bin": [1]}},
+        {"colour": "red"},
+    ],
+)
+def test_headers_with_foreign_values_are_refused(folder, changes):
+    edit(folder, **changes)
+    assert refused(folder, r"store.json is not the header of a token store \(")
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"version": 2}, "'armillary token store' version 2"),
+        ({"version": 2, "colour": "red", "checksums": None}, "'armillary token store' version 2"),
+        ({"format": "another store"}, "'another store' version 1"),
+    ],
+)
+def test_other_versions_are_refused_as_such(folder, changes, says):
+    edit(folder, **changes)
+    assert refused(folder, rf"store.json is {says}; this reads 'armillary token store' version 1")
+
+
+# -- what is not there ------------------------------------------------------------------------------------------------
+
+
+def test_paths_without_tokens_are_refused_with_what_is_accepted(tmp_path):
+    accepted = "give a folder made by `armillary-data prepare`, a Megatron .bin/.idx pair, or a saved `datasets` folder"
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "alone.bin").write_bytes(b"1234")
+    for name in ("", "file.txt", "alone.bin", "alone"):
+        says = "holds no tokens" if (tmp_path / name).exists() else "does not exist"
+        assert refused(tmp_path / name, re.escape(f"{tmp_path / name} {says}; {accepted}"))
+        assert not is_store(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", [".", "/", ".."])
+def test_folders_without_a_name_of_their_own_are_looked_into(tmp_path, monkeypatch, folder, path):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert refused(path, "holds no tokens; give a folder")
+    assert not is_store(path)
+    monkeypatch.chdir(folder)
+    assert open_store(".").tokens == sum(LENGTHS)
+
+
+def test_an_unfinished_store_is_named(tmp_path):
+    (tmp_path / "store.partial").mkdir()
+    message = f"{tmp_path}/store is not finished; run the same `armillary-data prepare` again, it goes on from "
+    assert refused(tmp_path / "store", re.escape(f"{message}{tmp_path}/store.partial"))
+    assert is_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["store.json", "tokens.bin", "documents.bin", "hashes.bin"])
+def test_files_that_may_not_be_read_are_named(folder, monkeypatch, name):
+    import builtins
+    import io
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(name):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, *args, **kwargs)
+
+    really = io.open
+    monkeypatch.setattr(io, "open", refuse)
+    monkeypatch.setattr(builtins, "open", refuse)
+    assert refused(folder, rf"store.*{name}.*Permission denied")
+    assert refused(folder, rf"store.*{name}.*Permission denied", verify_folder)
+
+
+def test_another_tokenizer_is_refused(folder):
+    with pytest.raises(
+        ValueError, match="store holds tokens of tokenizer numbers, not of bytes; prepare it again or use"
+    ):
+        open_store(folder, ByteTokenizer())
+    edit(folder, vocabulary={"tokenizer": "bytes", "size": 257, "end_of_document": 256})
+    assert open_store(folder, ByteTokenizer()).tokens == sum(LENGTHS)
+    edit(folder, vocabulary={"tokenizer": None, "size": None, "end_of_document": None})
+    assert open_store(folder, ByteTokenizer()).tokens == sum(LENGTHS)

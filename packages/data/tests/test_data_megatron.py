@@ -1,0 +1,178 @@
+"""Megatron-LM's indexed datasets, written by hand from their published layout."""
+
+import struct
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from data_stores import alone, numbered, read_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store
+
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+SEQUENCES = [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10], []]
+
+
+def index(lengths, boundaries, code=8, pointers=None, magic=b"MMIDIDX\x00\x00", version=1):
+    """The bytes of an index: magic, version, dtype, counts, then lengths, pointers and documents."""
+    size = np.dtype(CODES.get(code, "int64")).itemsize
+    pointers = [size * end for end in accumulate(lengths, initial=0)][:-1] if pointers is None else pointers
+    head = magic + struct.pack("<QBQQ", version, code, len(lengths), len(boundaries))
+    parts = [struct.pack(f"<{len(values)}{kind}", *values) for values, kind in ((lengths, "i"), (pointers, "q"))]
+    return head + b"".join(parts) + struct.pack(f"<{len(boundaries)}q", *boundaries)
+
+
+def write(prefix, sequences=SEQUENCES, boundaries=None, code=8, **settings):
+    """Both files; by default each sequence is a document."""
+    boundaries = range(len(sequences) + 1) if boundaries is None else boundaries
+    tokens = np.array([token for sequence in sequences for token in sequence], CODES[code])
+    tokens.astype(tokens.dtype.newbyteorder("<")).tofile(f"{prefix}.bin")
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(index([len(s) for s in sequences], list(boundaries), code, **settings))
+    return prefix
+
+
+def documents(store):
+    return [store.read(i, 0, int(size)).tolist() for i, size in enumerate(store.lengths)]
+
+
+def refused(path, message):
+    with pytest.raises(ValueError, match=message) as failure:
+        open_store(path)
+    assert type(failure.value) is ValueError
+    assert "\n" not in str(failure.value)
+    return True
+
+
+@pytest.mark.parametrize("code, dtype", CODES.items())
+def test_each_sequence_is_a_document_of_any_type(tmp_path, code, dtype):
+    store = open_store(write(tmp_path / "data", code=code))
+    assert documents(store) == SEQUENCES
+    assert store.read(0, 0, 2).dtype == dtype
+    assert store.vocabulary == Vocabulary()
+
+
+def test_documents_of_several_sequences_are_joined(tmp_path):
+    store = open_store(write(tmp_path / "data", boundaries=[0, 2, 2, 5, 6]))
+    assert documents(store) == [[1, 2, 3], [], [4, 5, 6, 7, 8, 9, 10], []]
+
+
+@pytest.mark.parametrize("name", ["data", "data.bin", "data.idx", "v1.2", "v1.2.bin"])
+def test_either_file_or_their_prefix_opens_both(tmp_path, name):
+    write(tmp_path / ("v1.2" if name.startswith("v1.2") else "data"))
+    assert is_store(tmp_path / name)
+    assert documents(open_store(str(tmp_path / name))) == SEQUENCES
+
+
+def test_rows_are_those_of_the_documents(tmp_path):
+    lengths = [30, 0, 5, 100]
+    memory = numbered(lengths)
+    sequences = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
+    store = open_store(write(tmp_path / "data", sequences), ByteTokenizer())
+    memory.vocabulary = Vocabulary()
+    assert read_rows(alone(store, 12), 0, 30) == read_rows(alone(memory, 12), 0, 30)
+
+
+def test_modes_after_the_index_are_passed_over(tmp_path):
+    path = write(tmp_path / "data")
+    with open(f"{path}.idx", "ab") as file:
+        file.write(bytes(len(SEQUENCES)))
+    assert documents(open_store(path)) == SEQUENCES
+
+
+def test_content_tells_other_files_apart(tmp_path):
+    one, same = write(tmp_path / "one"), write(tmp_path / "same")
+    bounds = write(tmp_path / "bounds", boundaries=[0, 2, 2, 5, 6, 6, 6])
+    lengths = write(tmp_path / "lengths", [[1, 2], [3], *SEQUENCES[2:]])
+    found = [open_store(path).content for path in (one, same, bounds, lengths)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_no_tokens_open_and_cannot_be_packed(tmp_path):
+    for sequences in ([], [[]], [[], []]):
+        store = open_store(write(tmp_path / "data", sequences))
+        assert (len(store), store.tokens) == (len(sequences), 0)
+        with pytest.raises(ValueError, match="data holds no tokens; give a store with at least one document"):
+            alone(store, 4)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, 19])
+def test_tokens_that_are_cut_short_are_refused_by_the_byte(tmp_path, cut):
+    path = write(tmp_path / "data")
+    tokens = (tmp_path / "data.bin").read_bytes()
+    (tmp_path / "data.bin").write_bytes(tokens[:cut])
+    assert refused(path, rf"data.bin is cut off at byte {cut}; its index says 20 bytes")
+
+
+def test_tokens_after_the_last_document_are_refused_by_the_byte(tmp_path):
+    path = write(tmp_path / "data")
+    with open(f"{path}.bin", "ab") as file:
+        file.write(b"abcd")
+    assert refused(path, r"data.bin holds something else from byte 20 on, to byte 24; its index ends there")
+
+
+def test_an_index_that_is_cut_short_is_refused_by_the_byte(tmp_path):
+    path = write(tmp_path / "data")
+    whole = (tmp_path / "data.idx").read_bytes()
+    for cut in (34, 50, len(whole) - 1):
+        (tmp_path / "data.idx").write_bytes(whole[:cut])
+        assert refused(path, rf"data.idx is cut off at byte {cut}; its header says {len(whole)} bytes")
+    for cut in (0, 5, 33):
+        (tmp_path / "data.idx").write_bytes(whole[:cut])
+        assert refused(path, r"data.idx is not a Megatron index: its first bytes are b'")
+
+
+def test_other_files_and_versions_are_refused(tmp_path):
+    assert refused(write(tmp_path / "a", magic=b"TNTIDX\0\0\0"), r"is not a Megatron index: .* b'TNTIDX")
+    assert refused(write(tmp_path / "b", version=2), r"b.idx has version 2 and dtype code 8; version 1 with integers")
+    path = write(tmp_path / "c")
+    for code in (0, 6, 7, 9, 255):
+        (tmp_path / "c.idx").write_bytes(index([1], [0, 1], code))
+        assert refused(path, rf"c.idx has version 1 and dtype code {code}; .*codes 1, 2, 3, 4, 5, 8")
+
+
+@pytest.mark.parametrize(
+    "lengths, boundaries, pointers, message",
+    [
+        ([3, 4], [0, 1, 2], [0, 8], "sequences do not follow one another without gaps"),
+        ([3, 4], [0, 1, 2], [0, 4], "sequences do not follow one another without gaps"),
+        ([3, 4], [0, 1, 2], [-6, 0], "sequences do not follow one another without gaps"),
+        ([3, 4], [0, 1, 2], [2, 8], "sequences do not follow one another without gaps"),
+        ([3, -1, 5], [0, 1, 3], [0, 6, 4], "sequences do not follow one another without gaps"),
+        ([3, 4], [0, 1, 3], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [0, -1, 2], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [0, 2, 1, 2], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [1, 2], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [0, 1], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [0], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [2], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [], None, "documents do not hold its 2 sequences one after the other"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(tmp_path, lengths, boundaries, pointers, message):
+    (tmp_path / "data.bin").write_bytes(bytes(14))
+    (tmp_path / "data.idx").write_bytes(index(lengths, boundaries, pointers=pointers))
+    assert refused(tmp_path / "data", f"data.idx: {message}")
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_no_index_whatever_is_wrong_with_it_gives_tokens_that_are_not_there(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("broken")
+    whole = bytearray(index([3, 0, 4], [0, 1, 3]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    (folder / "data.bin").write_bytes(bytes(range(14)))
+    (folder / "data.idx").write_bytes(whole)
+    try:
+        found = documents(open_store(folder / "data"))
+    except ValueError as error:
+        assert "data" in str(error)
+    else:
+        assert sum(map(len, found)) * np.dtype(CODES[whole[17]]).itemsize == 14

@@ -1,0 +1,110 @@
+"""Orders: the same in every process and release, and mixtures in which each source has its share all along."""
+
+import hashlib
+import os
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.data.order import interleaved, mixed, permutation, stable_hash, turns_until
+
+shares = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
+
+
+# -- hashes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hash_is_the_same_in_every_process_and_release():
+    assert stable_hash("armillary") == stable_hash(b"armillary") == 8185312454874196845
+    assert stable_hash(b"") == 16476032584258269876
+    assert stable_hash(os.fsdecode(b"caf\xe9")) == stable_hash(b"caf\xe9") != stable_hash("caf")
+
+
+@given(st.binary())
+def test_a_hash_is_eight_bytes_of_blake2(data):
+    assert stable_hash(data) == int(hashlib.blake2b(data, digest_size=8).hexdigest(), 16)
+
+
+def splitmix(number):
+    """The finaliser of splitmix64, in Python's integers."""
+    z = (number + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_mixed_numbers_are_those_of_splitmix(numbers):
+    assert mixed(np.array(numbers, np.uint64)).tolist() == [splitmix(number) for number in numbers]
+
+
+# -- permutations -----------------------------------------------------------------------------------------------------
+
+
+def test_permutations_never_change():
+    assert permutation(12, "").tolist() == [1, 11, 5, 6, 7, 3, 0, 4, 8, 10, 9, 2]
+    assert permutation(12, "store 0, seed 0").tolist() == [1, 3, 5, 8, 10, 9, 2, 6, 4, 11, 7, 0]
+
+
+@given(st.integers(0, 300), st.text())
+def test_a_permutation_sorts_by_hash(n, key):
+    order = permutation(n, key).tolist()
+    assert sorted(order) == list(range(n))
+    assert order == sorted(range(n), key=lambda i: splitmix((i + stable_hash(key)) % 2**64))
+
+
+def test_permutations_depend_on_their_key_and_leave_nothing_in_place():
+    orders = [permutation(1000, key) for key in ("a", "b", "seed 1", "seed 2")]
+    assert all((orders[i] == orders[j]).sum() < 10 for i in range(4) for j in range(i))
+    assert all((order == np.arange(1000)).sum() < 10 for order in orders)
+
+
+# -- mixtures ---------------------------------------------------------------------------------------------------------
+
+
+def by_time(weights, places):
+    """The first turns of all, each (source, number of its turn), sorted."""
+    turns = [((k + Fraction(1, 2)) / w, s, k) for s, w in enumerate(weights) for k in range(places)]
+    return [(s, k) for _, s, k in sorted(turns)[:places]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(shares, st.integers(1, 60))
+def test_places_are_turns_sorted_by_time(weights, places):
+    assert [interleaved(place, weights) for place in range(places)] == by_time(weights, places)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shares, st.integers(0, 10**12))
+def test_places_far_away_follow_one_another(weights, far):
+    found = [interleaved(far + i, weights) for i in range(20)]
+    times = [((turn + Fraction(1, 2)) / weights[source], source) for source, turn in found]
+    assert times == sorted(times)
+    for source in range(len(weights)):
+        turns = [turn for s, turn in found if s == source]
+        assert turns == list(range(turns[0], turns[0] + len(turns))) if turns else True
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=9), st.integers(1, 200))
+def test_of_the_first_places_each_source_has_its_share(weights, places):
+    turns = [source for source, _ in by_time(weights, places)]
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights)
+        off = abs(turns.count(source) - places * share)
+        assert off <= (1 - share) / 2 + share * (len(weights) - 1) / 2
+        assert off <= 1 or len(weights) > 3
+
+
+@pytest.mark.parametrize("weights", [[1], [3, 3], [1, 2, 4], [0.1, 0.7, 0.2]])
+def test_turns_until_a_time_are_those_of_the_places_before(weights):
+    weights = [Fraction(weight) for weight in weights]
+    turns = [(source, (turn + Fraction(1, 2)) / weights[source]) for source, turn in by_time(weights, 60)]
+    for time in {time for _, time in turns[:30]}:
+        assert turns_until(time, weights) == [
+            sum(s == source and at <= time for s, at in turns) for source in range(len(weights))
+        ]
+    assert turns_until(Fraction(0), weights) == turns_until(Fraction(-3), weights) == [0] * len(weights)

@@ -1,0 +1,192 @@
+"""Packings, each against the slowest way to say what it does."""
+
+from collections import Counter
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from data_stores import numbered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.data import best_fit, greedy, one_per_row
+from armillary.data.epochs import Epochs
+from armillary.data.packing import Piece
+
+PACKINGS = [greedy, best_fit, one_per_row]
+corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+rooms = st.integers(1, 50)
+thorough = settings(deadline=None, max_examples=120)
+
+
+def packed(packing, lengths, room, key="key"):
+    """The rows, each a list of pieces."""
+    rows = packing(np.array(lengths), room, key)
+    return [rows.row(number) for number in range(len(rows))]
+
+
+def taken(rows, lengths):
+    """How often each token of each document is in a row."""
+    found = [[0] * length for length in lengths]
+    for piece in (piece for row in rows for piece in row):
+        for i in range(piece.start, piece.start + piece.length):
+            found[piece.document][i] += 1
+    return found
+
+
+def decreasing_best_fit(sizes, room):
+    """The room left in each row after placing sizes, the largest first, each where least room is left."""
+    left = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [i for i, space in enumerate(left) if space >= size]
+        if fitting:
+            left[min(fitting, key=lambda i: left[i])] -= size
+        else:
+            left.append(room - size)
+    return left
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+@thorough
+@given(st.sampled_from(PACKINGS), corpora, rooms, st.text())
+def test_rows_are_not_empty_nor_too_long_and_made_of_pieces_that_there_are(packing, lengths, room, key):
+    for row in packed(packing, lengths, room, key):
+        assert 0 < sum(piece.length for piece in row) <= room
+        for piece in row:
+            assert piece.length > 0 and 0 <= piece.start <= lengths[piece.document] - piece.length
+
+
+@thorough
+@given(st.sampled_from(PACKINGS), corpora, rooms)
+def test_a_piece_that_its_document_goes_on_after_ends_a_full_row(packing, lengths, room):
+    for row in packed(packing, lengths, room):
+        goes_on = [piece.start + piece.length < lengths[piece.document] for piece in row]
+        assert not any(goes_on[:-1])
+        assert not goes_on[-1] or sum(piece.length for piece in row) == room
+
+
+@thorough
+@given(st.sampled_from(PACKINGS), corpora, rooms)
+def test_every_key_gives_as_many_rows(packing, lengths, room):
+    assert len({len(packed(packing, lengths, room, f"epoch {i}")) for i in range(5)}) == 1
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_key_decides_which_documents_share_a_row(packing):
+    lengths = [7] * 100
+    one, same, other = (packed(packing, lengths, 20, key) for key in ("a", "a", "b"))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_documents_are_not_in_the_order_of_the_store(packing):
+    order = [piece.document for row in packed(packing, [3] * 200, 10) for piece in row]
+    assert sum(b == a + 1 for a, b in pairwise(dict.fromkeys(order))) < 20
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_one_token_fills_one_row(packing):
+    assert packed(packing, [1], 1) == packed(packing, [1], 5) == [[Piece(0, 0, 1)]]
+
+
+@pytest.mark.parametrize("packing", [greedy, best_fit])
+def test_rows_of_one_token_hold_each_token(packing):
+    rows = packed(packing, [3, 1, 2], 1)
+    found = sorted((piece.document, piece.start, piece.length) for row in rows for piece in row)
+    assert found == [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 0, 1), (2, 0, 1), (2, 1, 1)]
+    assert len(rows) == 6
+
+
+# -- one by one -------------------------------------------------------------------------------------------------------
+
+
+@thorough
+@given(corpora, rooms)
+def test_greedy_takes_every_token_once_and_only_its_last_row_is_short(lengths, room):
+    rows = packed(greedy, lengths, room)
+    fills = [sum(piece.length for piece in row) for row in rows]
+    assert taken(rows, lengths) == [[1] * length for length in lengths]
+    assert set(fills[:-1]) <= {room}
+    assert len(rows) == -(-sum(lengths) // room)
+
+
+@thorough
+@given(corpora, rooms)
+def test_greedy_is_one_stream_of_whole_documents(lengths, room):
+    stream = [piece for row in packed(greedy, lengths, room) for piece in row]
+    tokens = [(piece.document, i) for piece in stream for i in range(piece.start, piece.start + piece.length)]
+    order = list(dict.fromkeys(document for document, _ in tokens))
+    assert tokens == [(document, i) for document in order for i in range(lengths[document])]
+
+
+@thorough
+@given(corpora, rooms)
+def test_best_fit_takes_every_token_once_and_cuts_no_document_that_fits(lengths, room):
+    rows = packed(best_fit, lengths, room)
+    pieces = Counter(piece.document for row in rows for piece in row)
+    assert taken(rows, lengths) == [[1] * length for length in lengths]
+    assert [pieces[i] for i in range(len(lengths))] == [-(-length // room) for length in lengths]
+
+
+@thorough
+@given(corpora, rooms)
+def test_best_fit_fills_rows_as_placing_piece_by_piece_does(lengths, room):
+    sizes = [min(room, length - start) for length in lengths for start in range(0, length, room)]
+    left = [room - sum(piece.length for piece in row) for row in packed(best_fit, lengths, room)]
+    assert sorted(left) == sorted(decreasing_best_fit(sizes, room))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6))
+def test_best_fit_of_many_documents_of_few_sizes(seed):
+    lengths = np.random.default_rng(seed).choice([1, 2, 3, 5, 30, 64, 65, 200], 300).tolist()
+    sizes = [min(64, length - start) for length in lengths for start in range(0, length, 64)]
+    left = [64 - sum(piece.length for piece in row) for row in packed(best_fit, lengths, 64)]
+    assert sorted(left) == sorted(decreasing_best_fit(sizes, 64))
+
+
+@thorough
+@given(corpora, rooms)
+def test_one_per_row_takes_the_start_of_each_document_once(lengths, room):
+    rows = packed(one_per_row, lengths, room)
+    assert sorted((row[0].document, row[0].start, row[0].length, len(row)) for row in rows) == [
+        (i, 0, min(length, room), 1) for i, length in enumerate(lengths)
+    ]
+
+
+# -- what a packing costs ---------------------------------------------------------------------------------------------
+
+
+@thorough
+@given(st.sampled_from(PACKINGS), st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any), rooms)
+def test_waste_is_what_counting_finds(packing, lengths, room):
+    epochs = Epochs(numbered(lengths), room, packing, "key")
+    rows, waste = [epochs.row(number) for number in range(epochs.rows)], epochs.waste()
+    counts = taken([row.pieces for row in rows], lengths)
+    whole = {piece.document for row in rows for piece in row.pieces if piece.length == lengths[piece.document]}
+    assert waste.rows == len(rows)
+    assert waste.padding == pytest.approx(sum(row.padding for row in rows) / (room * len(rows)))
+    assert waste.dropped == pytest.approx(sum(n == 0 for tokens in counts for n in tokens) / sum(lengths))
+    assert waste.cut == pytest.approx(1 - len(whole) / sum(length > 0 for length in lengths))
+
+
+def test_waste_of_a_corpus_that_is_easily_counted():
+    store = numbered([10, 0, 4, 4, 2])
+    found = {packing: Epochs(store, 8, packing, "key").waste() for packing in PACKINGS}
+    assert (found[greedy].rows, found[greedy].padding, found[greedy].dropped) == (3, pytest.approx(4 / 24), 0)
+    best, single = found[best_fit], found[one_per_row]
+    assert (best.rows, best.padding, best.dropped, best.cut) == (3, pytest.approx(4 / 24), 0, 1 / 4)
+    assert (single.rows, single.dropped, single.cut) == (4, pytest.approx(2 / 20), 1 / 4)
+    assert single.padding == pytest.approx(14 / 32)
+
+
+def test_rows_have_their_boundaries_and_skip_empty_documents():
+    epochs = Epochs(numbered([0, 3, 0, 5, 0]), 4, greedy, "key")
+    rows = [epochs.row(number) for number in range(3 * epochs.rows)]
+    assert {piece.document for row in rows for piece in row.pieces} == {1, 3}
+    for row in rows:
+        ends = list(accumulate((piece.length for piece in row.pieces), initial=0))
+        assert row.ends == (0, *ends[1:]) and ends[-1] == 4
+        assert row.padding == 0

@@ -1,0 +1,131 @@
+"""Batches made ahead: the same ones, and what fails on the way reaches the caller."""
+
+import gc
+import threading
+import traceback
+from itertools import islice
+
+import pytest
+from data_stores import alone, numbered
+
+from armillary.data import TokenStore
+from armillary.data.prefetch import Prefetch
+
+N = 16
+LENGTHS = [30, 5, 80, 1, 17, 60]
+
+
+class Flaky(TokenStore):
+    """A disk that fails once, at the read of that number."""
+
+    fails_at, reads = -1, 0
+
+    def read(self, document, start, stop, step=1):
+        self.reads += 1
+        if self.reads == self.fails_at:
+            self.the_disk_is_gone()
+        return super().read(document, start, stop, step)
+
+    def the_disk_is_gone(self):
+        raise OSError(5, "Input/output error")
+
+
+def tokens(rows, batches):
+    return [batch.tokens.tolist() for batch in islice(rows, batches)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 20])
+def test_batches_do_not_depend_on_how_many_are_made_ahead(ahead):
+    expected = [alone(numbered(LENGTHS), N, rows_per_batch=2).batch(step).tokens.tolist() for step in range(60)]
+    assert tokens(alone(numbered(LENGTHS), N, rows_per_batch=2, ahead=ahead), 60) == expected
+
+
+def test_batches_asked_for_by_number_while_others_are_made_are_right():
+    rows = alone(numbered(LENGTHS), N, ahead=3)
+    expected = tokens(alone(numbered(LENGTHS), N), 40)
+    for step in range(20):
+        assert rows.batch(39 - step).tokens.tolist() == expected[39 - step]
+        assert next(rows).tokens.tolist() == expected[step]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("fails_at", [1, 2, 7, 20])
+def test_after_an_error_the_same_batch_comes_again(fails_at, ahead):
+    store = numbered(LENGTHS, kind=Flaky)
+    store.fails_at = fails_at
+    rows, found, errors = alone(store, N, ahead=ahead), [], []
+    while len(found) < 30:
+        before = rows.state_dict()
+        try:
+            found.append(next(rows).tokens.tolist())
+        except OSError as error:
+            errors.append(error)
+            assert rows.state_dict() == before
+    assert found == tokens(alone(numbered(LENGTHS), N), 30)
+    assert [error.errno for error in errors] == [5]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_error_keeps_its_type_and_traceback(ahead):
+    store = numbered(LENGTHS, kind=Flaky)
+    store.fails_at = 1
+    with pytest.raises(OSError, match="Input/output error") as failure:
+        next(alone(store, N, ahead=ahead))
+    names = [frame.name for frame in traceback.extract_tb(failure.value.__traceback__)]
+    assert "the_disk_is_gone" in names and "read_shard" in names
+
+
+def test_a_batch_that_is_not_asked_for_fails_nobody():
+    store = numbered([N] * 4, kind=Flaky)
+    rows = alone(store, N, ahead=1)
+    store.fails_at = 2
+    next(rows)
+    rows.load_state_dict(rows.state_dict() | {"rows": 10})
+    assert tokens(rows, 2) == tokens(alone(numbered([N] * 4), N), 12)[10:]
+    assert store.reads > 2
+
+
+# -- the thread alone -------------------------------------------------------------------------------------------------
+
+
+def test_things_are_made_ahead_by_one_thread_in_order():
+    made, started = [], threading.Event()
+
+    def make(number):
+        made.append((number, threading.current_thread().name))
+        if number == 3:
+            started.set()
+        return -number
+
+    prefetch = Prefetch(make)
+    assert prefetch.get(0, [1, 2, 3]) == 0
+    assert started.wait(10)
+    assert [number for number, _ in made] == [0, 1, 2, 3]
+    assert len({name for _, name in made}) == 1 and made[0][1] != threading.current_thread().name
+    assert [prefetch.get(number) for number in (1, 2, 3)] == [-1, -2, -3]
+
+
+def test_what_was_made_ahead_is_not_made_again_unless_it_was_forgotten():
+    made = []
+    prefetch = Prefetch(lambda number: made.append(number))
+    prefetch.get(0, [1])
+    prefetch.get(1, [2])
+    prefetch.get(2)
+    assert made == [0, 1, 2]
+    prefetch.get(2)
+    prefetch.get(7)
+    assert made == [0, 1, 2, 2, 7]
+
+
+def test_prefetching_ends_with_its_rows():
+    before = set(threading.enumerate())
+    rows = alone(numbered(LENGTHS), N, ahead=2)
+    next(rows)
+    (thread,) = set(threading.enumerate()) - before
+    del rows
+    for _ in range(1000):  # the batch in hand is finished first
+        gc.collect()
+        thread.join(0.01)
+        if not thread.is_alive():
+            break
+    assert not thread.is_alive()

@@ -1,0 +1,169 @@
+"""Going on where a run stopped, on any mesh, whatever stopped it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from data_stores import alone, every_shard, global_batch, layouts, numbered, read_rows, shapes, write_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.core import SequenceLayout
+from armillary.data import best_fit, greedy, one_per_row, open_store
+
+N = 24
+STORES = [numbered([30, 5, 0, 80, 1, 17, 24, 60]), numbered([9, 9, 40], name="other")]
+
+
+def mesh(stores, layout, replicas, rows_per_batch, **settings):
+    """All ranks of a mesh: [replica][shard]."""
+    settings |= {"replicas": replicas, "rows_per_batch": rows_per_batch}
+    return [every_shard(stores, layout, replica=replica, **settings) for replica in range(replicas)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), shapes, st.integers(1, 30), st.sampled_from([greedy, best_fit, one_per_row]))
+def test_the_rows_go_on_on_any_mesh(data, lengths, length, packing):
+    stores, state, read = [numbered(lengths), numbered([7, 40], name="other")], None, []
+    for _ in range(3):
+        replicas, rows_per_batch = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        choices = {"packing": packing, "seed": 5, "ahead": data.draw(st.sampled_from([0, 2]))}
+        ranks = mesh(stores, data.draw(layouts(length)), replicas, rows_per_batch, **choices)
+        for rank in (rank for shards in ranks for rank in shards if state is not None):
+            assert rank.load_state_dict(json.loads(json.dumps(state))) is rank
+        for _ in range(data.draw(st.integers(0, 3))):
+            read += global_batch(ranks).tolist()
+        states = [rank.state_dict() for shards in ranks for rank in shards]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert read == read_rows(alone(stores, length, packing=packing, seed=5), 0, len(read))
+
+
+def test_a_state_is_json_and_counts_what_was_given_out():
+    rows = alone(STORES, N, rows_per_batch=3, replicas=2, ahead=3)
+    for step in range(5):
+        state = rows.state_dict()
+        assert json.loads(json.dumps(state)) == state
+        assert state["rows"] == 6 * step
+        next(rows)
+
+
+def test_a_state_does_not_change_with_the_rows_that_follow():
+    rows = alone(STORES, N)
+    state = rows.state_dict()
+    before = json.dumps(state)
+    next(rows)
+    assert json.dumps(state) == before
+
+
+def test_looking_at_any_batch_does_not_move_iteration():
+    rows = alone(STORES, N, rows_per_batch=2)
+    rows.batch(7)
+    assert rows.state_dict()["rows"] == 0
+    assert next(rows).tokens.tolist() == rows.batch(0).tokens.tolist()
+    assert next(rows).tokens.tolist() == rows.batch(1).tokens.tolist()
+
+
+def test_a_state_may_be_loaded_to_go_back():
+    rows = alone(STORES, N, ahead=2)
+    start = rows.state_dict()
+    first = [next(rows).tokens.tolist() for _ in range(4)]
+    rows.load_state_dict(start)
+    assert [next(rows).tokens.tolist() for _ in range(4)] == first
+
+
+def test_reset_positions_layouts_and_prefetching_may_change():
+    state = alone(STORES, N).state_dict()
+    choices = {"reset_positions": True, "ahead": 5, "layout_for": lambda documents: None}
+    assert alone(STORES, N, **choices).load_state_dict(state).state_dict() == state
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        ("stores", {"stores": STORES[:1]}),
+        ("stores", {"stores": STORES[::-1]}),
+        ("stores", {"stores": [STORES[0], numbered([9, 9, 41])]}),
+        ("weights", {"weights": [1, 3]}),
+        ("sequence_length", {"length": N + 1}),
+        ("packing", {"packing": best_fit}),
+        ("seed", {"seed": 1}),
+    ],
+)
+def test_the_state_of_other_rows_is_refused_by_the_name_of_what_differs(name, other):
+    settings = {"stores": STORES, "length": N, "weights": [1, 2]} | other
+    weights = settings.pop("weights")[: len(settings["stores"])]
+    state = alone(settings.pop("stores"), settings.pop("length"), weights=weights, **settings).state_dict()
+    rows = alone(STORES, N, weights=[1, 2])
+    next(rows)
+    message = f"this state was taken with {name} {state[name]}, not {rows.state_dict()[name]}; rows would differ"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rows.load_state_dict(state)
+    assert rows.state_dict()["rows"] == 1
+
+
+@pytest.mark.parametrize("state", [{}, {"rows": 3}, {"model": 1}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="this state was taken with stores None, not") as failure:
+        alone(STORES, N).load_state_dict(state)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("rows", [None, -1, "many", 1.5])
+def test_a_state_without_a_number_of_rows_is_refused(rows):
+    state = alone(STORES, N).state_dict() | {"rows": rows}
+    with pytest.raises(ValueError, match=re.escape(f"this state was taken after {rows!r} rows")) as failure:
+        alone(STORES, N).load_state_dict(state)
+    assert "\n" not in str(failure.value)
+
+
+# -- a run that is killed ---------------------------------------------------------------------------------------------
+
+LENGTHS = [40, 3, 77, 0, 15, 9, 120]
+RUN = """
+import json, os, sys
+from armillary.core import SequenceLayout
+from armillary.data import PackedSequences, best_fit, open_store
+
+folder, log, state = sys.argv[1:]
+layout = SequenceLayout.contiguous(16, 1)
+rows = PackedSequences(open_store(folder), layout=layout, shard=0, rows_per_batch=2, packing=best_fit, seed=9, ahead=3)
+with open(log, "w", buffering=1) as out:
+    for batch in rows:
+        out.write(json.dumps(batch.tokens.tolist()) + "\\n")
+        with open(state + ".new", "w") as file:
+            json.dump(rows.state_dict(), file)
+        os.replace(state + ".new", state)
+"""
+
+
+def test_a_killed_run_goes_on_bit_identically(tmp_path):
+    whole = numbered(LENGTHS)
+    documents = [whole.read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]
+    folder = write_folder(tmp_path / "store", documents)
+    log, state_file = tmp_path / "log", tmp_path / "state"
+    environment = os.environ | {"PYTHONHASHSEED": "12345"}
+    run = subprocess.Popen([sys.executable, "-c", RUN, folder, log, state_file], env=environment)
+    try:
+        while not (log.exists() and log.read_bytes().count(b"\n") >= 50):
+            assert run.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.kill(run.pid, signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+    state = json.loads(state_file.read_text())
+    read = [row for line in Path(log).read_text().split("\n")[:-1] for row in json.loads(line)]
+    expected = alone(open_store(folder), 16, packing=best_fit, seed=9)
+    assert 98 <= state["rows"] <= len(read)
+    assert read == read_rows(expected, 0, len(read))
+    ranks = every_shard(open_store(folder), SequenceLayout.zigzag(16, 4), rows_per_batch=3, packing=best_fit, seed=9)
+    for rank in ranks:
+        rank.load_state_dict(state)
+    found = [row for _ in range(4) for row in global_batch([ranks]).tolist()]
+    assert found == read_rows(expected, state["rows"], state["rows"] + 12)

@@ -1,0 +1,241 @@
+"""Stores of documents: what they read, and how they are split."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from data_stores import Recording, alone, numbered, read_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.data import ByteTokenizer, Document, TokenStore, Vocabulary
+from armillary.data.store import check_tokenizer
+
+END = ByteTokenizer().end_of_document
+quick = settings(deadline=None)
+corpora = st.lists(st.binary(min_size=1, max_size=8), min_size=2, max_size=30)
+
+
+def stored(texts):
+    return TokenStore.of([Document(str(i), text) for i, text in enumerate(texts)], ByteTokenizer())
+
+
+def texts(store):
+    """The documents' text, without their ends of documents."""
+    return [bytes(store.read(i, 0, int(size) - 1).tolist()) for i, size in enumerate(store.lengths)]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=9), min_size=1).filter(any))
+def test_a_store_holds_each_document_with_its_end(given_texts):
+    store = stored(given_texts)
+    kept = [text for text in given_texts if text]
+    assert texts(store) == kept
+    assert [store.read(i, len(text), len(text) + 1).tolist() for i, text in enumerate(kept)] == [[END]] * len(kept)
+    assert (len(store), store.tokens) == (len(kept), sum(map(len, kept)) + len(kept))
+    assert store.vocabulary == Vocabulary("bytes", 257, END)
+
+
+@quick
+@given(st.data(), st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_any_part_of_a_document_is_read_across_any_segments(data, shape):
+    lengths = [length for segment in shape for length in segment]
+    whole = numbered(lengths)
+    ends = np.cumsum([0, *map(sum, shape)])
+    segments = [whole.segments[0][a:b] for a, b in pairwise(ends)]
+    store = replace(whole, segments=segments)
+    document = data.draw(st.integers(0, len(lengths) - 1))
+    start = data.draw(st.integers(0, lengths[document]))
+    stop, step = data.draw(st.integers(start, lengths[document])), data.draw(st.integers(1, 5))
+    first = sum(lengths[:document])
+    assert store.read(document, start, stop, step).tolist() == list(range(first + start, first + stop, step))
+    assert store.bytes_read == 8 * len(range(start, stop, step))
+
+
+@pytest.mark.parametrize("start, stop", [(0, 6), (-1, 2), (3, 2), (6, 6)])
+def test_parts_that_a_document_does_not_have_are_refused(start, stop):
+    store = numbered([4, 5, 9], name="some/store")
+    message = f"some/store: document 1 has 5 tokens; {start}:{stop} were asked for"
+    with pytest.raises(IndexError, match=re.escape(message)):
+        store.read(1, start, stop)
+    assert store.bytes_read == 0
+
+
+def test_what_was_read_is_a_copy():
+    store = numbered([5])
+    store.read(0, 0, 5)[:] = 7
+    assert store.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_documents_without_text_make_no_store():
+    for nothing in ([], [b""], [b"", b""]):
+        with pytest.raises(ValueError, match="documents: there is no text in these documents; give at least one"):
+            stored(nothing)
+    assert len(stored([b"", b"a"])) == 1
+
+
+def test_an_index_that_falls_is_refused_with_its_place():
+    starts, stops = np.array([0, 5, 3]), np.array([5, 3, 8])
+    message = r"name: document 1 of 3 ends at token 3, before its start 5 \(byte 16 of the index\)"
+    with pytest.raises(ValueError, match=message) as failure:
+        TokenStore("name", [np.arange(8)], starts, stops, Vocabulary(), "content")
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "vocabulary, dtype", [(256, "uint8"), (257, "uint16"), (2**16, "uint16"), (2**16 + 1, "uint32")]
+)
+def test_tokens_are_kept_in_the_smallest_type(vocabulary, dtype):
+    class Wide:
+        identity, vocab_size, end_of_document = "wide", vocabulary, 0
+
+        def encode(self, text):
+            return torch.full((len(text),), vocabulary - 1)
+
+    store = TokenStore.of([Document("only", b"ab")], Wide())
+    assert store.segments[0].dtype == dtype
+    assert store.read(0, 0, 3).tolist() == [vocabulary - 1, vocabulary - 1, 0]
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+def test_content_tells_stores_with_other_tokens_or_boundaries_apart():
+    stores = [stored(t) for t in ([b"ab", b"c"], [b"ab", b"d"], [b"c", b"ab"], [b"abc"], [b"ab", b"c", b"c"])]
+    assert len({store.content for store in stores}) == len(stores)
+    assert stored([b"ab", b"c"]).content == stores[0].content
+
+
+def test_parts_have_contents_of_their_own():
+    store = stored([b"a", b"b", b"c"])
+    keeps = [[True, False, True], [True, True, False], [False, True, True]]
+    parts = [store.select(np.array(keep)) for keep in keeps]
+    assert [texts(part) for part in parts] == [[b"a", b"c"], [b"a", b"b"], [b"b", b"c"]]
+    assert len({store.content, *(part.content for part in parts)}) == 4
+    assert store.select(np.array(keeps[0])).content == parts[0].content
+
+
+def test_a_part_is_of_the_same_class_and_vocabulary():
+    store = numbered([3, 4, 5], kind=Recording)
+    part = store.select(np.array([False, True, False]))
+    assert part.read(0, 0, 4).tolist() == [3, 4, 5, 6]
+    assert part.ranges == [(0, range(4))]
+    assert part.vocabulary == store.vocabulary
+
+
+# -- the split --------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(corpora, st.floats(0.01, 0.99))
+def test_each_document_is_on_one_side_and_no_side_is_empty(given_texts, fraction):
+    train, validation = stored(given_texts).split(fraction)
+    assert len(train) and len(validation)
+    assert sorted(texts(train) + texts(validation)) == sorted(given_texts)
+
+
+@quick
+@given(corpora, st.floats(0.01, 0.99))
+def test_copies_of_one_text_are_on_the_same_side(given_texts, fraction):
+    train, validation = stored([*given_texts, *given_texts]).split(fraction)
+    together = set(texts(train)) & set(texts(validation))
+    assert not together or len(set(given_texts)) == 1
+
+
+@quick
+@given(corpora, st.randoms())
+def test_the_split_does_not_depend_on_the_order_of_documents(given_texts, random):
+    sides = [stored(order).split() for order in (given_texts, random.sample(given_texts, len(given_texts)))]
+    if len(set(given_texts)) > 1:
+        assert [sorted(texts(side)) for side in sides[0]] == [sorted(texts(side)) for side in sides[1]]
+    assert sorted(map(len, sides[0])) == sorted(map(len, sides[1]))
+
+
+def test_the_split_stays_put_when_documents_are_added():
+    names = [b"text %d" % i for i in range(1000)]
+    few, many = stored(names[300:800]), stored(names)
+    for before, after in zip(few.split(), many.split(), strict=True):
+        assert set(texts(before)) < set(texts(after))
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_the_split_has_about_the_share_that_was_asked_for(hashed):
+    store = stored([b"text %d" % i for i in range(4000)])
+    _, validation = replace(store, hashes=store.hashes if hashed else None).split(0.1)
+    assert 320 < len(validation) < 480
+
+
+def test_a_larger_share_keeps_the_documents_of_a_smaller_one():
+    store = stored([b"text %d" % i for i in range(500)])
+    sides = [set(texts(store.split(share)[1])) for share in (0.01, 0.05, 0.3, 0.9)]
+    assert sides[0] < sides[1] < sides[2] < sides[3]
+
+
+def test_a_store_without_hashes_is_split_by_numbers():
+    few, many = numbered([5] * 400), numbered([9] * 500)
+    sides = [[set((side.starts // size).tolist()) for side in s.split(0.2)] for s, size in ((few, 5), (many, 9))]
+    assert sides[0][0] < sides[1][0] and sides[0][1] < sides[1][1]
+    assert sides[0][0] | sides[0][1] == set(range(400))
+
+
+def test_a_part_is_split_as_its_documents_were():
+    store = stored([b"text %d" % i for i in range(400)])
+    keep = np.arange(400) % 3 == 0
+    for part, side in zip(store.select(keep).split(0.3), store.split(0.3), strict=True):
+        assert set(texts(part)) < set(texts(side))
+
+
+def test_a_single_document_gives_its_tail():
+    train, validation = numbered([100]).split()
+    assert train.read(0, 0, 95).tolist() == list(range(95))
+    assert validation.read(0, 0, 5).tolist() == list(range(95, 100))
+    assert (train.tokens, validation.tokens) == (95, 5)
+    assert train.content != validation.content
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_both_parts_of_a_short_document_hold_something(fraction):
+    train, validation = numbered([2]).split(fraction)
+    assert (train.read(0, 0, 1).tolist(), validation.read(0, 0, 1).tolist()) == ([0], [1])
+
+
+@pytest.mark.parametrize("lengths", [[0, 6], [6, 0, 0], [0, 9, 4, 0]])
+def test_both_sides_hold_tokens_though_documents_are_empty(lengths):
+    sides = numbered(lengths).split()
+    found = [token for side in sides for row in read_rows(alone(side, 1), 0, side.tokens) for token in row]
+    assert sorted(found) == list(range(sum(lengths)))
+    assert min(side.tokens for side in sides) > 0
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
+def test_a_share_that_leaves_one_side_empty_is_refused(fraction):
+    with pytest.raises(ValueError, match=f"validation_fraction={fraction} must lie between 0 and 1") as failure:
+        numbered([3, 4]).split(fraction)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("lengths, message", [([1], "1 tokens to split; give at least 2"), ([0], "0 tokens to split")])
+def test_what_cannot_be_split_is_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        numbered(lengths).split()
+    empty = numbered([3]).select(np.array([False]))
+    with pytest.raises(ValueError, match="numbered has 0 tokens to split"):
+        empty.split()
+    assert len(empty) == 0
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_another_tokenizer_are_refused():
+    store = numbered([3], name="a/store")
+    with pytest.raises(ValueError, match="a/store holds tokens of tokenizer numbers, not of bytes; prepare it again"):
+        check_tokenizer(store, ByteTokenizer())
+    store.vocabulary = Vocabulary()
+    assert check_tokenizer(store, ByteTokenizer()) is None
+    assert check_tokenizer(stored([b"a"]), ByteTokenizer()) is None
