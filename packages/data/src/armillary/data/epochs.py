@@ -96,23 +96,26 @@ class Epochs:
         return packed, permutation(len(packed), f"rows of {key}")
 
 
-def read_shard(row: Row, spans: Spans) -> tuple[Index, Index, Index]:
-    """What the shard with these spans holds of a row, and the positions at which its documents start: int64 [T] each.
+def read_shard(row: Row, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
+    """Fills in what the shard with these spans holds of a row: int64 [T] each.
 
     Labels are the next tokens of the same document, read along with the tokens, or `IGNORE`. Padding is the end of
     document, or 0 where a store does not know its own.
+
+    Args:
+        starts: gets the positions in the row at which the tokens' documents start.
     """
-    held = sum(map(len, spans))
-    tokens = np.full(held, row.store.vocabulary.end_of_document or 0)
-    labels, starts = np.full(held, IGNORE), np.empty(held, np.int64)
     at = 0
     for span in spans:
         for number, part in cut_at(span, row.ends):
             to = slice(at, at + len(part))
-            at, starts[to] = to.stop, row.ends[number]
+            at = to.stop
+            if starts is not None:
+                starts[to] = row.ends[number]
             if number < len(row.pieces):
                 _read_part(row, number, part, tokens[to], labels[to])
-    return tokens, labels, starts
+            else:
+                tokens[to], labels[to] = row.store.vocabulary.end_of_document or 0, IGNORE
 
 
 def _read_part(row: Row, number: int, part: range, tokens: Index, labels: Index) -> None:
@@ -128,4 +131,4 @@ def _read_part(row: Row, number: int, part: range, tokens: Index, labels: Index)
     else:
         tokens[:] = store.read(piece.document, start, stop, part.step)
         next_ones = store.read(piece.document, start + 1, after, part.step)
-    labels[: len(next_ones)] = next_ones
+    labels[: len(next_ones)], labels[len(next_ones) :] = next_ones, IGNORE

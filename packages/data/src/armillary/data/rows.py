@@ -70,10 +70,9 @@ class PackedSequences:
         self._stores = [stores] if isinstance(stores, TokenStore) else list(stores)
         check_vocabularies(self._stores)
         _check_rows(rows_per_batch, replica, replicas, ahead)
-        layout.spans(shard)  # refuses a shard that there is not
         self._layout, self._layout_for, self._shard = layout, layout_for, shard
         self._rows_per_batch, self._replica, self._replicas = rows_per_batch, replica, replicas
-        self._reset_positions = reset_positions
+        self._positions, self._reset_positions = layout.positions(shard), reset_positions
         keys = [f"store {i}, seed {seed}" for i in range(len(self._stores))]
         self._epochs = [Epochs(s, layout.length, packing, k) for s, k in zip(self._stores, keys, strict=True)]
         self._weights = _fractions(weights, [epochs.rows for epochs in self._epochs])
@@ -156,10 +155,15 @@ class PackedSequences:
         rows = [self.row(number) for number in range(first, first + self._rows_per_batch)]
         documents = tuple(row.ends for row in rows)
         layout = self._layout if self._layout_for is None else self._chosen_layout(documents)
-        shards = [read_shard(row, layout.spans(self._shard)) for row in rows]
-        tokens, labels, starts = (torch.from_numpy(np.stack(columns)) for columns in zip(*shards, strict=True))
-        positions = layout.positions(self._shard) - (starts if self._reset_positions else torch.zeros_like(starts))
-        return Batch(tokens, labels, positions, documents, layout)
+        shape = len(rows), layout.sizes[self._shard]
+        tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        starts = np.zeros(shape, np.int64) if self._reset_positions else None
+        for i, row in enumerate(rows):
+            read_shard(row, layout.spans(self._shard), tokens[i], labels[i], None if starts is None else starts[i])
+        positions = self._positions if layout is self._layout else layout.positions(self._shard)
+        # Copies: whoever changes a batch in place must not change what is read next.
+        own = positions.repeat(len(rows), 1) if starts is None else positions - torch.from_numpy(starts)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), own, documents, layout)
 
     def _chosen_layout(self, documents: Documents) -> SequenceLayout:
         layout, asked = cast(Callable[[Documents], SequenceLayout], self._layout_for)(documents), self._layout

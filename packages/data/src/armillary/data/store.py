@@ -65,6 +65,7 @@ class TokenStore:
 
     def __post_init__(self) -> None:
         self._bases = np.cumsum([0, *map(len, self.segments)])
+        self._plain = [np.asarray(segment) for segment in self.segments]  # a memmap is slow to take parts of
         falling = np.flatnonzero(self.stops < self.starts)
         if len(falling):
             i = int(falling[0])
@@ -121,7 +122,7 @@ class TokenStore:
             )
         segment = min(int(np.searchsorted(self._bases, first, "right")), len(self.segments)) - 1
         base = first - int(self._bases[segment])
-        found = np.array(self.segments[segment][base + start : base + stop : step])
+        found = np.array(self._plain[segment][base + start : base + stop : step])
         self.bytes_read += found.nbytes
         return found
 

@@ -1,0 +1,207 @@
+"""Preparing and loading data, each against what is usual, by turns in one run.
+
+    python benchmarks/data.py                           all of it, a few minutes on 2 cores
+    python benchmarks/data.py --only loading --repeat 9
+
+`prepare` is timed against Hugging Face `datasets.map` with the same tokenizer, from the same JSONL to tokens on disk.
+Loading is timed against torch's DataLoader over a memory map of the same file. Both sides must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from report import median_ratio, write
+from tokenizers import Tokenizer
+from torch.utils.data import DataLoader, Dataset
+
+from armillary.core import SequenceLayout
+from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
+from armillary.data.prepare import Preparation, prepare
+from armillary.data.prepare.unfinished import begin
+from armillary.data.prepare.writer import Part, StoreWriter
+from armillary.data.text_tokenizer import decoded, train_bpe
+
+COPIES = 2
+"""Of Python's own text, some 12 MB."""
+ROW, ROWS, SHARDS = 2**17, 64, 8
+"""Tokens of a row, rows that are read, shards of a row."""
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=["prepare", "loading"], default=["prepare", "loading"])
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    datasets.disable_progress_bars()
+    for name in options.only:
+        with TemporaryDirectory() as folder:
+            print({"prepare": preparing, "loading": loading}[name](Path(folder), options.repeat), flush=True)
+
+
+def by_turns(runs: dict[str, Callable[[], int]], repeat: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each, one after the other in every round, and what each returned in the first, which is not timed."""
+    found = {name: run() for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeat):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds, found
+
+
+# -- preparing --------------------------------------------------------------------------------------------------------
+
+
+def preparing(folder: Path, repeat: int) -> str:
+    texts = [decoded(document.text)[0] for document in python_corpus()]
+    (folder / "tokenizer.json").write_bytes(train_bpe(iter(texts), 8192).definition)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts * COPIES)
+    (folder / "text.jsonl").write_text(lines)
+    cores = len(os.sched_getaffinity(0))
+    runs: dict[str, Callable[[], int]] = {}
+    for workers in sorted({1, cores}):
+        runs[f"prepare, {workers}"] = lambda workers=workers: by_prepare(folder, workers)
+        runs[f"datasets.map, {workers}"] = lambda workers=workers: by_map(folder, workers)
+    seconds, found = by_turns(runs, repeat)
+    assert len(set(found.values())) == 1, f"tokens differ: {found}"
+    tokens = next(iter(found.values()))
+    rows: list[dict[str, Any]] = []
+    for workers in sorted({1, cores}):
+        ours, theirs = seconds[f"prepare, {workers}"], seconds[f"datasets.map, {workers}"]
+        rows.append(
+            {
+                "processes": workers,
+                "prepare, million tokens/s": tokens / 1e6 / float(np.median(ours)),
+                "datasets.map, million tokens/s": tokens / 1e6 / float(np.median(theirs)),
+                "times as fast": median_ratio(theirs, ours),
+            }
+        )
+    notes = [
+        f"{len(lines) / 1e6:.0f} MB of JSONL, {tokens:,} tokens of a BPE of 8192; from file to files, start included"
+    ]
+    return write("data-prepare", "From JSONL to tokens", rows, notes)
+
+
+def by_prepare(folder: Path, workers: int) -> int:
+    shutil.rmtree(folder / "ours", ignore_errors=True)
+    plan = Preparation([folder / "text.jsonl"], folder / "ours", tokenizer=str(folder / "tokenizer.json"))
+    header = prepare(plan, workers)
+    return header.tokens - header.documents  # without ends of documents
+
+
+def by_map(folder: Path, workers: int) -> int:
+    for name in ("theirs", "cache"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    rows = datasets.load_dataset(
+        "json", data_files=str(folder / "text.jsonl"), split="train", cache_dir=str(folder / "cache")
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # Libraries' own threads fight with processes: each side has one thread in each of its processes.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    mapped = rows.map(
+        lambda batch: {"input_ids": [found.ids for found in tokenizer.encode_batch_fast(batch["text"])]},
+        batched=True,
+        num_proc=workers if workers > 1 else None,
+        remove_columns=["text"],
+    )
+    mapped.save_to_disk(str(folder / "theirs"))
+    return sum(map(len, mapped.with_format("numpy")["input_ids"]))
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+class MappedRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """What most trainers do: whole rows of joined tokens, of which each rank then keeps its part."""
+
+    def __init__(self, path: Path, layout: SequenceLayout, shard: int) -> None:
+        self.tokens = np.memmap(path, np.uint16, "r")
+        self.positions = layout.positions(shard)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // ROW
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        held = torch.from_numpy(self.tokens[row * ROW : (row + 1) * ROW + 1].astype(np.int64))
+        return held[:-1][self.positions], held[1:][self.positions]
+
+
+def loading(folder: Path, repeat: int) -> str:
+    store = random_store(folder / "store", ROW * (ROWS + 1))
+    rows: list[dict[str, Any]] = []
+    for shards in (1, SHARDS):
+        layout = SequenceLayout.zigzag(ROW, shards)
+        balanced = lambda documents: SequenceLayout.balanced(ROW, SHARDS, documents=documents[0])  # noqa: E731
+        packed = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1)
+        even = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, layout_for=balanced)
+        mapped = MappedRows(folder / "store" / "tokens.bin", layout, 0)
+        runs: dict[str, Callable[[], int]] = {"packed": lambda packed=packed: read(packed)}
+        if shards > 1:
+            runs["balanced"] = lambda even=even: read(even)
+        for workers in (0, 2):
+            loader = DataLoader(mapped, batch_size=1, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+            runs[f"loader, {workers}"] = lambda loader=loader: read(loader)
+        seconds, _ = by_turns(runs, repeat)
+        rows += [row_of(shards, name, seconds, packed, store) for name in runs]
+    notes = [
+        f"rows of {ROW:,} tokens, {ROWS} of them, tokens and labels as int64; the rank has one shard of them",
+        "packed and balanced also give each row's document boundaries; the loader none, and labels across documents",
+        "the file is in the page cache, so this is what loading costs the host; bytes are those of tokens read, a row",
+    ]
+    return write("data-loading", "From a token store to a rank's batches", rows, notes)
+
+
+def row_of(
+    shards: int, name: str, seconds: dict[str, list[float]], packed: PackedSequences, store: TokenStore
+) -> dict[str, Any]:
+    before = store.bytes_read
+    packed.batch(0)
+    read_by_us = store.bytes_read - before
+    return {
+        "shards": shards,
+        "how": {"packed": "PackedSequences", "balanced": "the same, balanced layouts"}.get(name, f"Data{name} workers"),
+        "million tokens/s": ROW * ROWS / 1e6 / float(np.median(seconds[name])),
+        "times DataLoader's": median_ratio(seconds["loader, 0"], seconds[name]),
+        "kB read a row": (2 * ROW if name.startswith("loader") else read_by_us) / 1e3,
+    }
+
+
+def read(batches: Any) -> int:
+    """Takes `ROWS` batches and looks at each."""
+    source = iter(batches)
+    return sum(int(tokens_of(next(source))[0, 0]) for _ in range(ROWS))
+
+
+def tokens_of(batch: Any) -> torch.Tensor:
+    return batch.tokens if hasattr(batch, "tokens") else batch[0]
+
+
+def random_store(path: Path, tokens: int) -> TokenStore:
+    """Documents of web-like lengths (log-normal, 1,100 in the middle), of random tokens."""
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(7, 1.5, tokens // 1000).astype(np.int64) + 2
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    data = rng.integers(0, 256, int(lengths.sum()), np.uint16)
+    data[np.cumsum(lengths) - 1] = 256
+    begin(path, "random", start_over=True)
+    with StoreWriter(path, np.dtype(np.uint16)) as writer:
+        writer.add(Part(data, lengths, rng.integers(0, 2**63, len(lengths)).astype(np.uint64)), {})
+        writer.finish(Vocabulary.of(ByteTokenizer()), {})
+    return open_store(path)
+
+
+if __name__ == "__main__":
+    main()
