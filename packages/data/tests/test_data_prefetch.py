@@ -54,7 +54,7 @@ def test_after_an_error_the_same_batch_comes_again(fails_at, ahead):
     store = numbered(LENGTHS, kind=Flaky)
     store.fails_at = fails_at
     rows, found, errors = alone(store, N, ahead=ahead), [], []
-    while len(found) < 30:
+    for _ in range(31):
         before = rows.state_dict()
         try:
             found.append(next(rows).tokens.tolist())
@@ -106,15 +106,21 @@ def test_things_are_made_ahead_by_one_thread_in_order():
 
 
 def test_what_was_made_ahead_is_not_made_again_unless_it_was_forgotten():
-    made = []
-    prefetch = Prefetch(lambda number: made.append(number))
-    prefetch.get(0, [1])
-    prefetch.get(1, [2])
-    prefetch.get(2)
-    assert made == [0, 1, 2]
-    prefetch.get(2)
+    made, ahead = [], threading.Event()
+
+    def make(number):
+        made.append(number)
+        if number == 3:
+            ahead.set()
+
+    prefetch = Prefetch(make)
+    for number in (0, 1, 2):
+        prefetch.get(number, [number + 1])
+    assert ahead.wait(10)
+    assert made == [0, 1, 2, 3]
     prefetch.get(7)
-    assert made == [0, 1, 2, 2, 7]
+    prefetch.get(3)
+    assert made == [0, 1, 2, 3, 7, 3]
 
 
 def test_prefetching_ends_with_its_rows():

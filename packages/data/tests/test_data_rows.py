@@ -146,6 +146,19 @@ def test_epochs_are_packed_anew():
     assert len({str(sorted(epoch)) for epoch in epochs}) == 3
 
 
+def test_each_epoch_is_packed_once_though_batches_look_into_the_next():
+    packed = []
+
+    def counted(lengths, length, key):
+        packed.append(key)
+        return greedy(lengths, length, key)
+
+    rows = alone(STORE, N, packing=counted, ahead=3)
+    for _ in range(3 * rows.rows_per_epoch):
+        next(rows)
+    assert len(packed) == len(set(packed)) <= 4
+
+
 def test_the_seed_decides_the_order_and_no_global_generator_is_moved():
     state = torch.get_rng_state()
     orders = [read_rows(alone(STORE, N, seed=seed), 0, 9) for seed in (0, 0, 1)]
