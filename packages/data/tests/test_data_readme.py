@@ -10,3 +10,4 @@ def test_the_example_runs_and_reads_its_shard(tmp_path):
     names = run_path(str(tmp_path / "example.py"))
     assert names["batch"].tokens.shape == names["batch"].labels.shape == (4, 256)
     assert names["loss"].isfinite()
+    assert names["state"]["rows"] == 40

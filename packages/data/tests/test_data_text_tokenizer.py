@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from armillary.core import SequenceLayout
-from armillary.data import ByteTokenizer, Document, PackedSequences, text_cuts
+from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore, text_cuts
 from armillary.data import Tokenizer as Protocol
 from armillary.data.text_cuts import parts
 from armillary.data.text_tokenizer import TextTokenizer, decoded, train_bpe
@@ -143,9 +143,8 @@ def test_byte_level_text_comes_back_as_it_went_in(name, text):
 def test_it_is_a_tokenizer_for_rows():
     tokenizer: Protocol = text_tokenizer("gpt_2")
     layout = SequenceLayout.contiguous(length=8, shards=1)
-    rows = PackedSequences(
-        [Document("a", b"The end.")] * 9, layout=layout, shard=0, rows_per_batch=2, tokenizer=tokenizer
-    )
+    store = TokenStore.of([Document("a", b"The end.")] * 9, tokenizer)
+    rows = PackedSequences(store, layout=layout, shard=0, rows_per_batch=2)
     assert rows.batch(0).tokens.shape == (2, 8)
 
 

@@ -6,6 +6,7 @@ from armillary.data.formats import is_store, open_store, verify_folder
 from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.rows import PackedSequences
 from armillary.data.store import TokenStore, Vocabulary
+from armillary.data.text_tokenizer import TextTokenizer
 from armillary.data.tokens import ByteTokenizer, Tokenizer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "ByteTokenizer",
     "Document",
     "PackedSequences",
+    "TextTokenizer",
     "TokenStore",
     "Tokenizer",
     "Vocabulary",

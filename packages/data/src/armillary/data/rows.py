@@ -28,7 +28,7 @@ class PackedSequences:
     weight and in epochs of its own. Which tokens stand in row r of all rows ever read depends on the stores, N, the
     packing, the weights and the seed alone, so those must be the same on all ranks; layouts and the number of ranks
     only change which rank holds what. A rank reads the tokens of its shard, and one more for the label of each span's
-    last: 2 to 4 bytes a token. Nothing is communicated. An epoch's packing takes 32 bytes of memory a document.
+    last: 2 to 4 bytes a token. Nothing is communicated. An epoch's packing takes 24 bytes of memory a document.
 
     Iterating goes on from where it was, or from where `load_state_dict` said. `batch` gives any step's batch.
 
