@@ -11,6 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from armillary.data import python_corpus
+from armillary.data.prepare import Preparation
+from armillary.data.prepare import prepare as prepare_store
 from armillary.models import Checkpointing
 from armillary.train import (
     Config,
@@ -108,6 +111,45 @@ def test_twenty_steps_give_the_same_losses_under_every_checkpoint_policy(
     summary, _ = on(worlds, 4, config, tmp_path)
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
     assert len(differences) == 20 and max(differences) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> DataConfig:
+    """Two stores of short and long documents, mixed, packed, and each document for itself."""
+    folder = tmp_path_factory.mktemp("stores")
+    documents = python_corpus()
+    for name, part in {"short": documents[10:300:10], "long": documents[5::100]}.items():
+        for i, document in enumerate(part):
+            (folder / name).mkdir(exist_ok=True)
+            (folder / name / f"{i}.txt").write_bytes(document.text[: 150 if name == "short" else 3000])
+        prepare_store(Preparation([folder / name], folder / f"{name}.store"), workers=1)
+    paths = folder / "short.store", folder / "long.store"
+    packed = {"packing": "best_fit", "document_mask": True, "reset_positions": True, "layout": "balanced"}
+    return replace(SMALL.data, path=paths, weights=(1.0, 2.0), validation_fraction=0.2, **packed)
+
+
+@pytest.fixture(scope="module")
+def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
+    config = replace(SMALL, data=stores, train=replace(SMALL.train, steps=10))
+    return on(worlds, 1, config, tmp_path_factory.mktemp("packed"))[0]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"ring": 4},
+        {"ring": 4, "attention": "token_ring"},
+        {"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer"},
+        {"tp": 2, "shard": 2},
+    ],
+    ids=str,
+)
+def test_packed_documents_give_the_same_losses_on_every_mesh(worlds, stores, packed_on_one_rank, tmp_path, parallel):
+    axes = {"ring": 1, "ulysses": 1} | parallel
+    config = replace(SMALL, parallel=ParallelConfig(**axes), data=stores, train=replace(SMALL.train, steps=10))
+    summary, _ = on(worlds, 4, config, tmp_path)
+    differences = [abs(a - b) for a, b in zip(summary.losses, packed_on_one_rank.losses, strict=True)]
+    assert len(differences) == 10 and max(differences) < 1e-5
 
 
 def test_the_loss_falls(one_rank):
