@@ -18,7 +18,7 @@ LENGTHS = [30, 5, 80, 1, 17, 60]
 class Flaky(TokenStore):
     """A disk that fails once, at the read of that number."""
 
-    fails_at, reads = -1, 0
+    fails_at, reads, gone = -1, 0, threading.Event()
 
     def read(self, document, start, stop, step=1):
         self.reads += 1
@@ -27,6 +27,7 @@ class Flaky(TokenStore):
         return super().read(document, start, stop, step)
 
     def the_disk_is_gone(self):
+        self.gone.set()
         raise OSError(5, "Input/output error")
 
 
@@ -78,8 +79,9 @@ def test_an_error_keeps_its_type_and_traceback(ahead):
 def test_a_batch_that_is_not_asked_for_fails_nobody():
     store = numbered([N] * 4, kind=Flaky)
     rows = alone(store, N, ahead=1)
-    store.fails_at = 2
+    store.fails_at, store.gone = 2, threading.Event()
     next(rows)
+    assert store.gone.wait(10)
     rows.load_state_dict(rows.state_dict() | {"rows": 10})
     assert tokens(rows, 2) == tokens(alone(numbered([N] * 4), N), 12)[10:]
     assert store.reads > 2
