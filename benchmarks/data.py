@@ -1,10 +1,11 @@
-"""Preparing and loading data, each against what is usual, by turns in one run.
+"""Preparing and loading data, each against what is usual, by turns in one run; and how even layouts are.
 
     python benchmarks/data.py                           all of it, a few minutes on 2 cores
-    python benchmarks/data.py --only loading --repeat 9
+    python benchmarks/data.py --only loading balance --repeat 9
 
 `prepare` is timed against Hugging Face `datasets.map` with the same tokenizer, from the same JSONL to tokens on disk.
 Loading is timed against torch's DataLoader over a memory map of the same file. Both sides must give the same tokens.
+Balance is counted, not timed: (query, key) pairs that the slowest rank computes over the mean.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from report import median_ratio, write
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 
-from armillary.core import SequenceLayout
+from armillary.attention import AttentionMask
+from armillary.attention.method import layout_of
+from armillary.attention.tiles import tiles
+from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.unfinished import begin
@@ -41,13 +45,13 @@ ROW, ROWS, SHARDS = 2**17, 64, 8
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=["prepare", "loading"], default=["prepare", "loading"])
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     datasets.disable_progress_bars()
     for name in options.only:
         with TemporaryDirectory() as folder:
-            print({"prepare": preparing, "loading": loading}[name](Path(folder), options.repeat), flush=True)
+            print(PARTS[name](Path(folder), options.repeat), flush=True)
 
 
 def by_turns(runs: dict[str, Callable[[], int]], repeat: int) -> tuple[dict[str, list[float]], dict[str, int]]:
@@ -202,6 +206,60 @@ def random_store(path: Path, tokens: int) -> TokenStore:
         writer.finish(Vocabulary.of(ByteTokenizer()), {})
     return open_store(path)
 
+
+# -- balance ----------------------------------------------------------------------------------------------------------
+
+LENGTH = 2**20
+Draw = Callable[[np.random.Generator], float]
+MIXES: dict[str, Draw] = {
+    "web text": lambda rng: rng.lognormal(7, 1.5) + 1,
+    "code": lambda rng: 300 * (1 + rng.pareto(0.9)),
+    "books among posts": lambda rng: rng.choice([500, 2_000, 8_000, 100_000, 300_000]),
+    "one document of 3/5, one of 2/5": lambda rng: LENGTH * 3 // 5,
+}
+"""Tokens of the next document."""
+
+
+def balance(folder: Path, repeat: int) -> str:
+    rows: list[dict[str, Any]] = []
+    for name, draw in MIXES.items():
+        mask = AttentionMask(documents=boundaries(draw))
+        for ranks in (4, 8, 16, 64):
+            start = time.perf_counter()
+            even = SequenceLayout.balanced(LENGTH, ranks, documents=mask.boundaries())
+            seconds = time.perf_counter() - start
+            row: dict[str, Any] = {"documents": name, "ranks": ranks}
+            for kind, layout in (("zigzag", SequenceLayout.zigzag(LENGTH, ranks)), ("balanced", even)):
+                row[f"{kind}: Ring"] = attention_balance(layout, documents=mask.boundaries())
+                row[f"{kind}: TokenRing"] = attention_balance(layout, documents=mask.boundaries(), of_keys=True)
+                row[f"{kind}: WallFacer, C = 2"] = in_teams(kind, ranks, 2, mask)
+            spans = max(len(even.spans(shard)) for shard in range(ranks))
+            rows.append(row | {"spans": spans, "ms to choose": round(1000 * seconds, 1)})
+    notes = [
+        f"slowest rank over mean, {LENGTH:,} tokens, causal within documents; Ring, and AllGatherKV, by a shard's "
+        "queries, TokenRing by its keys, WallFacer by its team's queries and the keys of its ring",
+        "spans: of the shard that has most in the balanced layout; zigzag has 2",
+    ]
+    return write("data-balance", "How even attention is under documents", rows, notes)
+
+
+def boundaries(draw: Draw) -> list[int]:
+    rng, ends = np.random.default_rng(0), [0]
+    while ends[-1] < LENGTH:
+        ends.append(min(LENGTH, ends[-1] + max(1, int(draw(rng)))))
+    return ends
+
+
+def in_teams(kind: str, ranks: int, team: int, mask: AttentionMask) -> float:
+    """A team of WallFacer holds what a rank of ranks / C would; its member a sees the keys of teams a, a + C, ..."""
+    layout, teams = layout_of(kind, LENGTH, ranks // team, mask), ranks // team
+    held = [layout.spans(shard) for shard in range(teams)]
+    cells = [[sum(tile.area for tile in tiles(queries, keys, mask)) for keys in held] for queries in held]
+    loads = [sum(cells[t][member::team]) for t in range(teams) for member in range(team)]
+    return max(loads) * len(loads) / sum(loads)
+
+
+PARTS = {"prepare": preparing, "loading": loading, "balance": balance}
 
 if __name__ == "__main__":
     main()

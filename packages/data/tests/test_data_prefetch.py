@@ -1,6 +1,7 @@
 """Batches made ahead: the same ones, and what fails on the way reaches the caller."""
 
 import gc
+import multiprocessing
 import threading
 import traceback
 from itertools import islice
@@ -85,6 +86,18 @@ def test_a_batch_that_is_not_asked_for_fails_nobody():
     rows.load_state_dict(rows.state_dict() | {"rows": 10})
     assert tokens(rows, 2) == tokens(alone(numbered([N] * 4), N), 12)[10:]
     assert store.reads > 2
+
+
+def test_a_forked_process_goes_on_alone():
+    rows, expected = alone(numbered(LENGTHS), N, ahead=3), tokens(alone(numbered(LENGTHS), N), 6)
+    assert tokens(rows, 2) == expected[:2]
+    receiving, sending = multiprocessing.get_context("fork").Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: sending.send(tokens(rows, 4)))
+    child.start()
+    assert receiving.poll(30), "the fork waits for a thread that it does not have"
+    assert receiving.recv() == expected[2:]
+    child.join()
+    assert tokens(rows, 4) == expected[2:]
 
 
 # -- the thread alone -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,15 @@ def test_a_killed_run_goes_on_bit_identically(tmp_path):
         rank.load_state_dict(state)
     found = [row for _ in range(4) for row in global_batch([ranks]).tolist()]
     assert found == read_rows(expected, state["rows"], state["rows"] + 12)
+
+
+def test_weights_that_mix_alike_have_one_state():
+    state = alone(STORES, N, weights=[1, 2][: len(STORES)]).state_dict()
+    assert alone(STORES, N, weights=[2, 4][: len(STORES)]).load_state_dict(state).state_dict() == state
+
+
+@pytest.mark.parametrize("packing", [partial(greedy), lambda *given: greedy(*given)], ids=["partial", "lambda"])
+def test_a_packing_that_no_state_could_name_is_refused(packing):
+    with pytest.raises(ValueError, match="has no name that a state could be told by; give a function") as failure:
+        alone(STORES, N, packing=packing)
+    assert "\n" not in str(failure.value)

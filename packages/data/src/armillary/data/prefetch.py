@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -19,11 +20,17 @@ class Prefetch(Generic[T]):
 
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make = make
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._coming: dict[int, Future[T]] = {}
 
     def get(self, number: int, ahead: Sequence[int] = ()) -> T:
         """The thing of that number; those of the numbers in `ahead` are begun, any others are forgotten."""
+        if self._process != os.getpid():
+            self._begin()  # in a fork there is no such thread
         wanted = [number, *ahead]
         for other in self._coming.keys() - set(wanted):
             self._coming.pop(other).cancel()

@@ -28,7 +28,8 @@ class PackedSequences:
     weight and in epochs of its own. Which tokens stand in row r of all rows ever read depends on the stores, N, the
     packing, the weights and the seed alone, so those must be the same on all ranks; layouts and the number of ranks
     only change which rank holds what. A rank reads the tokens of its shard, and one more for the label of each span's
-    last: 2 to 4 bytes a token. Nothing is communicated. An epoch's packing takes 24 bytes of memory a document.
+    last (for spans with a step, two for each token): 2 to 4 bytes a token. Nothing is communicated. An epoch's packing
+    takes 24 bytes of memory a document.
 
     Iterating goes on from where it was, or from where `load_state_dict` said. `batch` gives any step's batch.
 
@@ -41,7 +42,8 @@ class PackedSequences:
             to their ends together.
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
             that hold shards of the same rows have the same `replica`.
-        reset_positions: count positions from the start of each document, not of the row.
+        packing: a function; its name is part of the state.
+        reset_positions: count positions from the start of each piece of a document in the row, not of the row.
         layout_for: chooses the layout of a batch by its documents, such as a balanced one, with N and shards as in
             `layout`; it must choose the same on all ranks.
         ahead: batches that a thread makes before they are asked for.
@@ -80,7 +82,7 @@ class PackedSequences:
             "stores": [store.content for store in self._stores],
             "weights": [str(weight) for weight in self._weights],
             "sequence_length": layout.length,
-            "packing": packing.__name__,
+            "packing": _name_of(packing),
             "seed": seed,
         }
         self._rows_read, self._ahead = 0, ahead
@@ -194,7 +196,14 @@ def _fractions(weights: Sequence[float] | None, rows: list[int]) -> list[Fractio
     chosen = rows if weights is None else list(weights)
     if len(chosen) != len(rows) or not all(0 < weight < float("inf") for weight in chosen):
         raise ValueError(f"weights {weights}: give one above 0 for each of the {len(rows)} stores")
-    return [Fraction(weight) for weight in chosen]
+    return [Fraction(weight) / sum(map(Fraction, chosen)) for weight in chosen]
+
+
+def _name_of(packing: Packing) -> str:
+    name = getattr(packing, "__name__", "<none>")
+    if not name.isidentifier():
+        raise ValueError(f"packing {packing} has no name that a state could be told by; give a function made with def")
+    return name
 
 
 def _check_rows(rows_per_batch: int, replica: int, replicas: int, ahead: int) -> None:
