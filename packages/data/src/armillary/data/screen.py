@@ -90,7 +90,7 @@ def lengths_table(store: TokenStore) -> Table:
     """Documents and tokens by the length of documents."""
     table = Table(Column("tokens in a document", no_wrap=True), "documents", "", "share of tokens")
     bins = histogram(store.lengths)
-    most = max(found.documents for found in bins)
+    most = max((found.documents for found in bins), default=0)
     for found in bins:
         bar = "█" * round(BAR * found.documents / most) or ("▏" if found.documents else "")
         shown = f"{found.least:,}" if found.least == found.most else f"{found.least:,} to {found.most:,}"
