@@ -47,7 +47,7 @@ class Bar:
     def _show(self, doing: str, done: int, total: int, note: str) -> None:
         self.bar.update(self.task, description=doing, completed=done, total=total, note=note)
         share = done / max(total, 1)
-        if not self.console.is_terminal and share >= self._printed + EVERY:
+        if not self.console.is_terminal and self._printed < share >= min(self._printed + EVERY, 1.0):
             self._printed = share
             self.console.print(f"{doing}: {share:.0%} of {total:,} bytes {note}".rstrip(), markup=False)
 
