@@ -254,7 +254,7 @@ def test_workers_end_with_a_process_that_is_killed_and_another_goes_on(lines, re
     process.kill()
     process.join()
     assert len(workers) == 2 and process.exitcode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_running, workers))
