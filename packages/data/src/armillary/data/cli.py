@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
@@ -25,13 +24,15 @@ app = SubcommandApp()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command, and exits: 2 for what cannot be done, 1 for a disk or a worker that fails; with one line each."""
+    """Runs a command. Exits with one line: 2 for what cannot be done, 1 for a disk or worker that fails, 130 for ^C."""
     try:
         app.cli(args=sys.argv[1:] if argv is None else list(argv), prog="armillary-data")
     except (ValueError, ImportError) as error:
         _exit(2, error)
     except OSError as error:
-        _exit(1, error.strerror or error)
+        _exit(1, ": ".join(str(part) for part in (error.filename, error.strerror or error) if part))
+    except KeyboardInterrupt:
+        _exit(130, "stopped")
 
 
 def _exit(code: int, why: Any) -> None:
@@ -135,7 +136,7 @@ def _verify(path: Path) -> None:
     with Bar() as bar:
         for done in verify_folder(path):
             bar.advance("verifying", done, sum(sizes.values()))
-    Console(stderr=True).print(f"{path}: all {sum(sizes.values()):,} bytes are what was written")
+    print(f"{path}: all {sum(sizes.values()):,} bytes are what was written", file=sys.stderr)
 
 
 def _print_json(value: Any) -> None:

@@ -48,6 +48,8 @@ class Bin:
 
 def histogram(lengths: Index) -> list[Bin]:
     """Documents by length: 0, 1, 2-3, 4-7, ... tokens, from the first of these that there is to the last."""
+    if not len(lengths):
+        return []
     bits = np.frexp(lengths.astype(np.float64))[1]  # n has b bits: 2^(b - 1) <= n < 2^b
     documents = np.bincount(bits)
     tokens = np.bincount(bits, lengths)

@@ -47,7 +47,7 @@ class Bar:
     def _show(self, doing: str, done: int, total: int, note: str) -> None:
         self.bar.update(self.task, description=doing, completed=done, total=total, note=note)
         share = done / max(total, 1)
-        if not self.console.is_terminal and share >= self._printed + EVERY:
+        if not self.console.is_terminal and self._printed < share >= min(self._printed + EVERY, 1.0):
             self._printed = share
             self.console.print(f"{doing}: {share:.0%} of {total:,} bytes {note}".rstrip(), markup=False)
 
@@ -90,7 +90,7 @@ def lengths_table(store: TokenStore) -> Table:
     """Documents and tokens by the length of documents."""
     table = Table(Column("tokens in a document", no_wrap=True), "documents", "", "share of tokens")
     bins = histogram(store.lengths)
-    most = max(found.documents for found in bins)
+    most = max((found.documents for found in bins), default=0)
     for found in bins:
         bar = "█" * round(BAR * found.documents / most) or ("▏" if found.documents else "")
         shown = f"{found.least:,}" if found.least == found.most else f"{found.least:,} to {found.most:,}"

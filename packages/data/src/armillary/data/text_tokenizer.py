@@ -20,6 +20,9 @@ from armillary.data.optional import optional
 from armillary.data.text_cuts import Tokens, parts
 from armillary.data.tokenizer_json import build, check_name, choose_end, configured_end, settings_of
 
+TRAINED_END = "<|endoftext|>"
+"""Name of the end of document in tokenizers that are trained here."""
+
 _AT_ONCE = 16
 """Texts handed to the library at a time, which encodes them in threads; encoded, a character takes about 100 bytes."""
 
@@ -181,8 +184,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
         ValueError: a vocab_size below 257.
         ImportError: the `tokenizers` library is not installed.
     """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257, for 256 bytes and an end of document; got {vocab_size}")
+    check_vocab_size(vocab_size)
     library = optional("tokenizers", "tokenizers")
     by_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -190,9 +192,19 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=[TRAINED_END],
         initial_alphabet=sorted(by_bytes.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return TextTokenizer(tokenizer.to_str().encode())
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuses a size that `train_bpe` cannot have.
+
+    Raises:
+        ValueError: it is below 257.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257, for 256 bytes and an end of document; got {vocab_size}")

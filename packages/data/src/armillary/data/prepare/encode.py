@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from armillary.data.corpus import Document
+from armillary.data.formats.folder import TOKENIZER
 from armillary.data.order import stable_hash
 from armillary.data.prepare.sources import Invalid, Piece, documents
 from armillary.data.prepare.writer import Part
@@ -90,7 +91,8 @@ class Encoder:
 
     def _refuse_unless(self, allowed: bool, found: Invalid) -> None:
         if not allowed:
-            raise ValueError(f"{found.name}: {found.reason}; mend it, or leave such documents out with --invalid skip")
+            ways = "mend it, or leave such documents out with --invalid skip; then start over with --overwrite"
+            raise ValueError(f"{found.name}: {found.reason}; {ways}")
 
 
 @dataclass
@@ -109,12 +111,16 @@ class Encoded:
         return Part(joined.astype(dtype, copy=False), lengths, np.array(self.hashes, np.uint64))
 
 
-@lru_cache(maxsize=1)
 def tokenizer_in(folder: Path, begin_of_document: str | None = None) -> Tokenizer:
     """The tokenizer of a store, finished or not, read once in each process."""
-    if (folder / "tokenizer.json").exists():
-        return TextTokenizer.read(folder, begin_of_document=begin_of_document)
-    return ByteTokenizer()
+    file = folder / TOKENIZER
+    return _read(folder, begin_of_document, file.stat().st_mtime_ns) if file.exists() else ByteTokenizer()
+
+
+@lru_cache(maxsize=1)
+def _read(folder: Path, begin_of_document: str | None, changed: int) -> Tokenizer:
+    """The tokenizer that is there since `changed`: another store may have been in the folder before."""
+    return TextTokenizer.read(folder, begin_of_document=begin_of_document)
 
 
 def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:

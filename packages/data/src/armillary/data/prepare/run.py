@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from armillary.data.formats.folder import HEADER, TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
-from armillary.data.prepare.unfinished import alone, begin, partial_folder
+from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, partial_folder
 from armillary.data.prepare.workers import in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary
-from armillary.data.text_tokenizer import TextTokenizer, decoded, train_bpe
+from armillary.data.text_tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decoded, train_bpe
 from armillary.data.tokens import Tokenizer
 
 TRAINED_ON = 2**28
@@ -83,21 +84,22 @@ def prepare(
         ValueError: input, tokenizer or settings that will not do; something else at `output`; another process at work.
         OSError: the disk is full or gone, or a worker was killed. What is done is kept, and the same call goes on.
     """
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    _check_settings(plan, workers)
     _check_places(plan)
     found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.piece_bytes)
     key = plan_key(plan, found)
-    with alone(plan.output):
-        if plan.output.exists() and not plan.overwrite:
-            return _finished(plan.output, key)
-        begin(plan.output, key, plan.overwrite)
-        try:
+    try:
+        with alone(plan.output):
+            if plan.output.exists() and not plan.overwrite:
+                return _finished(plan.output, key)
+            begin(plan.output, key, plan.overwrite)
             doing = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
             report(Progress(doing, 0, sum(piece.bytes for piece in found)))
-            tokenizer = choose_tokenizer(plan, found)
-            return encode(plan, found, key, tokenizer, workers or len(os.sched_getaffinity(0)), report)
-        except OSError as error:
-            kept = "what is done is kept: run the same command again to go on"
-            raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {kept}") from error
+            return encode(plan, found, key, choose_tokenizer(plan, found), workers, report)
+    except OSError as error:
+        kept = "what is done is kept: run the same command again to go on"
+        raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {kept}") from error
 
 
 def plan_key(plan: Preparation, found: Sequence[Piece]) -> str:
@@ -153,13 +155,31 @@ def encode(
         return writer.finish(Vocabulary.of(tokenizer), summary)
 
 
+def _check_settings(plan: Preparation, workers: int) -> None:
+    """Refuses early what would stop a preparation halfway, or be passed over."""
+    if plan.invalid not in get_args(OnInvalid):
+        raise ValueError(f"invalid={plan.invalid!r} is not one of {', '.join(map(repr, get_args(OnInvalid)))}")
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1; got {workers}")
+    if plan.tokenizer == "bpe":
+        check_vocab_size(plan.vocab_size)
+    known = {"bytes": (None,), "bpe": (None, TRAINED_END)}.get(plan.tokenizer)
+    for setting in ("end_of_document", "begin_of_document"):
+        if known and (name := getattr(plan, setting)) not in known:
+            accepted = " or ".join(repr(name) if name else "none" for name in known)
+            raise ValueError(f"{setting}={name!r} is not a token of tokenizer {plan.tokenizer!r}; give {accepted}")
+
+
 def _check_places(plan: Preparation) -> None:
-    """Refuses inputs that are stores, and an output that would be part of its own input."""
+    """Refuses inputs that are stores, and an output that would be part of its own input, or take its place."""
+    output = plan.output.resolve()
     for path in plan.inputs:
         if is_folder(path):
             raise ValueError(f"{path} is a token store already; give text, JSONL, Parquet or a saved dataset")
-        if path.is_dir() and plan.output.resolve().is_relative_to(path.resolve()):
+        if output.is_relative_to(path.resolve()):
             raise ValueError(f"the output {plan.output} lies in the input {path}; name an output outside of it")
+        if path.resolve().is_relative_to(output):
+            raise ValueError(f"the input {path} lies in the output {plan.output}; name another output")
 
 
 def _finished(output: Path, key: str) -> Header:
@@ -169,6 +189,8 @@ def _finished(output: Path, key: str) -> Header:
     header = Header.read(output)
     if header.summary.get("plan") != key:
         raise ValueError(f"{output} is a store of other input or settings; name another output, or give --overwrite")
+    if (output / PROGRESS).exists():  # the run that made it was killed in its last moment
+        clear_older(output)
     return header
 
 

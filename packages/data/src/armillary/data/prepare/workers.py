@@ -7,8 +7,9 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from errno import ECHILD
 from itertools import islice
 from multiprocessing.connection import wait
 from threading import Thread
@@ -35,18 +36,13 @@ def in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterat
         rest = iter(items)
         coming = deque(pool.submit(work, item) for item in islice(rest, 2 * workers))
         while coming:
-            yield _result(coming.popleft(), workers)
+            yield coming.popleft().result()
             coming.extend(pool.submit(work, item) for item in islice(rest, 1))
+    except BrokenProcessPool as error:  # by a result, or by handing out work
+        text = f"one of {workers} worker processes was killed, as happens when memory is short; take fewer workers"
+        raise ChildProcessError(ECHILD, text) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _result(future: Future[R], workers: int) -> R:
-    try:
-        return future.result()
-    except BrokenProcessPool as error:
-        text = f"one of {workers} worker processes was killed, as happens when memory is short; take fewer workers"
-        raise ChildProcessError(text) from error
 
 
 def _begin() -> None:

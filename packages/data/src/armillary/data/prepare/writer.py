@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, write_file
-from armillary.data.prepare.unfinished import PROGRESS, partial_folder
+from armillary.data.prepare.unfinished import PROGRESS, clear_older, older, partial_folder, remove
 from armillary.data.store import Index, Integers, Vocabulary
 
 SYNC_SECONDS = 2.0
@@ -44,10 +43,16 @@ class Part:
 
 
 class BlockFile:
-    """A file that is only added to, with a CRC-32 of every `BLOCK` bytes."""
+    """A file that is only added to, with a CRC-32 of every `BLOCK` bytes.
+
+    Raises:
+        ValueError: there is less of it than `size`.
+    """
 
     def __init__(self, path: Path, size: int, checksums: list[int]) -> None:
-        self.size, self.checksums = size, checksums
+        if size > (found := path.stat().st_size if path.exists() else 0):
+            raise ValueError(f"{path} is cut off at byte {found} of {size}; remove {path.parent} and start again")
+        self.size, self.checksums = size, list(checksums)  # what was said of whole parts must not change with it
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._file.truncate(size)
         self._file.seek(size)
@@ -129,13 +134,11 @@ class StoreWriter:
         name = self._dtype.newbyteorder("=").name
         header = Header(name, self.tokens, self.documents, vocabulary, checksums, summary)
         header.write(self.folder)
-        older = self.path.with_name(self.path.name + ".older")
         if self.path.exists():
-            shutil.rmtree(older, ignore_errors=True)
-            self.path.rename(older)
+            remove(older(self.path))
+            self.path.rename(older(self.path))
         self.folder.rename(self.path)
-        (self.path / PROGRESS).unlink()
-        shutil.rmtree(older, ignore_errors=True)
+        clear_older(self.path)
         return header
 
     def __enter__(self) -> Self:

@@ -1,0 +1,294 @@
+"""The command line: what it prints, writes and answers, and the figures behind it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.core import SequenceLayout, attention_balance
+from armillary.data import Document, PackedSequences, TokenStore, best_fit, greedy, one_per_row, open_store
+from armillary.data.cli import main
+from armillary.data.describe import Bin, describe, histogram, measure_packings
+from armillary.data.tokens import ByteTokenizer
+
+LENGTHS = [1, 2, 3, 7, 8, 100, 1, 40, 64, 30]
+
+
+def store_of(lengths):
+    return TokenStore.of([Document(str(i), b"x" * length) for i, length in enumerate(lengths)], ByteTokenizer())
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in LENGTHS))
+    return path
+
+
+@pytest.fixture
+def store(lines, tmp_path, capsys):
+    """A store, made by the command line; what it printed is gone."""
+    main(["prepare", str(lines), "-o", str(tmp_path / "store"), "--workers", "1"])
+    capsys.readouterr()
+    return tmp_path / "store"
+
+
+def refused(capsys, *arguments):
+    """Exit code and the one line that a command ends with."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines() if not out else [out]
+    return stop.value.code, line
+
+
+def columns_of(text):
+    """The cells of each line of a table."""
+    return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
+
+
+# -- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_says_what_it_made_and_what_it_left_out(tmp_path, capsys):
+    lines = b'{"text": "caf\xc3\xa9"}\n{"text": ""}\n{"text": brok}\n{"text": "b"}\n'
+    broken = lines.index(b'{"text": brok')
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines)
+    (tmp_path / "in" / "picture").write_bytes(b"\0")
+    main(["prepare", str(tmp_path / "in"), "--output", str(tmp_path / "store"), "--invalid", "skip", "--workers", "1"])
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "1 documents without text were left out",
+        "1 binary files were left out",
+        f"1 documents were skipped as broken; the first is a.jsonl:byte {broken}",
+        f"{tmp_path / 'store'}: 2 documents, 8 tokens of uint16",
+    ]
+    assert err.splitlines()[-1] == f"encoding: 100% of {len(lines) + 1} bytes 8 tokens"
+    assert "\x1b" not in out + err
+
+
+def test_prepare_takes_every_setting(tmp_path, capsys):
+    (tmp_path / "a.data").write_text(json.dumps({"body": "abc abc abc"}) + "\n")
+    source, output = str(tmp_path / "a.data"), str(tmp_path / "store")
+    more = ["--begin-of-document", "<|endoftext|>", "--end-of-document", "<|endoftext|>", "--vocab-size", "260"]
+    main(["prepare", source, "-o", output, "--format", "jsonl", "--text-field", "body", "--tokenizer", "bpe", *more])
+    found = open_store(output)
+    tokens = found.read(0, 0, found.tokens).tolist()
+    assert tokens[0] == tokens[-1] == found.vocabulary.end_of_document
+    assert found.vocabulary.size == 260
+    main(["prepare", source, "-o", output, "--format", "text", "--overwrite"])
+    assert open_store(output).tokens == len(Path(source).read_bytes()) + 1
+    assert f"{output}: 1 documents, 25 tokens of uint16" in capsys.readouterr().out
+
+
+def test_run_again_prepare_says_the_same(lines, tmp_path, capsys):
+    said = []
+    for _ in range(2):
+        main(["prepare", str(lines), "-o", str(tmp_path / "store"), "--workers", "1"])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n"
+
+
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(lines, store, tmp_path, capsys):
+    code, line = refused(capsys, "prepare", tmp_path / "nowhere", "-o", tmp_path / "other")
+    assert (code, line[:17]) == (2, "armillary-data: /")
+    assert "nowhere cannot be read (No such file or directory)" in line
+    code, line = refused(capsys, "prepare", lines, "-o", store, "--invalid", "skip")
+    assert code == 2 and "is a store of other input or settings; name another output, or give --overwrite" in line
+    code, line = refused(capsys, "info", tmp_path / "nowhere")
+    assert code == 2 and "nowhere does not exist; give a folder made by `armillary-data prepare`" in line
+    code, line = refused(capsys, "pack", store, "--length", "16", "--rows", "0")
+    assert (code, line) == (2, "armillary-data: rows must be at least 1; got 0")
+    code, line = refused(capsys, "info", lines, "--verify")
+    assert code == 2 and "holds no tokens" in line
+
+
+def test_wrong_arguments_are_exit_code_2(capsys):
+    codes = []
+    bad = ["prepare", "a", "-o", "b", "--invalid", "x"]
+    for arguments in (["prepare"], ["info"], ["pack", "store"], ["nothing"], bad):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        codes.append(stop.value.code)
+    assert codes == [2] * 5
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_error_of_the_disk_names_the_file_and_is_exit_code_1(lines, store, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "file" / "store")
+    assert code == 1 and line.startswith(f"armillary-data: {tmp_path / 'file' / 'store'}: ")
+    assert line.endswith("what is done is kept: run the same command again to go on")
+    missing = tmp_path / "missing" / "a.png"
+    code, line = refused(capsys, "info", store, "--plot", missing)
+    assert (code, line) == (1, f"armillary-data: {missing}: No such file or directory")
+
+
+def test_an_interrupt_is_one_line(store, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("armillary.data.cli.show_info", interrupt)
+    assert refused(capsys, "info", store) == (130, "armillary-data: stopped")
+
+
+# -- info -------------------------------------------------------------------------------------------------------------
+
+
+def test_info_shows_counts_and_lengths(store, capsys):
+    main(["info", str(store)])
+    out, err = capsys.readouterr()
+    shown = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if re.match(r"\w.*  ", line))
+    tokens = sum(LENGTHS) + len(LENGTHS)
+    assert (shown["documents"], shown["tokens"], shown["bytes"]) == ("10", str(tokens), str(2 * tokens))
+    assert (shown["tokenizer"], shown["vocabulary"], shown["longest"]) == ("bytes", "257", "101")
+    rows = columns_of(out)
+    assert [(row[0], row[1]) for row in rows[1:]] == [
+        ("2 to 3", "3"), ("4 to 7", "1"), ("8 to 15", "2"), ("16 to 31", "1"), ("32 to 63", "1"), ("64 to 127", "2"),
+    ]  # fmt: skip
+    assert rows[-1][3] == f"{166 / tokens:.1%}" and "\x1b" not in out + err
+
+
+def test_info_as_json_has_the_figures_of_describe(store, capsys):
+    main(["info", str(store), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    bins = found.pop("histogram")
+    assert found == describe(open_store(store))
+    assert bins[0] == {"least": 2, "most": 3, "documents": 3, "tokens": 7}
+    assert sum(b["tokens"] for b in bins) == found["tokens"] == sum(LENGTHS) + len(LENGTHS)
+
+
+def test_info_draws_a_picture(store, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    main(["info", str(store), "--plot", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_without_the_package_says_how_to_install_it(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, line = refused(capsys, "info", store, "--plot", tmp_path / "a.png")
+    assert code == 2 and "pip install 'armillary-data[plot]'" in line
+
+
+def test_verify_reads_every_byte(store, tmp_path, capsys):
+    deep = tmp_path / "[bold] name" / ("long " * 20)
+    deep.mkdir(parents=True)
+    store = store.rename(deep / "store")
+    main(["info", str(store), "--verify"])
+    size = 2 * (sum(LENGTHS) + 10) + 8 * 11 + 8 * 10
+    assert capsys.readouterr().err.splitlines()[-1] == f"{store}: all {size} bytes are what was written"
+    for name in ("tokens.bin", "documents.bin", "hashes.bin"):
+        data = bytearray((store / name).read_bytes())
+        data[16] ^= 1
+        (store / name).write_bytes(data)
+        with pytest.raises(SystemExit) as stop:
+            main(["info", str(store), "--verify"])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2
+        assert f"{name}: bytes 0 to {len(data) - 1} are not what was written; prepare the store again" in line
+        data[16] ^= 1
+        (store / name).write_bytes(data)
+
+
+# -- pack -------------------------------------------------------------------------------------------------------------
+
+
+def test_pack_shows_a_column_for_each_packing(store, capsys):
+    main(["pack", str(store), "--length", "64", "--shards", "2"])
+    out = capsys.readouterr().out
+    rows = {row[0]: row[1:] for row in columns_of(out)}
+    assert rows[""] == ["greedy", "best_fit", "one_per_row"]
+    assert rows["rows in an epoch"] == [f"{m.waste.rows}" for m in measure_packings(open_store(store), 64, 2, 64)]
+    assert out.startswith("rows of 64 tokens, 2 shards; ") and "\x1b" not in out
+
+
+def test_pack_as_json_has_the_figures_of_measure_packings(store, capsys):
+    main(["pack", str(store), "--length", "64", "--shards", "2", "--rows", "3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    measured = measure_packings(open_store(store), 64, 2, 3)
+    assert [one["packing"] for one in found] == ["greedy", "best_fit", "one_per_row"]
+    assert [(one["waste"]["rows"], one["zigzag"], one["spans"]) for one in found] == [
+        (m.waste.rows, m.zigzag, m.spans) for m in measured
+    ]
+
+
+# -- the console script -----------------------------------------------------------------------------------------------
+
+
+def test_the_console_script_runs(lines, tmp_path):
+    script = Path(sys.executable).parent / "armillary-data"
+    command = [script, "prepare", lines, "-o", tmp_path / "store", "--workers", "1"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n")
+    assert "100% of" in done.stderr and "\x1b" not in done.stderr
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40))
+@settings(deadline=None)
+def test_a_histogram_counts_every_document_and_token_once(lengths):
+    bins = histogram(np.array(lengths, np.int64))
+    edges = [(0, 0), *((2**b, 2 ** (b + 1) - 1) for b in range(13))]
+    counted = [[n for n in lengths if least <= n <= most] for least, most in edges]
+    every = [Bin(*edge, len(inside), sum(inside)) for edge, inside in zip(edges, counted, strict=True)]
+    used = [i for i, found in enumerate(every) if found.documents]
+    assert bins == (every[used[0] : used[-1] + 1] if used else [])
+
+
+def test_describe_counts_tokens_with_the_ends_of_documents():
+    found = describe(store_of(LENGTHS))
+    lengths = sorted(length + 1 for length in LENGTHS)
+    assert (found["documents"], found["tokens"], found["longest"]) == (10, sum(lengths), 101)
+    assert (found["bytes"], found["dtype"]) == (2 * sum(lengths), "uint16")
+    assert found["mean_length"] == pytest.approx(sum(lengths) / 10)
+    assert found["p50"] == (lengths[4] + lengths[5]) / 2
+    assert (found["tokenizer"], found["vocabulary"], found["end_of_document"]) == ("bytes", 257, 256)
+    assert found["p10"] <= found["p50"] <= found["p90"] <= found["p99"] <= found["longest"]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_packings_are_measured_as_their_rows_say(shards):
+    documents, length = store_of(LENGTHS * 3), 64
+    layout = SequenceLayout.zigzag(length, shards)
+    total = documents.tokens
+    for found, packing in zip(
+        measure_packings(documents, length, shards, 5), (greedy, best_fit, one_per_row), strict=True
+    ):
+        packed = PackedSequences(documents, layout=layout, shard=0, rows_per_batch=1, packing=packing)
+        every = [packed.row(number) for number in range(packed.rows_per_epoch)]
+        held = sum(piece.length for row in every for piece in row.pieces)
+        assert (found.packing, found.waste.rows) == (packing.__name__, len(every))
+        assert found.waste.padding == pytest.approx(1 - held / (len(every) * length))
+        assert found.waste.dropped == pytest.approx(1 - held / total)
+        balances = [attention_balance(layout, documents=row.ends) for row in every[:5]]
+        assert (found.zigzag, found.worst_zigzag) == pytest.approx((sum(balances) / 5, max(balances)))
+        assert found.documents == sum(len(row.ends) - 1 for row in every[:5]) / 5
+        assert 1 <= found.balanced <= found.worst_balanced <= found.worst_zigzag + 1e-9
+        assert 1 <= found.spans <= length
+
+
+def test_what_packings_are_for_shows_in_their_figures():
+    by_name = {found.packing: found.waste for found in measure_packings(store_of(LENGTHS), 64, 1, 8)}
+    assert by_name["greedy"].rows == -(-store_of(LENGTHS).tokens // 64) and by_name["greedy"].dropped == 0
+    assert by_name["best_fit"].dropped == 0 and by_name["best_fit"].cut == pytest.approx(
+        2 / 10
+    )  # those longer than a row
+    assert by_name["one_per_row"].rows == 10 and by_name["one_per_row"].padding > by_name["best_fit"].padding
+
+
+def test_rows_that_there_are_not_cannot_be_measured():
+    documents = store_of(LENGTHS)
+    with pytest.raises(ValueError, match="rows must be at least 1; got 0"):
+        measure_packings(documents, 64, 2, 0)
+    assert len(measure_packings(documents, 64, 2, 10**6)) == 3  # more than there are is all of them

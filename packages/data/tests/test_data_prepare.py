@@ -1,0 +1,412 @@
+"""What `prepare` makes: every document of the input, in order, whatever the files and the number of workers."""
+
+import gzip
+import json
+import os
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from armillary.core import SequenceLayout
+from armillary.data import PackedSequences, one_per_row, open_store, verify_folder
+from armillary.data.order import stable_hash
+from armillary.data.prepare import Preparation, prepare
+from armillary.data.prepare.encode import tokenizer_in
+from armillary.data.text_tokenizer import TextTokenizer, train_bpe
+
+TEXTS = ["one", "two two\n\n", "fünf 漢字", "x", "def walk(self):\n    return self.x\n" * 30, "\0zero", "last one"]
+
+
+def write(root, **files):
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return root
+
+
+def jsonl(path, texts=TEXTS, field="text"):
+    path.write_bytes("".join(json.dumps({field: text}) + "\n" for text in texts).encode())
+    return path
+
+
+def made(*inputs, output, workers=1, **options):
+    """The header of a store at `output`, from pieces of few bytes."""
+    return prepare(Preparation(inputs, output, **{"piece_bytes": 50} | options), workers)
+
+
+def tokens_of(path):
+    """Tokens of each document in a store, and the one token that all of them end with."""
+    store = open_store(path)
+    documents = [store.read(i, 0, int(length)).tolist() for i, length in enumerate(store.lengths)]
+    (end,) = {tokens.pop() for tokens in documents}
+    return documents, end
+
+
+def texts_of(path):
+    """Documents in a store of bytes, each of which ends with token 256."""
+    documents, end = tokens_of(path)
+    return [bytes(tokens) if end == 256 else None for tokens in documents]
+
+
+def files_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="session")
+def definition():
+    """The text of a tokenizer.json."""
+    return train_bpe(iter(TEXTS), 300).definition
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_code_gives_its_text_files_byte_for_byte(tmp_path):
+    files = {"b.py": b"print(2)\n" * 20, "a.txt": b"caf\xe9 \xff\xfe", "c__d.py": b"3", "e.md": "漢".encode()}
+    left_out = {"picture.png": b"\x89PNG\0", "empty.py": b"", ".hidden": b"h", ".git__config": b"g"}
+    write(tmp_path / "code", **files, **left_out)
+    header = made(tmp_path / "code", output=tmp_path / "store")
+    assert texts_of(tmp_path / "store") == [files["a.txt"], files["b.py"], files["c__d.py"], files["e.md"]]
+    assert (header.summary["binary"], header.summary["replaced"], header.summary["skipped"]) == (1, 0, 0)
+
+
+def as_text(folder):
+    return [write(folder, **{f"{i}.txt": text.encode()}) / f"{i}.txt" for i, text in enumerate(TEXTS)]
+
+
+def as_jsonl(folder):
+    return [jsonl(folder / "a.jsonl")]
+
+
+def as_packed_jsonl(folder):
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(folder / "a.jsonl").read_bytes()))
+    return [folder / "a.jsonl.gz"]
+
+
+def as_parquet(folder):
+    pq.write_table(pa.table({"text": TEXTS}), folder / "a.parquet", row_group_size=2)
+    return [folder / "a.parquet"]
+
+
+def as_dataset(folder):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "saved")
+    return [folder / "saved"]
+
+
+def as_a_mixture(folder):
+    parquet = as_parquet(folder)[0]
+    pq.write_table(pa.table({"text": TEXTS[3:5]}), parquet)
+    (folder / "more").mkdir()
+    return [*as_text(folder)[:3], parquet, jsonl(folder / "more" / "b.ndjson", TEXTS[5:]).parent]
+
+
+@pytest.mark.parametrize("make", [as_text, as_jsonl, as_packed_jsonl, as_parquet, as_dataset, as_a_mixture])
+def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
+    (tmp_path / "input").mkdir()
+    header = made(*make(tmp_path / "input"), output=tmp_path / "store")
+    assert texts_of(tmp_path / "store") == [text.encode() for text in TEXTS]
+    assert header.documents == len(TEXTS) and header.summary["documents"] == len(TEXTS)
+
+
+@given(texts=st.lists(st.text(max_size=30) | st.just("long " * 40), min_size=1, max_size=10), size=st.integers(1, 300))
+@settings(max_examples=15, deadline=None)
+def test_any_documents_come_back_wherever_the_input_is_cut(tmp_path_factory, texts, size):
+    folder = tmp_path_factory.mktemp("any")
+    texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]
+    header = made(jsonl(folder / "a.jsonl", texts), output=folder / "store", piece_bytes=size)
+    assert texts_of(folder / "store") == [text.encode() for text in texts if text]
+    assert header.summary["empty"] == texts.count("")
+
+
+def test_one_document_that_is_longer_than_many_pieces_is_one_document(tmp_path):
+    text = "0123456789" * 2000
+    made(jsonl(tmp_path / "a.jsonl", [text, "b"]), output=tmp_path / "lines", piece_bytes=100)
+    made(write(tmp_path, **{"b.txt": text.encode()}) / "b.txt", output=tmp_path / "text", piece_bytes=100)
+    assert texts_of(tmp_path / "lines") == [text.encode(), b"b"]
+    assert texts_of(tmp_path / "text") == [text.encode()]
+
+
+def test_a_document_of_one_byte_is_a_store_of_two_tokens(tmp_path):
+    header = made(write(tmp_path, a=b"\xff") / "a", output=tmp_path / "store")
+    assert (header.documents, header.tokens, texts_of(tmp_path / "store")) == (1, 2, [b"\xff"])
+
+
+def test_the_field_and_the_format_can_be_named(tmp_path):
+    lines = jsonl(tmp_path / "lines.data", ["a", "b"], field="body")
+    made(lines, output=tmp_path / "deep" / "er" / "store", format="jsonl", text_field="body")
+    assert texts_of(tmp_path / "deep" / "er" / "store") == [b"a", b"b"]
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+def test_header_index_and_hashes_are_of_the_documents(tmp_path):
+    texts = [text.encode() for text in TEXTS]
+    header = made(jsonl(tmp_path / "a.jsonl", ["", *TEXTS]), output=tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    assert store.lengths.tolist() == [len(text) + 1 for text in texts]
+    assert store.hashes.tolist() == [stable_hash(text) for text in texts]
+    assert (header.documents, header.tokens) == (len(texts), sum(map(len, texts)) + len(texts))
+    assert (header.summary["empty"], header.summary["text_bytes"]) == (1, sum(map(len, texts)))
+    assert sum(verify_folder(tmp_path / "store")) == sum(header.sizes().values())
+    assert {name: (tmp_path / "store" / name).stat().st_size for name in header.sizes()} == header.sizes()
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "store"]
+
+
+@pytest.mark.parametrize("size, dtype", [(256, "uint8"), (257, "uint16"), (65_537, "uint32")])
+def test_tokens_take_the_smallest_type_that_holds_them(tmp_path, size, dtype):
+    words = {f"w{number}": number for number in range(size - 1)} | {"<eos>": size - 1}
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(WordLevel(words, unk_token="w0")).to_str())
+    path = write(tmp_path, a=f"w{size - 2}".encode()) / "a"
+    header = made(path, output=tmp_path / "store", tokenizer=str(tmp_path))
+    assert tokens_of(tmp_path / "store") == ([[size - 2]], size - 1)
+    assert (header.dtype, header.vocabulary.size) == (dtype, size)
+
+
+@pytest.mark.parametrize("begin", [None, "<|endoftext|>", "a"])
+def test_a_given_tokenizer_gives_the_tokens_of_its_library(tmp_path, definition, begin):
+    (tmp_path / "given.json").write_bytes(definition)
+    options = {"tokenizer": str(tmp_path / "given.json"), "begin_of_document": begin}
+    header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", **options)
+    library = Tokenizer.from_str(definition.decode())
+    begins = [library.token_to_id(begin)] if begin else []
+    expected = [begins + library.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert tokens_of(tmp_path / "store") == (expected, library.token_to_id("<|endoftext|>"))
+    assert (tmp_path / "store" / "tokenizer.json").read_bytes() == definition
+    assert header.summary["begin_of_document"] == begin
+    assert tokenizer_in(tmp_path / "store", begin).identity == header.vocabulary.tokenizer
+    assert sum(verify_folder(tmp_path / "store")) == sum(header.sizes().values())
+
+
+def test_another_end_of_document_is_kept_in_the_store(tmp_path, definition):
+    (tmp_path / "tokenizer.json").write_bytes(definition)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    lines = jsonl(tmp_path / "a.jsonl")
+    library = Tokenizer.from_str(definition.decode())
+    for end, options in (("b", {}), ("z", {"end_of_document": "z"})):
+        header = made(lines, output=tmp_path / end, tokenizer=str(tmp_path), **options)
+        assert tokens_of(tmp_path / end)[1] == library.token_to_id(end) == header.vocabulary.end_of_document
+        assert TextTokenizer.read(tmp_path / end).identity == header.vocabulary.tokenizer
+
+
+def test_bpe_is_trained_on_the_input_and_gives_its_text_back(tmp_path):
+    header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", tokenizer="bpe", vocab_size=280)
+    tokenizer = tokenizer_in(tmp_path / "store")
+    library = Tokenizer.from_file(str(tmp_path / "store" / "tokenizer.json"))
+    documents, end = tokens_of(tmp_path / "store")
+    assert [library.decode(tokens, skip_special_tokens=False) for tokens in documents] == TEXTS
+    assert end == library.token_to_id("<|endoftext|>")
+    assert header.vocabulary.size == library.get_vocab_size() == 280
+    assert tokenizer.identity == header.vocabulary.tokenizer
+    assert len(documents[4]) < len(TEXTS[4])  # pairs were merged
+
+
+def test_a_store_of_bytes_has_the_tokenizer_of_bytes(tmp_path):
+    header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    assert tokenizer_in(tmp_path / "store").identity == header.vocabulary.tokenizer == "bytes"
+    assert open_store(tmp_path / "store", tokenizer_in(tmp_path / "store")).vocabulary == header.vocabulary
+
+
+def test_a_store_that_replaces_another_has_its_own_tokenizer(tmp_path, definition):
+    (tmp_path / "given.json").write_bytes(definition)
+    lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
+    made(lines, output=output, tokenizer="bpe", vocab_size=270)
+    header = made(lines, output=output, tokenizer=str(tmp_path / "given.json"), overwrite=True)
+    assert header.vocabulary.size > 270 and header.vocabulary.tokenizer == tokenizer_in(output).identity
+    assert (output / "tokenizer.json").read_bytes() == definition
+    made(lines, output=output, overwrite=True)
+    assert texts_of(output) == [text.encode() for text in TEXTS]
+    assert not (output / "tokenizer.json").exists()
+
+
+def test_rows_packed_from_a_store_hold_the_tokens_of_its_documents(tmp_path):
+    made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    layout = SequenceLayout.contiguous(4000, 1)
+    store = open_store(tmp_path / "store")
+    rows = PackedSequences(store, layout=layout, shard=0, rows_per_batch=len(TEXTS), packing=one_per_row)
+    tokens = rows.batch(0).tokens.tolist()
+    assert sorted(bytes(row[: row.index(256)]) for row in tokens) == sorted(text.encode() for text in TEXTS)
+
+
+def test_two_workers_write_the_same_files_as_one(tmp_path, definition):
+    (tmp_path / "given.json").write_bytes(definition)
+    write(tmp_path / "text", **{f"{i}.txt": b"caf\xe9 %d" % i * (i % 7) for i in range(60)})
+    inputs = [tmp_path / "text", jsonl(tmp_path / "a.jsonl", TEXTS * 5)]
+    for workers in (1, 2):
+        options = {"tokenizer": str(tmp_path / "given.json"), "workers": workers, "piece_bytes": 200}
+        made(*inputs, output=tmp_path / f"by {workers}", **options)
+    one, two = files_of(tmp_path / "by 1"), files_of(tmp_path / "by 2")
+    names = {"store.json", "tokens.bin", "documents.bin", "hashes.bin", "tokenizer.json", "tokenizer_config.json"}
+    assert one.keys() == names and one == two
+    assert json.loads(one["store.json"])["summary"]["first_replaced"] == "1.txt"
+
+
+# -- broken text and records ------------------------------------------------------------------------------------------
+
+
+def test_text_that_is_not_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
+    (tmp_path / "given.json").write_bytes(definition)
+    source = write(tmp_path / "in", a=b"fine", b=b"caf\xe9", c=b"\xff", d="漢".encode())
+    options = {"tokenizer": str(tmp_path / "given.json"), "piece_bytes": 5}
+    decode = Tokenizer.from_str(definition.decode()).decode
+
+    replaced = made(source, output=tmp_path / "replaced", **options).summary
+    assert [decode(tokens) for tokens in tokens_of(tmp_path / "replaced")[0]] == ["fine", "caf\ufffd", "\ufffd", "漢"]
+    assert (replaced["replaced"], replaced["first_replaced"], replaced["skipped"]) == (2, "b", 0)
+    hashes = open_store(tmp_path / "replaced").hashes.tolist()
+    assert hashes == [stable_hash(text) for text in (b"fine", b"caf\xe9", b"\xff", "漢".encode())]
+
+    skipped = made(source, output=tmp_path / "skipped", invalid="skip", **options).summary
+    assert [decode(tokens) for tokens in tokens_of(tmp_path / "skipped")[0]] == ["fine", "漢"]
+    assert (skipped["documents"], skipped["skipped"], skipped["first_skipped"]) == (2, 2, "b")
+
+    with pytest.raises(
+        ValueError, match=r"^b: it is not valid UTF-8; mend it, or leave such documents out with --inva"
+    ):
+        made(source, output=tmp_path / "refused", invalid="refuse", **options)
+
+
+@pytest.mark.parametrize("invalid", ["refuse", "replace"])
+def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invalid):
+    lines = [b'{"text": "first document"}\n', b'{"text": "second"}\n', b'{"text": brok}\n', b'{"text": "last"}\n']
+    path = write(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
+    options = {"output": tmp_path / "store", "piece_bytes": 20, "invalid": invalid}
+    place = len(lines[0]) + len(lines[1])
+    told = rf"^a.jsonl:byte {place}: Expecting value: .*; mend it, or leave such .*--invalid skip; then start over with"
+    for _ in range(2):  # what is done is kept, so the second time it is refused at once
+        with pytest.raises(ValueError, match=told):
+            made(path, **options)
+    path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
+    with pytest.raises(ValueError, match=r"an input file has changed since; .* or start over with --overwrite"):
+        made(path, **options)
+    made(path, **options, overwrite=True)
+    assert texts_of(tmp_path / "store") == [b"first document", b"second", b"mended", b"last"]
+
+
+def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
+    lines = b'{"text": "a"}\n{"text": null}\n\n{"other": 1}\n[]\n{"text": ""}\n{"text": "b"}\n{"text": "cut'
+    path = write(tmp_path, **{"a.jsonl": lines}) / "a.jsonl"
+    found = made(path, output=tmp_path / "store", invalid="skip", piece_bytes=7).summary
+    assert texts_of(tmp_path / "store") == [b"a", b"b"]
+    assert (found["documents"], found["skipped"], found["empty"]) == (2, 4, 1)
+    assert found["first_skipped"] == "a.jsonl:byte 14"
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tokenizer": "bpe", "vocab_size": 256}, "vocab_size must be at least 257, .*; got 256"),
+        ({"tokenizer": "nowhere.json"}, r"nowhere.json cannot be read \(No such file .*; give a tokenizer.json"),
+        ({"invalid": "keep"}, "invalid='keep' is not one of 'refuse', 'replace', 'skip'"),
+        ({"workers": 0}, "workers must be at least 1; got 0"),
+        ({"format": "csv"}, "format='csv' is not one of"),
+        ({"begin_of_document": "<s>"}, "begin_of_document='<s>' is not a token of tokenizer 'bytes'; give none"),
+        ({"tokenizer": "bpe", "end_of_document": "</s>"}, "end_of_document='</s>' is not .*; give none or '<|endoftex"),
+    ],
+)
+def test_settings_that_will_not_do_are_refused_before_anything_is_made(tmp_path, options, message):
+    lines = jsonl(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        made(lines, output=tmp_path / "store", **options)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_a_tokenizer_that_is_broken_or_lacks_a_token_is_refused(tmp_path, definition):
+    lines = jsonl(tmp_path / "a.jsonl")
+    path = write(tmp_path / "tokenizer", **{"tokenizer.json": definition[:100]}) / "tokenizer.json"
+    with pytest.raises(ValueError, match=r"tokenizer.json: this is not a tokenizer.json"):
+        made(lines, output=tmp_path / "store", tokenizer=str(path))
+    path.write_bytes(definition)
+    with pytest.raises(ValueError, match=r"begin_of_document='<s>' is not a token of the vocabulary; give one of"):
+        made(lines, output=tmp_path / "store", tokenizer=str(path), begin_of_document="<s>")
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer"]
+
+
+def test_input_without_a_document_is_refused_and_leaves_nothing_in_the_way(tmp_path):
+    empty = write(tmp_path, **{"empty.txt": b""}) / "empty.txt"
+    with pytest.raises(ValueError, match=r"empty.txt holds no text"):
+        made(empty, output=tmp_path / "store")
+    lines = jsonl(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(lines))}: no document in there holds any text"):
+        made(lines, output=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_missing_field_names_the_fields_that_there_are(tmp_path):
+    with pytest.raises(ValueError, match=r"a.jsonl:byte 0: there is no field 'body'; the fields are 'text'; mend it"):
+        made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", text_field="body")
+    made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")  # nothing was done, so nothing is in the way
+    assert texts_of(tmp_path / "store")[0] == b"one"
+
+
+def test_a_store_is_no_input(tmp_path):
+    made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    with pytest.raises(ValueError, match=r"store is a token store already; give text, JSONL, Parquet or a saved"):
+        made(tmp_path / "store", output=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("input, output", [("in", "in/store"), ("in", "in"), ("in/a", "in"), ("in/a", "in/a")])
+def test_input_and_output_must_not_lie_in_each_other(tmp_path, input, output, overwrite):
+    write(tmp_path, in__a=b"text")
+    with pytest.raises(ValueError, match=r"the (input|output) \S+ lies in the (input|output) \S+; name "):
+        made(tmp_path / input, output=tmp_path / output, overwrite=overwrite)
+    assert (tmp_path / "in" / "a").read_bytes() == b"text"
+
+
+# -- a store that is there --------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_just_this_is_left_untouched(tmp_path):
+    lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
+    first = made(lines, output=output)
+    stamps = {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]}
+    assert made(lines, output=output) == first
+    assert {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]} == stamps
+
+
+def test_a_store_of_anything_else_is_replaced_only_if_that_is_asked_for(tmp_path):
+    lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
+    made(lines, output=output)
+    other = jsonl(tmp_path / "b.jsonl", ["other"])
+    for inputs, options in (([other], {}), ([lines], {"invalid": "skip"}), ([lines], {"tokenizer": "bpe"})):
+        with pytest.raises(ValueError, match=r"store is a store of other input or settings; .* or give --overwrite"):
+            made(*inputs, output=output, **options)
+    assert texts_of(output) == [text.encode() for text in TEXTS]
+    made(other, output=output, overwrite=True)
+    assert texts_of(output) == [b"other"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "b.jsonl", "store"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_an_output_that_is_no_store_is_replaced_only_if_that_is_asked_for(tmp_path, kind):
+    lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
+    write(tmp_path, **{"out__file" if kind == "folder" else "out" if kind == "file" else "there__file": b"precious"})
+    if kind == "link":
+        output.symlink_to(tmp_path / "there")
+    with pytest.raises(ValueError, match=r"out is there and is not a store; name another output, or give --overwrite"):
+        made(lines, output=output)
+    before = set(os.listdir(tmp_path))
+    made(lines, output=output, overwrite=True)
+    made(lines, output=output, overwrite=True)
+    assert texts_of(output) == [text.encode() for text in TEXTS] and not output.is_symlink()
+    assert set(os.listdir(tmp_path)) == before
+
+
+def test_a_folder_that_is_in_the_way_is_not_touched(tmp_path):
+    write(tmp_path, **{"store.partial__notes": b"precious"})
+    with pytest.raises(ValueError, match=r"store.partial is in the way, and not of `armillary-data prepare`; move it"):
+        made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", overwrite=True)
+    assert files_of(tmp_path / "store.partial") == {"notes": b"precious"}

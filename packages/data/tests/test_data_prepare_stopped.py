@@ -1,0 +1,449 @@
+"""A preparation that is stopped: by a kill, a full disk, an error, another process. The next run finishes it."""
+
+import errno
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from functools import partial
+from itertools import count, islice
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from operator import neg
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from armillary.data import is_store, open_store, verify_folder
+from armillary.data.prepare import Preparation, prepare, writer
+from armillary.data.prepare.workers import in_order
+
+TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
+BROKEN = '{"text": broken}\n'
+fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
+
+
+class Stop(Exception):
+    pass
+
+
+def jsonl(path, texts=TEXTS):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def lines(tmp_path):
+    return jsonl(tmp_path / "a.jsonl")
+
+
+def planned(source, output, **options):
+    return Preparation([source], output, **{"piece_bytes": 150} | options)
+
+
+def counted(plan, workers=1):
+    """How many pieces were still to do."""
+    steps = []
+    prepare(plan, workers, lambda now: steps.append(now.bytes_done))
+    return len(steps) - 1  # the first report is of the tokenizer
+
+
+def files_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def stopping(after, what=Stop):
+    """A report that raises when so many pieces are done."""
+    calls = count()
+
+    def report(now):
+        if next(calls) == after:
+            raise what
+
+    return report
+
+
+def run(work):
+    """Does the work in a process of its own, and returns its exit code."""
+    process = fork.Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.fixture
+def reference(lines, tmp_path):
+    """The files of the store that is never stopped, made from as many pieces as `pieces`."""
+    plan = planned(lines, tmp_path / "reference")
+    pieces = counted(plan)
+    assert pieces > 10
+    return files_of(plan.output), pieces
+
+
+# -- stops that Python sees -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("after", [0, 1, 7])
+def test_what_is_done_is_kept_when_an_interrupt_or_error_comes(lines, reference, tmp_path, what, after):
+    plan = planned(lines, tmp_path / "store")
+    with pytest.raises(what):
+        prepare(plan, 1, stopping(after, what))
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.partial"]
+    with pytest.raises(ValueError, match=r"store is not finished; run the same `armillary-data prepare` again"):
+        open_store(plan.output)
+    assert is_store(plan.output)  # as far as choosing goes: opening it says what to do
+    assert counted(plan) == reference[1] - after
+    assert files_of(plan.output) == reference[0]
+
+
+def test_many_stops_change_nothing(lines, reference, tmp_path):
+    plan = planned(lines, tmp_path / "store")
+    stops = 0
+    while not plan.output.exists():
+        try:
+            prepare(plan, 1, stopping(2))
+        except Stop:
+            stops += 1
+    assert stops == reference[1] // 2
+    assert files_of(plan.output) == reference[0]
+
+
+def test_a_trained_tokenizer_is_kept_with_the_parts(lines, tmp_path, monkeypatch):
+    options = {"tokenizer": "bpe", "vocab_size": 280}
+    prepare(planned(lines, tmp_path / "whole", **options), 1)
+    plan = planned(lines, tmp_path / "store", **options)
+    with pytest.raises(Stop):
+        prepare(plan, 1, stopping(3))
+    monkeypatch.setattr("armillary.data.prepare.run.train_bpe", None)
+    prepare(plan, 1)
+    assert files_of(plan.output) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["input", "settings", "tokenizer"])
+def test_going_on_with_something_else_is_refused_and_overwrite_starts_over(lines, tmp_path, change):
+    output = tmp_path / "store"
+    with pytest.raises(Stop):
+        prepare(planned(lines, output, tokenizer="bpe", vocab_size=280), 1, stopping(3))
+    options = {"tokenizer": "bpe", "vocab_size": 280}
+    if change == "input":
+        jsonl(lines, [*TEXTS, "one more"])
+    else:
+        options |= {"vocab_size": 270} if change == "settings" else {"tokenizer": "bytes"}
+    kept = files_of(tmp_path / "store.partial")
+    with pytest.raises(ValueError, match=r"store.partial was begun with other settings or input, or an input file has"):
+        prepare(planned(lines, output, **options), 1)
+    assert files_of(tmp_path / "store.partial") == kept
+    prepare(planned(lines, output, **options, overwrite=True), 1)
+    prepare(planned(lines, tmp_path / "whole", **options), 1)
+    assert files_of(output) == files_of(tmp_path / "whole")
+
+
+def test_starting_over_stopped_while_files_are_removed_leaves_none_of_them(lines, tmp_path):
+    with pytest.raises(Stop):
+        prepare(planned(lines, tmp_path / "store", tokenizer="bpe", vocab_size=280), 1, stopping(3))
+    plan = planned(lines, tmp_path / "store", overwrite=True)
+    for calls in range(12):
+        assert run(partial(dies_after, calls, plan)) == -signal.SIGKILL
+    prepare(plan, 1)
+    prepare(planned(lines, tmp_path / "whole"), 1)
+    assert files_of(plan.output) == files_of(tmp_path / "whole")
+
+
+def test_a_file_of_parts_that_was_cut_is_refused(lines, tmp_path):
+    plan = planned(lines, tmp_path / "store")
+    with pytest.raises(Stop):
+        prepare(plan, 1, stopping(3))
+    os.truncate(tmp_path / "store.partial" / "tokens.bin", 10)
+    with pytest.raises(ValueError, match=r"tokens.bin is cut off at byte 10 of \d+; remove \S+store.partial and start"):
+        prepare(plan, 1)
+    assert not plan.output.exists()
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_before_any_change_on_disk_the_next_run_finishes(tmp_path, overwrite, monkeypatch):
+    """Each call that puts something on disk is the last one once."""
+    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill of a process loses nothing that waits for the disk
+    new, old = jsonl(tmp_path / "a.jsonl", TEXTS[:3]), jsonl(tmp_path / "b.jsonl", ["old"])
+    plan = planned(new, tmp_path / "there" / "store", overwrite=overwrite, piece_bytes=50)
+    expected = prepare(planned(new, tmp_path / "reference", piece_bytes=50), 1)
+    kinds = set()
+    for calls in count():
+        if overwrite:
+            prepare(planned(old, plan.output, overwrite=True), 1)
+        if run(partial(dies_after, calls, plan)) == 0:
+            break
+        kinds.add(state(plan.output))
+        assert prepare(plan, 1) == expected
+        assert files_of(plan.output) == files_of(tmp_path / "reference")
+        assert os.listdir(plan.output.parent) == ["store"]
+        plan.output.rename(tmp_path / f"done {calls}")
+    assert calls > 10
+    # "none": between two renames, when one store has left and the other not yet come.
+    assert kinds == ({"old", "none", "new"} if overwrite else {"none", "new"})
+
+
+def dies_after(calls, plan):
+    """Prepares, until there were so many calls that change what is on disk."""
+    done = count()
+
+    def change(call, *args, **kwargs):
+        return call(*args, **kwargs) if next(done) < calls else os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+        setattr(os, name, partial(change, getattr(os, name)))
+    prepare(plan, 1)
+
+
+def state(path):
+    """Which store is at a path, by its first document; every byte of it is checked."""
+    if not path.exists():
+        return "none"
+    sum(verify_folder(path))
+    store = open_store(path)
+    return "old" if bytes(store.read(0, 0, 3).tolist()) == b"old" else "new"
+
+
+def test_killed_at_any_moment_what_was_done_is_kept(lines, reference, tmp_path, monkeypatch):
+    """Parts are put on disk one by one here; the parent kills when it has heard of some of them."""
+    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
+    plan, random, before = planned(lines, tmp_path / "store"), Random(0), 0
+    for _ in range(4):
+        heard, tell = fork.Pipe(duplex=False)
+        process = fork.Process(target=prepare, args=(plan, 1, lambda now, tell=tell: tell.send(now.bytes_done)))
+        process.start()
+        reports = [heard.recv() for _ in range(random.randint(2, 4))]
+        time.sleep(random.random() / 500)  # wherever that is
+        process.kill()
+        process.join()
+        if plan.output.exists():
+            break
+        assert reports[1] > before  # goes on from there
+        before = reports[-1]
+    steps = []
+    prepare(plan, 1, lambda now: steps.append(now.bytes_done))
+    assert len(steps) < reference[1] - 4 and min(steps[1:], default=before + 1) > before
+    assert files_of(plan.output) == reference[0]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
+
+
+def test_workers_end_with_a_process_that_is_killed_and_another_goes_on(lines, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
+    plan, (heard, tell) = planned(lines, tmp_path / "store"), fork.Pipe(duplex=False)
+
+    def report(now):
+        tell.send([child.pid for child in multiprocessing.active_children()])
+
+    def work():
+        forkserver._forkserver.__init__()  # one of its own, as any other process has
+        prepare(plan, 2, report)
+
+    process = fork.Process(target=work)
+    process.start()
+    workers = {pid for _ in range(7) for pid in heard.recv()}
+    process.kill()
+    process.join()
+    assert len(workers) == 2 and process.exitcode == -signal.SIGKILL
+    deadline = time.monotonic() + 300
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_running, workers))
+    assert counted(plan) <= reference[1] - 6
+    assert files_of(plan.output) == reference[0]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_an_error_that_keeps_what_is_done(lines, reference, tmp_path):
+    plan, done = planned(lines, tmp_path / "store"), []
+
+    def report(now):
+        done.append(now.bytes_done)
+        if len(done) == 6:
+            workers = multiprocessing.active_children()
+            os.kill(workers[0].pid, signal.SIGKILL)
+            assert all(wait([worker.sentinel]) for worker in workers)  # the pool ends the other one
+
+    told = rf"{plan.output}: one of 2 worker processes was killed, .*; take fewer workers; what is done is kept"
+    with pytest.raises(ChildProcessError, match=told):
+        prepare(plan, 2, report)
+    assert multiprocessing.active_children() == []
+    assert counted(plan) == reference[1] - (len(done) - 1)
+    assert files_of(plan.output) == reference[0]
+
+
+def test_an_error_in_a_worker_comes_with_the_workers_traceback(lines, tmp_path):
+    with lines.open("a") as file:
+        file.write(BROKEN)
+    with pytest.raises(ValueError, match=r"a.jsonl:byte \d+: Expecting value") as caught:
+        prepare(planned(lines, tmp_path / "store"), 2)
+    assert "_refuse_unless" in str(caught.value.__cause__)
+    assert not (tmp_path / "store.lock").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_come_in_the_order_of_the_work(workers):
+    assert list(in_order(neg, range(50), workers)) == [-number for number in range(50)]
+    assert list(in_order(neg, [], workers)) == []
+    results = in_order(math.sqrt, [4, 9, -1, 16], workers)
+    assert list(islice(results, 2)) == [2, 3]
+    with pytest.raises(ValueError, match=r"math domain error|expected a nonnegative input"):
+        next(results)
+
+
+def test_no_more_than_two_items_for_each_worker_are_under_way():
+    class Items(list):
+        taken = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.taken += 1
+                yield item
+
+    items = Items(range(20))
+    taken = [items.taken for _ in in_order(neg, items, 2)]
+    assert taken == [*range(4, 20), *[20] * 4]
+    one = Items(range(3))
+    assert [one.taken for _ in in_order(neg, one, 1)] == [1, 2, 3]
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_full_disk_what_is_done_is_kept(lines, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        plan = planned(lines, disk / "store")
+        with pytest.raises(OSError, match=rf"{plan.output}: No space left on device; what is done is kept: run the"):
+            fill(disk, plan)
+        assert not (disk / "store.lock").exists()
+        (disk / "filler").unlink()
+        assert 0 < counted(plan) < reference[1]
+        assert files_of(plan.output) == reference[0]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk, plan):
+    """Prepares, and takes all room when some parts are done."""
+    calls = count()
+
+    def report(now):
+        if next(calls) == 5:
+            with (disk / "filler").open("wb", buffering=0) as filler:
+                try:
+                    while True:
+                        filler.write(bytes(4096))
+                except OSError:
+                    pass
+
+    prepare(plan, 1, report)
+
+
+@pytest.mark.parametrize("limit", [0, 40, 500, 1500, 2500])
+def test_on_a_disk_that_takes_no_more_what_is_done_is_kept(lines, reference, tmp_path, limit):
+    plan = planned(lines, tmp_path / "store")
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        prepare(plan, 1)
+
+    def told():
+        try:
+            work()
+        except OSError as error:
+            expected = f"{plan.output}: File too large; what is done is kept: run the same command again to go on"
+            os._exit(3 if (error.errno, error.strerror) == (errno.EFBIG, expected) else 4)
+
+    assert run(told) == 3
+    assert run(told) == 3
+    assert not plan.output.exists()
+    left = counted(plan)
+    assert (0 < left < reference[1]) if limit > 40 else (left == reference[1])
+    assert files_of(plan.output) == reference[0]
+
+
+def test_an_output_that_cannot_be_made_is_named(lines, tmp_path):
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file" / "store"
+    with pytest.raises(OSError, match=rf"{output}: (Not a directory|File exists); what is done is kept"):
+        prepare(planned(lines, output), 1)
+    assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_named(lines, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    output = tmp_path / "locked" / "store"
+    with pytest.raises(PermissionError, match=rf"{output}: Permission denied"):
+        prepare(planned(lines, output), 1)
+    assert os.listdir(output.parent) == []
+
+
+# -- two at once ------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_processes_the_second_is_refused_and_the_first_completes(lines, reference, tmp_path):
+    plan = planned(lines, tmp_path / "store")
+    (begun, begin), (go, on), calls = fork.Pipe(duplex=False), fork.Pipe(duplex=False), count()
+
+    def report(now):
+        if next(calls) == 2:
+            begin.send(None)
+            go.recv()
+
+    first = fork.Process(target=prepare, args=(plan, 1, report))
+    first.start()
+    begun.recv()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=rf"another process is preparing {plan.output}; wait for it, or name anot"):
+            prepare(planned(lines, plan.output, overwrite=overwrite), 1)
+    on.send(None)
+    first.join()
+    assert first.exitcode == 0
+    assert files_of(plan.output) == reference[0]
+    assert not (tmp_path / "store.lock").exists()
+
+
+def test_a_lock_file_that_a_kill_left_is_in_nobodys_way(lines, reference, tmp_path):
+    plan = planned(lines, tmp_path / "store")
+
+    def killed():
+        prepare(plan, 1, lambda now: os.kill(os.getpid(), signal.SIGKILL))
+
+    assert run(killed) == -signal.SIGKILL
+    assert (tmp_path / "store.lock").exists()
+    prepare(plan, 1)
+    assert files_of(plan.output) == reference[0]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
+
+
+def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
+    with pytest.raises(Stop):
+        prepare(planned(lines, tmp_path / "store"), 1, stopping(1))
+    with pytest.raises(ValueError, match="begun with other"):
+        prepare(planned(lines, tmp_path / "store", invalid="skip"), 1)
+    assert [name for name in os.listdir(tmp_path) if re.search("lock", name)] == []
