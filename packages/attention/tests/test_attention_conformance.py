@@ -159,9 +159,6 @@ class Summed(Method):
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def layout(self, length: int, kind: str = "zigzag") -> SequenceLayout:
-        return getattr(SequenceLayout, kind)(length, self.shards)
-
     def forward(self, q, k, v, call: Call):
         merged = Merge.of(q, v)
         for shard, (keys, values) in enumerate(self._gather(k, v, call)):

@@ -391,18 +391,18 @@ def test_a_store_of_anything_else_is_replaced_only_if_that_is_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_an_output_that_is_no_store_is_replaced_only_if_that_is_asked_for(tmp_path, kind):
+def test_an_output_that_is_no_store_is_never_touched(tmp_path, kind):
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
     write(tmp_path, **{"out__file" if kind == "folder" else "out" if kind == "file" else "there__file": b"precious"})
     if kind == "link":
         output.symlink_to(tmp_path / "there")
-    with pytest.raises(ValueError, match=r"out is there and is not a store; name another output, or give --overwrite"):
-        made(lines, output=output)
     before = set(os.listdir(tmp_path))
-    made(lines, output=output, overwrite=True)
-    made(lines, output=output, overwrite=True)
-    assert texts_of(output) == [text.encode() for text in TEXTS] and not output.is_symlink()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"out is there and is not a token store; name another output, or move it"):
+            made(lines, output=output, overwrite=overwrite)
     assert set(os.listdir(tmp_path)) == before
+    file = {"folder": "out/file", "file": "out", "link": "out/file"}[kind]
+    assert (tmp_path / file).read_bytes() == b"precious"
 
 
 def test_a_folder_that_is_in_the_way_is_not_touched(tmp_path):

@@ -180,8 +180,8 @@ def test_a_head_replaces_the_logits():
     "tokens, positions, message",
     [
         (torch.zeros(5, dtype=torch.long), None, r"ids must be \[B, T\]; got \(5,\)"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.arange(4), r"5 integers for ids \(2, 5\); got \(4,\)"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5).long(), r"got \(2, 5\)"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.arange(4), r"for ids \(2, 5\); got \(4,\)"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(3, 5).long(), r"got \(3, 5\)"),
         (torch.zeros(2, 5, dtype=torch.long), torch.arange(5.0), "got .* of torch.float32"),
     ],
 )

@@ -68,7 +68,7 @@ def prepare_command(
         format: of all files; auto goes by their suffixes.
         text_field: field of JSONL objects, or column, that holds the text.
         invalid: what to do with text that is not UTF-8; records that are broken are refused or skipped.
-        overwrite: start over, and replace what is at the output once the new store is complete.
+        overwrite: start over, and replace the store at the output once the new one is complete.
         workers: processes; by default one for each CPU.
     """
     plan = Preparation(

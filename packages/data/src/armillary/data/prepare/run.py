@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -12,11 +11,11 @@ from typing import get_args
 
 import numpy as np
 
-from armillary.data.formats.folder import HEADER, TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, write_file
+from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
 from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, partial_folder
-from armillary.data.prepare.workers import in_order
+from armillary.data.prepare.workers import cpus, in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary
 from armillary.data.text_tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decoded, train_bpe
@@ -40,7 +39,7 @@ class Preparation:
         format: of all files; "auto" goes by their suffixes.
         text_field: of JSONL objects, and the column of Parquet files and datasets.
         invalid: what to do with text that is not UTF-8, and with broken records.
-        overwrite: start anew, whatever is at `output`; what was there stays until the new store is complete.
+        overwrite: start anew, and replace the store that is at `output` once the new one is complete.
         piece_bytes: text that a worker takes at a time.
     """
 
@@ -84,15 +83,17 @@ def prepare(
         ValueError: input, tokenizer or settings that will not do; something else at `output`; another process at work.
         OSError: the disk is full or gone, or a worker was killed. What is done is kept, and the same call goes on.
     """
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    workers = cpus() if workers is None else workers
     _check_settings(plan, workers)
     _check_places(plan)
     found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.piece_bytes)
     key = plan_key(plan, found)
     try:
         with alone(plan.output):
-            if plan.output.exists() and not plan.overwrite:
-                return _finished(plan.output, key)
+            if plan.output.exists():
+                _check_is_store(plan.output)
+                if not plan.overwrite:
+                    return _finished(plan.output, key)
             begin(plan.output, key, plan.overwrite)
             doing = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
             report(Progress(doing, 0, sum(piece.bytes for piece in found)))
@@ -182,10 +183,14 @@ def _check_places(plan: Preparation) -> None:
             raise ValueError(f"the input {path} lies in the output {plan.output}; name another output")
 
 
+def _check_is_store(output: Path) -> None:
+    """Whatever else is there is nothing that a preparation may replace."""
+    if not is_folder(output):
+        raise ValueError(f"{output} is there and is not a token store; name another output, or move it away")
+
+
 def _finished(output: Path, key: str) -> Header:
     """The header of a store that was made of just this."""
-    if not (output / HEADER).exists():
-        raise ValueError(f"{output} is there and is not a store; name another output, or give --overwrite")
     header = Header.read(output)
     if header.summary.get("plan") != key:
         raise ValueError(f"{output} is a store of other input or settings; name another output, or give --overwrite")

@@ -19,6 +19,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
     """`map(work, items)` by that many processes, two items for each of them under way; one works right here.
 
