@@ -107,6 +107,14 @@ def test_without_documents_it_is_as_simple_as_can_be():
     assert SequenceLayout.balanced(64, 4, causal=False) == SequenceLayout.contiguous(64, 4)
 
 
+def test_documents_may_be_tensors():
+    ends = [[0, 3, 40, 64], [0, 30, 31, 64]]
+    expected = SequenceLayout.balanced(64, 4, documents=ends)
+    for tensors in (torch.tensor(ends), [torch.tensor(row) for row in ends]):
+        assert SequenceLayout.balanced(64, 4, documents=tensors) == expected
+        assert attention_balance(expected, documents=tensors) == attention_balance(expected, documents=ends)
+
+
 def test_pieces_are_shared_out_evenly_and_exchanged():
     falling = [(8 - i, i + 1) for i in range(8)]  # the pairs of a causal mask's chunks, as queries and as keys
     for shards in (2, 4):
@@ -123,6 +131,8 @@ def test_pieces_are_shared_out_evenly_and_exchanged():
     ("options", "message"),
     [
         ({"documents": [0, 5]}, r"must rise from 0 to the length 8"),
+        ({"documents": []}, r"must rise from 0 to the length 8"),
+        ({"documents": [[0, 8], []]}, r"must rise from 0 to the length 8"),
         ({"documents": [0, 5, 5, 8]}, r"must rise from 0 to the length 8"),
         ({"window": (-1, 0)}, r"each None or at least 0"),
     ],

@@ -2,6 +2,7 @@
 
 import struct
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,6 +81,24 @@ def test_modes_after_the_index_are_passed_over(tmp_path):
     with open(f"{path}.idx", "ab") as file:
         file.write(bytes(len(SEQUENCES)))
     assert documents(open_store(path)) == SEQUENCES
+
+
+@pytest.mark.parametrize("more", [1, 100])
+def test_anything_else_after_the_index_is_refused(tmp_path, more):
+    path = write(tmp_path / "data")
+    size = Path(f"{path}.idx").stat().st_size
+    with open(f"{path}.idx", "ab") as file:
+        file.write(bytes(more))
+    with pytest.raises(
+        ValueError, match=rf"idx holds something else from byte {size} on, to byte {size + more}"
+    ) as failure:
+        open_store(path)
+    assert "\n" not in str(failure.value)
+
+
+def test_other_tokens_of_the_same_lengths_are_other_content(tmp_path):
+    one, other = write(tmp_path / "one"), write(tmp_path / "other", [[7 + token for token in s] for s in SEQUENCES])
+    assert open_store(one).content != open_store(other).content
 
 
 def test_content_tells_other_files_apart(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.data import best_fit, greedy, one_per_row
 from armillary.data.epochs import Epochs
-from armillary.data.packing import Piece
+from armillary.data.packing import Packed, Piece
 
 PACKINGS = [greedy, best_fit, one_per_row]
 corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -190,3 +190,29 @@ def test_rows_have_their_boundaries_and_skip_empty_documents():
         ends = list(accumulate((piece.length for piece in row.pieces), initial=0))
         assert row.ends == (0, *ends[1:]) and ends[-1] == 4
         assert row.padding == 0
+
+
+def rows_of(*rows):
+    """A packing whose rows are these lists of (document, start, length), other ones in each epoch."""
+    calls = iter(rows)
+
+    def made(lengths, length, key):
+        chosen = next(calls)
+        columns = np.array([piece for row in chosen for piece in row]).T
+        return Packed(*columns, np.array([0, *accumulate(map(len, chosen))]))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[[(0, 0, 4)], [(0, 4, 1)]], [[(0, 0, 4)]]], "made 1 rows of epoch 1, but 2 of epoch 0"),
+        ([[[(0, 0, 4), (1, 0, 1)]]], "put 5 tokens into row 0, not 1 to 4"),
+        ([[[(0, 0, 2)], [(1, 0, 0)]]], "put 0 tokens into row 1, not 1 to 4"),
+    ],
+)
+def test_what_is_no_packing_is_refused_before_anything_is_read(rows, message):
+    with pytest.raises(ValueError, match=message) as failure:
+        Epochs(numbered([5, 3]), 4, rows_of(*rows), "key").row(2)
+    assert "\n" not in str(failure.value)

@@ -182,7 +182,7 @@ def test_a_given_tokenizer_gives_the_tokens_of_its_library(tmp_path, definition,
     assert tokens_of(tmp_path / "store") == (expected, library.token_to_id("<|endoftext|>"))
     assert (tmp_path / "store" / "tokenizer.json").read_bytes() == definition
     assert header.summary["begin_of_document"] == begin
-    assert tokenizer_in(tmp_path / "store", begin).identity == header.vocabulary.tokenizer
+    assert tokenizer_in(tmp_path / "store").identity == header.vocabulary.tokenizer
     assert sum(verify_folder(tmp_path / "store")) == sum(header.sizes().values())
 
 
@@ -398,7 +398,7 @@ def test_an_output_that_is_no_store_is_never_touched(tmp_path, kind):
         output.symlink_to(tmp_path / "there")
     before = set(os.listdir(tmp_path))
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"out is there and is not a token store; name another output, or move it"):
+        with pytest.raises(ValueError, match=r" is there and is not a token store; name another output, or move it"):
             made(lines, output=output, overwrite=overwrite)
     assert set(os.listdir(tmp_path)) == before
     file = {"folder": "out/file", "file": "out", "link": "out/file"}[kind]

@@ -21,7 +21,8 @@ from random import Random
 import pytest
 
 from armillary.data import is_store, open_store, verify_folder
-from armillary.data.prepare import Preparation, prepare, writer
+from armillary.data.prepare import Preparation, prepare, sources, writer
+from armillary.data.prepare import run as run_module
 from armillary.data.prepare.workers import in_order
 
 TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
@@ -447,3 +448,44 @@ def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
     with pytest.raises(ValueError, match="begun with other"):
         prepare(planned(lines, tmp_path / "store", invalid="skip"), 1)
     assert [name for name in os.listdir(tmp_path) if re.search("lock", name)] == []
+
+
+# -- what is not ours, and what changes -------------------------------------------------------------------------------
+
+
+def test_files_beside_the_output_that_have_names_like_its_own_stay(lines, tmp_path):
+    for name in ("store.older", "store.old", "older"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("precious")
+    for overwrite in (False, True):
+        prepare(planned(lines, tmp_path / "store", overwrite=overwrite), 1)
+    assert {(tmp_path / name / "mine").read_text() for name in ("store.older", "store.old", "older")} == {"precious"}
+    assert sum(verify_folder(tmp_path / "store")) > 0
+
+
+def test_input_that_changes_while_it_is_read_is_refused(lines, tmp_path):
+    def change(now):
+        if now.doing == "encoding":
+            os.utime(lines, ns=(0, 10**9))
+
+    with pytest.raises(ValueError, match="an input file has changed while it was read; start over with --overwrite"):
+        prepare(planned(lines, tmp_path / "store"), 1, change)
+    assert not (tmp_path / "store").exists()
+    prepare(planned(lines, tmp_path / "store", overwrite=True), 1)
+    assert is_store(tmp_path / "store")
+
+
+def test_a_store_that_the_output_links_to_is_replaced_where_it_is(lines, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk" / "store")
+    for overwrite in (False, True):
+        prepare(planned(lines, tmp_path / "store", overwrite=overwrite), 1)
+    assert (tmp_path / "store").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["store"]
+
+
+def test_a_tokenizer_is_trained_on_a_bounded_share_of_the_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "TRAINED_ON", 1000)
+    for name in "abc":
+        (tmp_path / name).write_text("word " * 4000)
+    found = sources.pieces([tmp_path], size=5000)
+    assert 1000 <= sum(map(len, run_module._sample(found))) <= 1002

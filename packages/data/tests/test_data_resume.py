@@ -111,7 +111,7 @@ def test_the_state_of_other_rows_is_refused_by_the_name_of_what_differs(name, ot
 
 @pytest.mark.parametrize("state", [{}, {"rows": 3}, {"model": 1}])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(ValueError, match="this state was taken with stores None, not") as failure:
+    with pytest.raises(ValueError, match="this state was taken with version None, not 1") as failure:
         alone(STORES, N).load_state_dict(state)
     assert "\n" not in str(failure.value)
 

@@ -1,3 +1,3 @@
-from armillary.core.testing.plugin import worlds
+from armillary.core.testing.plugin import one_thread, worlds
 
-__all__ = ["worlds"]
+__all__ = ["one_thread", "worlds"]

@@ -196,6 +196,7 @@ def refusal(argv: list[str]) -> tuple[int, str]:
 
 def test_what_cannot_be_started_is_refused_on_every_rank_with_one_line(worlds, tmp_path):
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "posts.jsonl").write_text('{"text": "a"}')
     cases = {
         ("--parallel.ring", "3"): "ring 3 x ulysses 1 x tp 1 = 3 ranks, but 4 are running; make the axes multiply to 4",
         ("--parallel.ulysses", "4", "--model.heads", "2", "--model.kv-heads", "1"): (
@@ -204,6 +205,9 @@ def test_what_cannot_be_started_is_refused_on_every_rank_with_one_line(worlds, t
         ("--model.kv-heads", "3"): "3",
         ("--data.sequence-length", "3", "--parallel.ring", "4"): "a sequence of 3 tokens is shorter than its 4 shards",
         ("--data.path", str(tmp_path / "none")): f"{tmp_path / 'none'}",
+        ("--data.path", str(tmp_path / "posts.jsonl")): "is no text to be read as it is; make a token store of it",
+        ("--data.path", str(tmp_path / "file"), "--model.vocab-size", "200"): "the data has tokens up to 256; give at",
+        ("--data.weights", "1", "2"): "--data.weights has 2 numbers for 0 paths; give one for each of --data.path",
         ("--parallel.attention", "telepathy"): "no attention method 'telepathy'; known: local, ring, token_ring,",
         ("--parallel.attention", "ring"): "ring would leave axis 'ulysses' with 2 ranks unused",
         ("--trian.steps", "3"): "Unrecognized options: --trian.steps",

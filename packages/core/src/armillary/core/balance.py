@@ -55,7 +55,7 @@ class Visibility:
             ValueError: documents that do not rise from 0 to `length`, or a negative window.
         """
         ends = (0, length) if documents is None else tuple(int(end) for end in documents)
-        if ends[0] != 0 or ends[-1] != length or any(a >= b for a, b in pairwise(ends)):
+        if len(ends) < 2 or ends[0] != 0 or ends[-1] != length or any(a >= b for a, b in pairwise(ends)):
             raise ValueError(f"documents {ends[:8]} must rise from 0 to the length {length}: 0, end of the first, ...")
         left, right = window or (None, None)
         if any(side is not None and side < 0 for side in (left, right)):
@@ -71,8 +71,10 @@ class Visibility:
         documents: Sequence[int] | Sequence[Sequence[int]] | None,
     ) -> list[Visibility]:
         """Of each row of a batch that has documents of its own, or of all rows alike."""
-        rows = documents if documents is not None and isinstance(documents[0], Sequence) else [documents]
-        return [cls.of(length, causal, window, cast("Sequence[int] | None", row)) for row in rows]
+        documents = documents.tolist() if isinstance(documents, Tensor) else documents
+        if documents is None or not len(documents) or not isinstance(documents[0], Sequence | Tensor):
+            return [cls.of(length, causal, window, cast("Sequence[int] | None", documents))]
+        return [cls.of(length, causal, window, cast("Sequence[int]", row)) for row in documents]
 
     @property
     def mirrored(self) -> Visibility:

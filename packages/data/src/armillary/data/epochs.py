@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from threading import Lock
 
 import numpy as np
 
@@ -68,7 +69,8 @@ class Epochs:
         if not len(self._documents):
             raise ValueError(f"{store.name} holds no tokens; give a store with at least one document")
         # Two, since those who look ahead are in the next epoch while others are still in this one.
-        self._epoch = lru_cache(maxsize=2)(self._packed)
+        self._packed = lru_cache(maxsize=2)(self._pack)
+        self._lock = Lock()
         self.rows = len(self._epoch(0)[0])
         """Rows of each epoch."""
 
@@ -89,10 +91,20 @@ class Epochs:
         padding = 1 - held / (len(packed) * self._length)
         return Waste(len(packed), padding, 1 - held / tokens, 1 - whole / len(lengths))
 
-    def _packed(self, epoch: int) -> tuple[Packed, Index]:
+    def _epoch(self, number: int) -> tuple[Packed, Index]:
         """The rows of an epoch, and the order in which they are read."""
+        with self._lock:  # who needs it meanwhile waits, instead of packing it too
+            return self._packed(number)
+
+    def _pack(self, epoch: int) -> tuple[Packed, Index]:
         key = f"{self._key}, epoch {epoch}"
         packed = self._packing(self._store.lengths[self._documents], self._length, f"documents of {key}")
+        if epoch and len(packed) != self.rows:
+            raise ValueError(f"the packing made {len(packed)} rows of epoch {epoch}, but {self.rows} of epoch 0")
+        sizes = np.diff(np.concatenate([[0], np.cumsum(packed.lengths)])[packed.first])
+        if sizes.min() < 1 or sizes.max() > self._length:
+            row = int(np.argmax((sizes < 1) | (sizes > self._length)))
+            raise ValueError(f"the packing put {sizes[row]} tokens into row {row}, not 1 to {self._length}")
         return packed, permutation(len(packed), f"rows of {key}")
 
 

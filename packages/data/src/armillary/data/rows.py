@@ -20,6 +20,9 @@ from armillary.data.store import TokenStore
 Documents = tuple[tuple[int, ...], ...]
 """Boundaries of the documents of each row of a batch."""
 
+ORDER = 1
+"""Changes when the same stores, weights, N, packing and seed come to give other rows."""
+
 
 class PackedSequences:
     """Batches of rows of exactly N tokens, packed from one or several stores; this rank's shard of them.
@@ -45,7 +48,7 @@ class PackedSequences:
         packing: a function; its name is part of the state.
         reset_positions: count positions from the start of each piece of a document in the row, not of the row.
         layout_for: chooses the layout of a batch by its documents, such as a balanced one, with N and shards as in
-            `layout`; it must choose the same on all ranks.
+            `layout`; it must choose the same on all ranks. Called in a thread, as `packing` is: no collectives there.
         ahead: batches that a thread makes before they are asked for.
 
     Raises:
@@ -79,6 +82,7 @@ class PackedSequences:
         self._epochs = [Epochs(s, layout.length, packing, k) for s, k in zip(self._stores, keys, strict=True)]
         self._weights = _fractions(weights, [epochs.rows for epochs in self._epochs])
         self._settings = {
+            "version": ORDER,
             "stores": [store.content for store in self._stores],
             "weights": [str(weight) for weight in self._weights],
             "sequence_length": layout.length,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.data.optional import optional
 from armillary.data.text_cuts import Tokens, parts
-from armillary.data.tokenizer_json import build, check_name, choose_end, configured_end, settings_of
+from armillary.data.tokenizer_json import BEGIN, build, check_name, choose_end, configured, settings_of
 
 TRAINED_END = "<|endoftext|>"
 """Name of the end of document in tokenizers that are trained here."""
@@ -82,8 +82,10 @@ class TextTokenizer:
         """
         file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
         try:
-            end = end_of_document or configured_end(file.with_name("tokenizer_config.json"))
-            return cls(file.read_bytes(), end_of_document=end, begin_of_document=begin_of_document)
+            config = file.with_name("tokenizer_config.json")
+            end = end_of_document or configured(config, "eos_token")
+            begin = begin_of_document or configured(config, BEGIN)
+            return cls(file.read_bytes(), end_of_document=end, begin_of_document=begin)
         except OSError as error:
             accepted = "give a tokenizer.json, or a folder with one in it"
             raise ValueError(f"{error.filename} cannot be read ({error.strerror}); {accepted}") from error

@@ -76,8 +76,12 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
     return tokenizer
 
 
-def configured_end(file: Path) -> str | None:
-    """The `eos_token` of a tokenizer_config.json; None without one or without such a file.
+BEGIN = "begin_of_document"
+"""In a tokenizer_config.json that a store has: the name of the token in front of each document."""
+
+
+def configured(file: Path, name: str) -> str | None:
+    """A token's name in a tokenizer_config.json; None without it or without such a file.
 
     Raises:
         ValueError: the file is broken.
@@ -86,8 +90,8 @@ def configured_end(file: Path) -> str | None:
     if not file.exists():
         return None
     try:
-        end = json.loads(file.read_bytes()).get("eos_token")
-        return cast(str | None, end["content"] if isinstance(end, dict) else end)
+        token = json.loads(file.read_bytes()).get(name)
+        return cast(str | None, token["content"] if isinstance(token, dict) else token)
     except (ValueError, AttributeError, KeyError) as error:
         raise ValueError(f"{file.name} is broken ({error}); repair it, or give end_of_document") from error
 

@@ -20,6 +20,8 @@ from armillary.data import (
 )
 from armillary.train.config import Config, DataConfig
 
+PACKED = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
+"""Suffixes of files that hold more than their text."""
 PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
 
@@ -35,8 +37,17 @@ def open_stores(config: DataConfig) -> list[TokenStore]:
 
 
 def open_path(path: Path) -> TokenStore:
+    """A store, or text as bytes.
+
+    Raises:
+        ValueError: files that are neither, as far as their names tell.
+    """
     if is_store(path):
         return open_store(path)
+    if path.suffix in PACKED or (path / "tokens.bin").exists():
+        raise ValueError(
+            f"{path} is no text to be read as it is; make a token store of it with `armillary-data prepare`"
+        )
     return TokenStore.of(read_documents(path), ByteTokenizer(), str(path))
 
 

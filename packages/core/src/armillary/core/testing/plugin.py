@@ -1,14 +1,15 @@
-"""The pytest side of the test worlds: import `worlds` in a conftest.py."""
+"""The pytest side of the test worlds: import its fixtures in a conftest.py."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 
 import pytest
+import torch
 
 from armillary.core.testing.world import Worlds
 
-__all__ = ["worlds"]
+__all__ = ["one_thread", "worlds"]
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,12 @@ def worlds() -> Generator[Worlds]:
     opened = Worlds()
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Generator[None]:
+    """Tensors of tests are tiny: waiting for a second thread, beside other processes, costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

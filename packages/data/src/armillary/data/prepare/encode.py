@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from armillary.data.corpus import Document
-from armillary.data.formats.folder import TOKENIZER
+from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
 from armillary.data.order import stable_hash
 from armillary.data.prepare.sources import Invalid, Piece, documents
 from armillary.data.prepare.writer import Part
@@ -51,7 +51,6 @@ class Encoder:
     """Turns pieces into tokens, with the tokenizer in a folder; without a `tokenizer.json` there, bytes are tokens."""
 
     folder: Path
-    begin_of_document: str | None
     invalid: OnInvalid
 
     def __call__(self, piece: Piece) -> Encoded:
@@ -59,7 +58,7 @@ class Encoder:
         Raises:
             ValueError: a file that cannot be read any more, or a document that `invalid` does not let pass.
         """
-        tokenizer, found = tokenizer_in(self.folder, self.begin_of_document), Encoded()
+        tokenizer, found = tokenizer_in(self.folder), Encoded()
         for texts in _batches(self._texts(piece, tokenizer, found.counts)):
             found.tokens += encode_all(texts, tokenizer)
             found.hashes += map(stable_hash, texts)
@@ -111,16 +110,16 @@ class Encoded:
         return Part(joined.astype(dtype, copy=False), lengths, np.array(self.hashes, np.uint64))
 
 
-def tokenizer_in(folder: Path, begin_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer of a store, finished or not, read once in each process."""
-    file = folder / TOKENIZER
-    return _read(folder, begin_of_document, file.stat().st_mtime_ns) if file.exists() else ByteTokenizer()
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """The tokenizer of a store, finished or not, built once in each process."""
+    files = folder / TOKENIZER, folder / TOKENIZER_CONFIG
+    return _built(folder, *(file.read_bytes() for file in files)) if files[0].exists() else ByteTokenizer()
 
 
 @lru_cache(maxsize=1)
-def _read(folder: Path, begin_of_document: str | None, changed: int) -> Tokenizer:
-    """The tokenizer that is there since `changed`: another store may have been in the folder before."""
-    return TextTokenizer.read(folder, begin_of_document=begin_of_document)
+def _built(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
+    """The tokenizer of a folder with these files; another store may have been in it before."""
+    return TextTokenizer.read(folder)
 
 
 def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import get_args
@@ -14,11 +14,12 @@ import numpy as np
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
-from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, partial_folder
+from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, partial_folder, put_back
 from armillary.data.prepare.workers import cpus, in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary
 from armillary.data.text_tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decoded, train_bpe
+from armillary.data.tokenizer_json import BEGIN
 from armillary.data.tokens import Tokenizer
 
 TRAINED_ON = 2**28
@@ -73,7 +74,8 @@ def prepare(
     """Makes the store, or goes on where a run that was stopped left it; returns its header.
 
     The same input gives the same files byte for byte, whatever the number of workers and however often it was stopped.
-    A store that is there and was made of just this is left as it is.
+    A store that is there and was made of just this is left as it is. Worker processes import the caller's main module,
+    so a script calls this under `if __name__ == "__main__":`.
 
     Args:
         workers: processes; by default as many as there are CPUs to run on.
@@ -85,11 +87,14 @@ def prepare(
     """
     workers = cpus() if workers is None else workers
     _check_settings(plan, workers)
+    if plan.output.is_symlink():
+        plan = replace(plan, output=plan.output.resolve())  # what it points to is what is meant
     _check_places(plan)
     found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.piece_bytes)
     key = plan_key(plan, found)
     try:
         with alone(plan.output):
+            put_back(plan.output)
             if plan.output.exists():
                 _check_is_store(plan.output)
                 if not plan.overwrite:
@@ -121,9 +126,10 @@ def choose_tokenizer(plan: Preparation, found: Sequence[Piece]) -> Tokenizer:
     if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
         is_trained = plan.tokenizer == "bpe"
         made = train_bpe(_sample(found), plan.vocab_size) if is_trained else given_tokenizer(plan)
-        write_file(folder / TOKENIZER_CONFIG, json.dumps({"eos_token": made.end_name}).encode())
+        names = {"eos_token": made.end_name, BEGIN: plan.begin_of_document}
+        write_file(folder / TOKENIZER_CONFIG, json.dumps(names).encode())
         write_file(folder / TOKENIZER, made.definition)
-    return tokenizer_in(folder, plan.begin_of_document)
+    return tokenizer_in(folder)
 
 
 def encode(
@@ -139,7 +145,7 @@ def encode(
     Raises:
         ValueError: there is not a single document in the input.
     """
-    encoder = Encoder(partial_folder(plan.output), plan.begin_of_document, plan.invalid)
+    encoder = Encoder(partial_folder(plan.output), plan.invalid)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
     with StoreWriter(plan.output, dtype) as writer:
         progress = Progress("encoding", sum(piece.bytes for piece in found[: writer.parts]), 0, writer.tokens)
@@ -150,6 +156,8 @@ def encode(
             writer.add(encoded.part(tokenizer.end_of_document, dtype), asdict(progress.counts))
             progress.bytes_done, progress.tokens = progress.bytes_done + piece.bytes, writer.tokens
             report(progress)
+        if plan_key(plan, found) != key:
+            raise ValueError("an input file has changed while it was read; start over with --overwrite")
         if not writer.documents:
             raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document in there holds any text")
         summary = {"plan": key, "begin_of_document": plan.begin_of_document, **asdict(progress.counts)}
@@ -174,6 +182,8 @@ def _check_settings(plan: Preparation, workers: int) -> None:
 def _check_places(plan: Preparation) -> None:
     """Refuses inputs that are stores, and an output that would be part of its own input, or take its place."""
     output = plan.output.resolve()
+    if not plan.output.name:
+        raise ValueError(f"the output {plan.output} has no name of its own; give the path of a folder to be made")
     for path in plan.inputs:
         if is_folder(path):
             raise ValueError(f"{path} is a token store already; give text, JSONL, Parquet or a saved dataset")
@@ -200,7 +210,11 @@ def _finished(output: Path, key: str) -> Header:
 
 
 def _sample(found: Sequence[Piece]) -> Iterator[str]:
-    """Text of pieces evenly spread over the input, `TRAINED_ON` bytes in all at most."""
-    every = -(-sum(piece.bytes for piece in found) // TRAINED_ON)
-    texts = (document for piece in found[::every] for document in documents(piece))
-    return (decoded(document.text)[0] for document in texts if not isinstance(document, Invalid))
+    """Text from the beginning of pieces evenly spread over the input, `TRAINED_ON` bytes in all at most."""
+    chosen = found[:: -(-sum(piece.bytes for piece in found) // TRAINED_ON)]
+    for piece in chosen:
+        room = -(-TRAINED_ON // len(chosen))
+        for document in documents(piece):
+            if not isinstance(document, Invalid) and room > 0:
+                yield decoded(document.text[:room])[0]
+                room -= len(document.text)

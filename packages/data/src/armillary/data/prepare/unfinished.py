@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from armillary.data.formats.folder import write_file
 
-PROGRESS = "progress.json"
+PROGRESS, OLDER = "progress.json", "older"
 
 
 def partial_folder(path: Path) -> Path:
@@ -60,22 +60,26 @@ def _write_plan(folder: Path, plan: str) -> None:
     write_file(folder / PROGRESS, json.dumps({"plan": plan, "parts": 0, "counts": {}, "files": {}}).encode())
 
 
+def put_in_place(path: Path) -> None:
+    """Moves the folder to `path`. A store that was there is in the new one for a moment, so nobody else's file is."""
+    folder = partial_folder(path)
+    if path.exists():
+        shutil.rmtree(folder / OLDER, ignore_errors=True)
+        path.rename(folder / OLDER)
+    folder.rename(path)
+    clear_older(path)
+
+
+def put_back(path: Path) -> None:
+    """Undoes the first half of `put_in_place`, if a kill came before the other one."""
+    if (partial_folder(path) / OLDER).exists() and not path.exists():
+        (partial_folder(path) / OLDER).rename(path)
+
+
 def clear_older(path: Path) -> None:
     """What is left to do when a store has come to its place: removes the one that was there before."""
-    remove(older(path))
+    shutil.rmtree(path / OLDER, ignore_errors=True)
     (path / PROGRESS).unlink(missing_ok=True)  # last, as a sign that all is done
-
-
-def older(path: Path) -> Path:
-    return path.with_name(path.name + ".older")
-
-
-def remove(path: Path) -> None:
-    """A folder, a file, a link, or nothing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

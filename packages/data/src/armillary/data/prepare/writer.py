@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, write_file
-from armillary.data.prepare.unfinished import PROGRESS, clear_older, older, partial_folder, remove
+from armillary.data.prepare.unfinished import PROGRESS, partial_folder, put_in_place
 from armillary.data.store import Index, Integers, Vocabulary
 
 SYNC_SECONDS = 2.0
@@ -134,11 +134,7 @@ class StoreWriter:
         name = self._dtype.newbyteorder("=").name
         header = Header(name, self.tokens, self.documents, vocabulary, checksums, summary)
         header.write(self.folder)
-        if self.path.exists():
-            remove(older(self.path))
-            self.path.rename(older(self.path))
-        self.folder.rename(self.path)
-        clear_older(self.path)
+        put_in_place(self.path)
         return header
 
     def __enter__(self) -> Self:

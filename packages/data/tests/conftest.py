@@ -1,0 +1,3 @@
+from armillary.core.testing.plugin import one_thread
+
+__all__ = ["one_thread"]
