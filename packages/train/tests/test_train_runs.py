@@ -206,7 +206,7 @@ def test_what_cannot_be_started_is_refused_on_every_rank_with_one_line(worlds, t
         ("--data.sequence-length", "3", "--parallel.ring", "4"): "a sequence of 3 tokens is shorter than its 4 shards",
         ("--data.path", str(tmp_path / "none")): f"{tmp_path / 'none'}",
         ("--data.path", str(tmp_path / "posts.jsonl")): "is no text to be read as it is; make a token store of it",
-        ("--data.path", str(tmp_path / "file"), "--model.vocab-size", "200"): "the tokens of the data go up to 256; give at least 257",
+        ("--data.path", str(tmp_path / "file"), "--model.vocab-size", "200"): "the tokens of the data go up to 256",
         ("--data.weights", "1", "2"): "--data.weights has 2 numbers for 0 paths; give one for each of --data.path",
         ("--parallel.attention", "telepathy"): "no attention method 'telepathy'; known: local, ring, token_ring,",
         ("--parallel.attention", "ring"): "ring would leave axis 'ulysses' with 2 ranks unused",
