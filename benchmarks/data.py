@@ -37,7 +37,7 @@ from armillary.data.prepare.unfinished import begin
 from armillary.data.prepare.writer import Part, StoreWriter
 from armillary.data.text_tokenizer import decoded, train_bpe
 
-COPIES = 2
+COPIES = 6
 """Of Python's own text, some 12 MB."""
 ROW, ROWS, SHARDS = 2**17, 64, 8
 """Tokens of a row, rows that are read, shards of a row."""

@@ -54,7 +54,7 @@ class Preparation:
     text_field: str = "text"
     invalid: OnInvalid = "replace"
     overwrite: bool = False
-    piece_bytes: int = 8 << 20
+    piece_bytes: int = 1 << 20
 
 
 @dataclass
