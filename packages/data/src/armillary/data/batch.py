@@ -19,7 +19,7 @@ class Batch:
     Args:
         tokens: int64 [B, T].
         labels: int64 [B, T], the token that follows each of `tokens` in its document, or `IGNORE`.
-        positions: int64 [B, T], counted from the start of the row or, if they are reset, of the document.
+        positions: int64 [B, T], counted from the start of the row or, if they are reset, of the document's piece.
         documents: for each row the boundaries of its documents (0, end of the first, ..., N), the same on all shards:
             what an attention mask takes. Padding at the end of a row is a document of its own.
         layout: which tokens of the rows each shard holds.

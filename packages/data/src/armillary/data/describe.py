@@ -10,7 +10,8 @@ import numpy as np
 
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data.epochs import Waste
-from armillary.data.packing import Index, best_fit, greedy, one_per_row
+from armillary.data.order import Index
+from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.rows import PackedSequences
 from armillary.data.store import TokenStore
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from armillary.core import Spans, cut_at
 from armillary.data.batch import IGNORE
-from armillary.data.order import permutation
-from armillary.data.packing import Index, Packed, Packing, Piece
+from armillary.data.order import Index, permutation
+from armillary.data.packing import Packed, Packing, Piece
 from armillary.data.store import TokenStore
 
 

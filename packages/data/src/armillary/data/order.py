@@ -9,6 +9,9 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+Index = npt.NDArray[np.int64]
+"""Numbers of documents, tokens or places."""
+
 
 def stable_hash(key: bytes | str) -> int:
     """64 bits that depend on `key` alone, evenly spread; Python's own `hash` differs from process to process.
@@ -19,7 +22,7 @@ def stable_hash(key: bytes | str) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
 
 
-def bits(key: str, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def bits(key: str, places: Index) -> npt.NDArray[np.uint64]:
     """64 random bits for each of `places`: output number `place` of the splitmix64 generator that `key` starts.
 
     Any of them is had at once, without those before it.
@@ -35,7 +38,7 @@ def bits(key: str, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     return x
 
 
-def permutation(n: int, key: str) -> npt.NDArray[np.int64]:
+def permutation(n: int, key: str) -> Index:
     """The numbers 0..n-1 in an order that depends on `n` and `key` alone: int64 [n]."""
     return np.argsort(bits(key, np.arange(n)), kind="stable")
 

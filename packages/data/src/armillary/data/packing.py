@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from armillary.data.order import permutation
-
-Index = npt.NDArray[np.int64]
+from armillary.data.order import Index, permutation
 
 
 @dataclass(frozen=True)

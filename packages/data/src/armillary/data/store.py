@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.data.corpus import Document
-from armillary.data.order import bits, stable_hash
+from armillary.data.order import Index, bits, stable_hash
 from armillary.data.tokens import Tokenizer
 
 Integers = npt.NDArray[np.integer[Any]]
-Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from armillary.data.formats.arrow import is_arrow, open_arrow
-from armillary.data.formats.folder import is_folder, open_folder, reading, verify_folder
+from armillary.data.formats.folder import is_folder, open_folder, partial_folder, reading, verify_folder
 from armillary.data.formats.megatron import megatron_prefix, open_megatron
 from armillary.data.store import TokenStore, check_tokenizer
 from armillary.data.tokens import Tokenizer
@@ -47,17 +47,11 @@ def is_store(path: str | os.PathLike[str]) -> bool:
     """Whether `open_store` would know what to do with the path, or with what `prepare` has begun to write there."""
     path = Path(path)
     with reading(path):
-        return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or _unfinished(path).is_dir()
-
-
-def _unfinished(path: Path) -> Path:
-    return Path(f"{path}.partial")  # with_name would refuse "." and "/"
+        return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or partial_folder(path).is_dir()
 
 
 def _missing(path: Path) -> str:
     accepted = "give a folder made by `armillary-data prepare`, a Megatron .bin/.idx pair, or a saved `datasets` folder"
-    if _unfinished(path).is_dir():
-        return (
-            f"{path} is not finished; run the same `armillary-data prepare` again, it goes on from {_unfinished(path)}"
-        )
+    if (partial := partial_folder(path)).is_dir():
+        return f"{path} is not finished; run the same `armillary-data prepare` again, it goes on from {partial}"
     return f"{path} {'holds no tokens' if path.exists() else 'does not exist'}; {accepted}"

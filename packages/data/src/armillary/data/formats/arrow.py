@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from armillary.data.optional import optional
 from armillary.data.store import Integers, TokenStore, Vocabulary
 
 
@@ -34,8 +35,7 @@ def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
 
 def _lists(path: Path, table: Any, column: str) -> list[Any]:
     """The column's chunks: Arrow arrays of lists of integers."""
-    import pyarrow.types as kinds  # pyright: ignore[reportMissingTypeStubs]
-
+    kinds = optional("pyarrow", "datasets").types
     if column not in table.column_names:
         raise ValueError(f"{path} has no column {column!r}; its columns are {', '.join(table.column_names)}")
     found = table.column(column)
@@ -56,12 +56,7 @@ def load_rows(path: Path) -> Any:
         ImportError: `datasets` is not installed.
         ValueError: the folder holds several splits, or cannot be read.
     """
-    try:
-        import datasets  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: reading it takes the datasets package: pip install 'armillary-data[datasets]'"
-        ) from error
+    datasets = optional("datasets", "datasets")
     try:
         rows: Any = datasets.load_from_disk(str(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -120,6 +120,11 @@ def write_file(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
+def partial_folder(path: Path) -> Path:
+    """Where a store is until it is complete."""
+    return Path(f"{path}.partial")  # with_name would refuse "." and "/"
+
+
 def is_folder(path: Path) -> bool:
     return (path / HEADER).is_file()
 

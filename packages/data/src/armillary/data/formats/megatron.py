@@ -11,7 +11,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.store import Index, TokenStore, Vocabulary
+from armillary.data.order import Index
+from armillary.data.store import TokenStore, Vocabulary
 
 SAMPLED = 2**12
 """Tokens of the beginning, and of all over the file, by which it is told from others."""

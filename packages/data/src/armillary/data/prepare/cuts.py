@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from armillary.data.formats.arrow import load_rows
 from armillary.data.optional import optional
 from armillary.data.prepare.readers import (
     File,
@@ -99,7 +100,7 @@ def _bytes_of(group: Any, field: str) -> int:
 
 
 def _cut_dataset(folder: File, field: str, size: int) -> Iterator[Piece]:
-    dataset = optional("datasets", "datasets").load_from_disk(str(folder.path))
+    dataset = load_rows(folder.path)
     _check_column(folder.path, field, dataset.data.schema)
     rows, total = len(dataset), dataset.data.column(field).nbytes
     step = max(1, rows * size // max(total, 1))

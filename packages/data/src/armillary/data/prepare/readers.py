@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from armillary.data.corpus import Document
+from armillary.data.formats.arrow import load_rows
 from armillary.data.optional import optional
 
 ROWS = 64
@@ -113,7 +114,7 @@ def read_parquet(piece: Piece) -> Iterator[Document | Invalid]:
 
 def read_dataset(piece: Piece) -> Iterator[Document | Invalid]:
     """Some rows of a folder that `datasets.Dataset.save_to_disk` wrote."""
-    dataset = optional("datasets", "datasets").load_from_disk(str(piece.path)).with_format("arrow")
+    dataset = load_rows(piece.path).with_format("arrow")
     starts = range(piece.start, piece.stop, ROWS)
     tables = (dataset[start : min(start + ROWS, piece.stop)] for start in starts)
     yield from _rows(piece.name, piece.start, (table.column(piece.text_field) for table in tables))

@@ -11,10 +11,10 @@ from typing import get_args
 
 import numpy as np
 
-from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, write_file
+from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, partial_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
-from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, partial_folder, put_back
+from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, put_back
 from armillary.data.prepare.workers import cpus, in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary

@@ -10,13 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from armillary.data.formats.folder import write_file
+from armillary.data.formats.folder import partial_folder, write_file
 
 PROGRESS, OLDER = "progress.json", "older"
-
-
-def partial_folder(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
 
 
 def begin(path: Path, plan: str, start_over: bool) -> None:

@@ -19,9 +19,10 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, write_file
-from armillary.data.prepare.unfinished import PROGRESS, partial_folder, put_in_place
-from armillary.data.store import Index, Integers, Vocabulary
+from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, partial_folder, write_file
+from armillary.data.order import Index
+from armillary.data.prepare.unfinished import PROGRESS, put_in_place
+from armillary.data.store import Integers, Vocabulary
 
 SYNC_SECONDS = 2.0
 """How much work a kill may cost."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from armillary.core import SequenceLayout
-from armillary.data.synthetic.draws import Ints
+from armillary.data.order import Index
 
 
 class Owners:
@@ -20,7 +20,7 @@ class Owners:
         self._shards = np.array([shard for _, shard in runs], np.int64)
         self._strided = [(span, shard) for span, shard in spans if span.step > 1]
 
-    def of(self, positions: Ints) -> Ints:
+    def of(self, positions: Index) -> Index:
         """The shard that holds each of `positions`, of any shape."""
         found = np.zeros_like(positions)
         if len(self._starts):
@@ -49,17 +49,17 @@ class Matching:
         holding: [2, c], the shards of each pair's key and value; earlier pairs are taken first.
     """
 
-    def __init__(self, asking: Ints, holding: Ints) -> None:
+    def __init__(self, asking: Index, holding: Index) -> None:
         self._asking, self._holding = asking, holding
         self._free = np.ones(holding.shape[1], bool)
-        self.pairs: Ints = np.full(len(asking), -1, np.int64)
+        self.pairs: Index = np.full(len(asking), -1, np.int64)
         """[q], which pair each query got, or -1."""
         for shard in np.unique(asking):
             self._take(shard)
         for shard in np.unique(asking[self.pairs < 0]):
             self._take_from_others(shard)
 
-    def _elsewhere(self, shard: int) -> Ints:
+    def _elsewhere(self, shard: int) -> Index:
         """Free pairs that don't touch `shard`."""
         return np.flatnonzero(self._free & (self._holding != shard).all(0))
 

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from armillary.data.batch import IGNORE
-from armillary.data.synthetic.draws import Ints, draw
+from armillary.data.order import Index
+from armillary.data.synthetic.draws import draw
 from armillary.data.synthetic.task import check_least, checked, tensor
 
 
@@ -54,7 +55,7 @@ class Copy:
         asked = (at >= self.length // 2) & (at < self.length - 1)
         return tensor(np.where(asked, self._tokens(row, at + 1), IGNORE))
 
-    def _tokens(self, row: int, at: Ints) -> Ints:
+    def _tokens(self, row: int, at: Index) -> Index:
         middle = self.length // 2
         source = np.where(at > middle, at - middle - 1, at)
         drawn = draw(f"copy, row {row}, seed {self.seed}", source, self.symbols)

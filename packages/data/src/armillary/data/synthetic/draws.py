@@ -7,19 +7,16 @@ the place, so each rank draws only those that it needs, and all ranks draw the s
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from armillary.data.order import bits, permutation
-
-Ints = NDArray[np.int64]
+from armillary.data.order import Index, bits, permutation
 
 
-def draw(key: str, places: Ints, n: int) -> Ints:
+def draw(key: str, places: Index, n: int) -> Index:
     """A number of 0..n-1 for each of `places`, uniform but for a bias of n / 2**64."""
     return (bits(key, places) % np.uint64(n)).astype(np.int64)
 
 
-def distinct(key: str, n: int, count: int) -> Ints:
+def distinct(key: str, n: int, count: int) -> Index:
     """`count` different numbers of 0..n-1 in random order, every choice as likely; work is O(count), not O(n).
 
     Needs count <= n.

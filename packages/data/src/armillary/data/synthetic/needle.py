@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from armillary.data.batch import IGNORE
-from armillary.data.synthetic.draws import Ints, draw
+from armillary.data.order import Index
+from armillary.data.synthetic.draws import draw
 from armillary.data.synthetic.task import check_least, checked, tensor
 
 
@@ -85,7 +86,7 @@ class Needle:
             return round(self.depth * self._room)
         return int(draw(self._key("depth", row), np.zeros(1, np.int64), self._room + 1)[0])
 
-    def _tokens(self, row: int, at: Ints) -> Ints:
+    def _tokens(self, row: int, at: Index) -> Index:
         # Place 0 of the needle is its key; elsewhere in the row, `within` is below 0 or too large.
         within = at - np.where(at < self._question, self._start(row), self._question)
         key = draw(self._key("key", row), np.zeros_like(at), self.keys)

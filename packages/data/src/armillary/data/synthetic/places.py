@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.core import SequenceLayout
+from armillary.data.order import Index
 from armillary.data.synthetic.across import Matching, owners
-from armillary.data.synthetic.draws import Ints, distinct
+from armillary.data.synthetic.draws import distinct
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Places:
         if self.across is not None and self.across.length != self.length:
             raise ValueError(f"across is a layout of {self.across.length} tokens; the row has {self.length}")
 
-    def draw(self, key: str) -> tuple[Ints, Ints]:
+    def draw(self, key: str) -> tuple[Index, Index]:
         """Different places of pairs [pairs] and of queries [queries]; query i asks for pair i. Work is O(pairs).
 
         Raises:
@@ -62,11 +63,11 @@ class Places:
             before, behind = 2 * before, 2 * behind
         return found
 
-    def positions(self, places: Ints) -> Ints:
+    def positions(self, places: Index) -> Index:
         """Where the first token of each place stands."""
         return self.length % 2 + 2 * places
 
-    def locate(self, positions: Ints) -> tuple[Ints, Ints]:
+    def locate(self, positions: Index) -> tuple[Index, Index]:
         """The place of each position, and whether it is the first token (0) or the second (1)."""
         return np.divmod(positions - self.length % 2, 2)
 
@@ -85,13 +86,13 @@ class Places:
         """Places that a pair may take: the first ones."""
         return self.length // 2 - self._behind - self._between
 
-    def _candidates(self, key: str, before: int, behind: int) -> tuple[Ints, Ints]:
+    def _candidates(self, key: str, before: int, behind: int) -> tuple[Index, Index]:
         """So many places for pairs, and for queries, or all that there are; in random order."""
         pairs = distinct(f"{key}, pairs", self._before, min(before, self._before))
         queries = distinct(f"{key}, queries", self._behind, min(behind, self._behind))
         return pairs, queries + self.length // 2 - self._behind
 
-    def _choose(self, pairs: Ints, queries: Ints) -> tuple[Ints, Ints] | None:
+    def _choose(self, pairs: Index, queries: Index) -> tuple[Index, Index] | None:
         """Of such candidates those that `across` allows, or None where they are too few."""
         assert self.across is not None
         shard = owners(self.across)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from armillary.core import SequenceLayout
 from armillary.data.batch import IGNORE
-from armillary.data.order import stable_hash
-from armillary.data.synthetic.draws import Ints, distinct, draw
+from armillary.data.order import Index, stable_hash
+from armillary.data.synthetic.draws import distinct, draw
 from armillary.data.synthetic.places import Places
 from armillary.data.synthetic.task import check_least, checked, tensor
 
@@ -101,7 +101,7 @@ class AssociativeRecall:
     def _places(self) -> Places:
         return Places(self.length, self.pairs, self.queries, self.gap, self.tail, self.across)
 
-    def _find(self, row: int, at: Ints) -> tuple[Ints, NDArray[np.bool_], NDArray[np.bool_]]:
+    def _find(self, row: int, at: Index) -> tuple[Index, NDArray[np.bool_], NDArray[np.bool_]]:
         """The pair that each position belongs to or asks for, or -1; whether it asks; whether it holds the value."""
         stored, asking = _drawn(self._places, self._key("places", row))
         marked = np.concatenate([stored, asking])
@@ -112,10 +112,10 @@ class AssociativeRecall:
         asks = pair >= self.pairs
         return np.where(asks, pair - self.pairs, pair), asks, second == 1
 
-    def _keys(self, row: int, pair: Ints) -> Ints:
+    def _keys(self, row: int, pair: Index) -> Index:
         return distinct(self._key("keys", row), self.keys, self.pairs)[pair]
 
-    def _values(self, row: int, pair: Ints) -> Ints:
+    def _values(self, row: int, pair: Index) -> Index:
         return self.keys + draw(self._key("values", row), pair, self.values)
 
     def _key(self, what: str, row: int) -> str:
@@ -124,5 +124,5 @@ class AssociativeRecall:
 
 # A row's tokens and labels are asked for one after the other.
 @lru_cache(maxsize=16)
-def _drawn(places: Places, key: str) -> tuple[Ints, Ints]:
+def _drawn(places: Places, key: str) -> tuple[Index, Index]:
     return places.draw(key)

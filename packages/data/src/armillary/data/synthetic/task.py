@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.data.synthetic.draws import Ints
+from armillary.data.order import Index
 
 
 class Task(Protocol):
@@ -36,7 +36,7 @@ class Task(Protocol):
         ...
 
 
-def checked(length: int, row: int, positions: Tensor) -> Ints:
+def checked(length: int, row: int, positions: Tensor) -> Index:
     """`positions` [T] as int64 on the CPU.
 
     Raises:
@@ -51,7 +51,7 @@ def checked(length: int, row: int, positions: Tensor) -> Ints:
     return found.numpy()
 
 
-def tensor(numbers: Ints) -> Tensor:
+def tensor(numbers: Index) -> Tensor:
     """int64, on the CPU, in memory of its own."""
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
 
