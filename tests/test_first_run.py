@@ -29,7 +29,7 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
 
 
 def test_the_main_command_trains_on_four_ranks(tmp_path):
-    run = start(torchrun(4, "--train.steps", "12", "--train.log-every", "4"), tmp_path)
+    run = start(torchrun(4, "--train.steps", "12", "--log.every", "4"), tmp_path)
     assert run.returncode == 0, run.stderr
     steps = STEP.findall(run.stdout)
     assert [int(step) for step, *_ in steps] == [1, 4, 8, 12]

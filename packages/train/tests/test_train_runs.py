@@ -18,11 +18,14 @@ from armillary.models import Checkpointing
 from armillary.train import (
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    SaveConfig,
     Summary,
     TrainConfig,
+    ValidationConfig,
     prepare,
     process_group,
     train,
@@ -33,7 +36,9 @@ from armillary.train.cli import main
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),
     data=DataConfig(sequence_length=250, rows=4),
-    train=TrainConfig(steps=20, log_every=10, validate_every=20, validation_batches=2, device="cpu"),
+    validation=ValidationConfig(every=20, batches=2),
+    save=SaveConfig(every=20),
+    train=TrainConfig(steps=20, device="cpu"),
 )
 
 
@@ -161,7 +166,7 @@ def test_the_loss_falls(one_rank):
 
 
 def test_a_run_prints_what_was_promised(worlds, tmp_path):
-    short = replace(SMALL, train=replace(SMALL.train, steps=3, log_every=2))
+    short = replace(SMALL, log=LogConfig(every=2), train=replace(SMALL.train, steps=3))
     _, printed = on(worlds, 2, short, tmp_path)
     lines = printed.splitlines()
     assert [line.split(" loss:")[0] for line in lines[:3]] == ["step: 1", "step: 2", "step: 3"]

@@ -30,3 +30,8 @@ class Batch:
     positions: Tensor
     documents: tuple[tuple[int, ...], ...]
     layout: SequenceLayout
+
+    @property
+    def labelled(self) -> int:
+        """Tokens of this shard that have a label."""
+        return int((self.labels != IGNORE).sum())

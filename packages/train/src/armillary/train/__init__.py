@@ -1,17 +1,31 @@
 """A minimal FSDP2 trainer for sequences that are sharded over ranks."""
 
-from armillary.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from armillary.train.trainer import Run, Summary, prepare, process_group, train
+from armillary.train.build import Run, prepare, process_group
+from armillary.train.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SaveConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from armillary.train.trainer import Summary, train
 
 __all__ = [
     "Config",
     "DataConfig",
+    "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "Run",
+    "SaveConfig",
     "Summary",
     "TrainConfig",
+    "ValidationConfig",
     "prepare",
     "process_group",
     "train",

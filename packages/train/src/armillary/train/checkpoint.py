@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
 from armillary.train.config import Config
+
+if TYPE_CHECKING:
+    from armillary.train.build import Run
 
 
 def write_config(config: Config) -> None:
@@ -34,6 +39,32 @@ def write_config(config: Config) -> None:
         raise ValueError(
             f"--train.output {folder}: cannot be written to ({error.strerror}); name another folder"
         ) from error
+
+
+class Checkpoints:
+    """The checkpoints of a run. Used in a `with` block; every rank must call each method."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self.run, self.say = run, say
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def restore(self) -> int:
+        """Puts the run where its newest whole checkpoint left it; the step that is, 0 where there is none."""
+        return 0
+
+    def start(self, step: int) -> None:
+        """Begins to save the run as it is after `step`."""
+
+    def finish(self, step: int) -> Path:
+        """Makes sure that the run as it is after `step` is saved; where."""
+        return save_checkpoint(self.run.config.train.output, step, self.run.model, self.run.optimizer)
 
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimizer) -> Path:

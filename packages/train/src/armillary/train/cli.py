@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import tyro
 
+from armillary.train.build import prepare, process_group
 from armillary.train.config import Config
-from armillary.train.trainer import prepare, process_group, train
+from armillary.train.trainer import train
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -76,15 +76,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW, and its learning rate over the run."""
 
     lr: float = 3e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
     """Learning rate of the last step."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After the warm-up: half a cosine or a line down to min-lr; or the peak until the last decay-steps (wsd), or to
+    the end (constant)."""
     warmup_steps: int = 10
+    decay_steps: int | None = None
+    """Steps at the end in which wsd comes down to min-lr, on a line; by default a tenth of all steps."""
     weight_decay: float = 0.1
-    """Of matrices; norms have none."""
+    """Of matrices; norms and biases have none."""
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0
@@ -94,22 +99,72 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class ValidationConfig:
+    """What is looked at between steps, with the model as it is then."""
+
+    every: int = 40
+    """Steps between validations; one is always made after the last step."""
+    batches: int = 4
+    """Batches of held-out rows, the same each time."""
+    tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
+    """Long-context tasks with a known answer, as long as a row; the share of right answers is shown."""
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    """Checkpoints: outputs/checkpoint/step-N, whole or not there at all. The last step is always saved."""
+
+    every: int = 40
+    """Steps between checkpoints."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = None
+    """Checkpoints of steps that this number divides are kept for good."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in the host's memory."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest whole checkpoint in the output folder; never: refuse a folder that has any."""
+    export: bool = False
+    """Write the weights as a Hugging Face folder too, after the last step: outputs/export/step-N."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run tells of itself. Every step stands in outputs/metrics.jsonl."""
+
+    every: int = 10
+    """Steps between log lines."""
+    tensorboard: bool = False
+    """Write events for TensorBoard to outputs/tb."""
+    wandb: str | None = None
+    """Project at Weights & Biases to log to."""
+    profile: tuple[int, ...] = ()
+    """Steps of which torch's profiler writes a trace to outputs/profile."""
+    memory_snapshot: tuple[int, ...] = ()
+    """Steps after which the allocator's history is written to outputs/profile; cuda only."""
+    plot: bool = True
+    """Draw outputs/loss.png at the end, where matplotlib is installed."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     steps: int = 80
+    accumulation: int = 1
+    """Parts that the rows of a step are trained on one after the other; data.rows is a multiple of them."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of forward and backward; auto: bfloat16 on cuda, float32 on cpu. Master weights and reductions are float32."""
-    log_every: int = 10
-    """Steps between log lines."""
-    validate_every: int = 40
-    """Steps between validations; one is always made after the last step."""
-    validation_batches: int = 4
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Of forward and backward; auto: bfloat16 on cuda, float32 on cpu. Master weights and reductions are float32, with
+    float64 all is float64."""
+    bad_step: Literal["stop", "skip"] = "stop"
+    """What to do about a loss or gradient that is not finite: stop, or leave the weights as they are and go on."""
+    bad_steps: int = 3
+    """Skipped steps in a row after which the run stops all the same."""
     timeout_minutes: float = 10.0
-    """How long any collective may wait for a missing rank."""
+    """How long any collective, and any step, may take before the run names the ranks that are missing and ends."""
     output: Path = Path("outputs")
-    """Folder for config.json, the resolved configuration, and for checkpoints."""
+    """Folder for all that a run writes; every rank must see the same one."""
 
 
 @dataclass(frozen=True)
@@ -121,48 +176,7 @@ class Config:
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-
-
-def check(config: Config) -> None:
-    """Refuses values that no run could use.
-
-    Raises:
-        ValueError: names the flag, its value and what would do.
-    """
-    least = {
-        "parallel.replicate": (config.parallel.replicate, 1),
-        "parallel.shard": (config.parallel.shard, 1),
-        "parallel.tp": (config.parallel.tp, 1),
-        "data.sequence-length": (config.data.sequence_length, 1),
-        "data.rows": (config.data.rows, 1),
-        "model.heads": (config.model.heads, 1),
-        "train.steps": (config.train.steps, 1),
-        "train.log-every": (config.train.log_every, 1),
-        "train.validate-every": (config.train.validate_every, 1),
-        "train.validation-batches": (config.train.validation_batches, 1),
-        "optimizer.warmup-steps": (config.optimizer.warmup_steps, 0),
-    }
-    for name, (value, minimum) in least.items():
-        if value < minimum:
-            raise ValueError(f"--{name} {value}: must be at least {minimum}")
-    if not 0 < config.data.validation_fraction < 1:
-        raise ValueError(f"--data.validation-fraction {config.data.validation_fraction}: must lie between 0 and 1")
-    if config.data.weights and len(config.data.weights) != len(config.data.path):
-        given = f"{len(config.data.weights)} numbers for {len(config.data.path)} paths"
-        raise ValueError(f"--data.weights has {given}; give one for each of --data.path")
-    for name, value in {
-        "train.timeout-minutes": config.train.timeout_minutes,
-        "optimizer.lr": config.optimizer.lr,
-        "optimizer.clip-norm": config.optimizer.clip_norm,
-    }.items():
-        if not value > 0:
-            raise ValueError(f"--{name} {value}: must be above 0")
-    if config.model.dim % config.model.heads:
-        raise ValueError(f"--model.dim {config.model.dim} is not a multiple of --model.heads {config.model.heads}")
-    replicas = config.parallel.replicate * config.parallel.shard
-    if config.data.rows % replicas:
-        raise ValueError(
-            f"--data.rows {config.data.rows} cannot be shared by replicate {config.parallel.replicate} x shard "
-            f"{config.parallel.shard}; make it a multiple of {replicas}"
-        )

@@ -60,26 +60,19 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Stopwatch:
-    """Tokens and seconds of training: since the rate was last read, and in all. What is paused does not count."""
+    """Tokens and seconds of training, in all and in the last step. What is paused does not count."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.tokens = self.all_tokens = 0
-        self.seconds = self.all_seconds = 0.0
+        self.tokens, self.seconds, self.last_rate = 0, 0.0, 0.0
         self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
         """Books `tokens` as trained on in the time that has run since the last call."""
         now = self.clock()
         passed, self.running_since = now - self.running_since, now
-        self.seconds, self.all_seconds = self.seconds + passed, self.all_seconds + passed
-        self.tokens, self.all_tokens = self.tokens + tokens, self.all_tokens + tokens
-
-    def rate(self) -> float:
-        """Tokens per second since the last call of `rate`."""
-        rate = self.tokens / self.seconds
-        self.tokens, self.seconds = 0, 0.0
-        return rate
+        self.seconds, self.tokens = self.seconds + passed, self.tokens + tokens
+        self.last_rate = tokens / passed
 
     @contextmanager
     def paused(self) -> Generator[None]:

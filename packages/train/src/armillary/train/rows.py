@@ -85,7 +85,7 @@ def load_rows(
             part,
             layout=attention.layout(length, kind),
             shard=attention.shard,
-            rows_per_batch=config.data.rows // replicas,
+            rows_per_batch=config.data.rows // (replicas * config.train.accumulation),
             packing=PACKINGS[config.data.packing],
             weights=config.data.weights or None,
             seed=config.train.seed,

@@ -46,7 +46,7 @@ class World:
         timeout: seconds that one `run` may take, and that a collective may wait.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         self.size, self.timeout = size, timeout
         self._folder: Path | None = None
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []

@@ -23,7 +23,7 @@ from armillary.train.config import OptimizerConfig
 from armillary.train.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.train.memory.simulated_flash import SimulatedFlash
 from armillary.train.memory.world import fake_world
-from armillary.train.trainer import build_optimizer, clip_gradients
+from armillary.train.optimizer import build_optimizer, clip_gradients
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,113 @@
+"""What a run is made of, built and sharded from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from armillary.attention import AttentionMask, build_attention
+from armillary.core import Axis, build_mesh, start_process_group
+from armillary.core.mesh import world_size
+from armillary.data import Batch, PackedSequences
+from armillary.models import Llama, LlamaConfig, initialize
+from armillary.models.parallel import parallelize
+from armillary.train.check import check
+from armillary.train.checkpoint import write_config
+from armillary.train.config import Config, ModelConfig
+from armillary.train.optimizer import build_optimizer
+from armillary.train.parallel import choose_axes, choose_device, data_mesh
+from armillary.train.rows import load_rows, open_stores, vocabulary_size
+
+
+@dataclass
+class Run:
+    """Everything that a run needs, built and sharded. `data` is the axis of all ranks that hold tokens of a step."""
+
+    config: Config
+    device: torch.device
+    data: Axis
+    model: Llama
+    optimizer: AdamW
+    training: PackedSequences
+    validation: PackedSequences
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.training.tokens_per_batch * self.config.train.accumulation
+
+    def mask(self, batch: Batch) -> AttentionMask:
+        return AttentionMask(documents=batch.documents if self.config.data.document_mask else None)
+
+
+@contextmanager
+def process_group(config: Config) -> Generator[torch.device]:
+    """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
+    check(config)
+    device = choose_device(config.train)
+    mine = not dist.is_initialized()
+    if mine:
+        start_process_group(
+            device.type, timedelta(minutes=config.train.timeout_minutes), host_too=config.optimizer.on_host
+        )
+    yield device
+    if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
+        dist.destroy_process_group()
+
+
+def prepare(config: Config, device: torch.device) -> Run:
+    """Builds mesh, data, model and optimizer. Every rank must call it.
+
+    Raises:
+        ValueError: something in the configuration does not fit; raised before the first step.
+    """
+    timeout = timedelta(minutes=config.train.timeout_minutes)
+    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
+    attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
+    stores = open_stores(config.data)
+    model_config = llama_config(config.model, vocabulary_size(stores, config.model.vocab_size))
+    with torch.device("meta"):
+        model = Llama(model_config)
+    parallelize(
+        model,
+        mesh,
+        attention=attention,
+        checkpointing=config.checkpointing,
+        precision=precision(config, device),
+        on_host=config.optimizer.on_host,
+        compiler=config.parallel.compiler,
+    )
+    write_config(config)
+    replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
+    replicas = mesh["replicate"].size() * mesh["shard"].size()
+    training, validation = load_rows(config, stores, attention, replica, replicas)
+    model.to_empty(device="cpu" if config.optimizer.on_host else device)
+    initialize(model, config.train.seed)
+    optimizer = build_optimizer(model, config.optimizer)
+    return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation)
+
+
+def llama_config(config: ModelConfig, vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=config.dim,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        hidden_dim=config.hidden_dim,
+        rope_theta=config.rope_theta,
+    )
+
+
+def precision(config: Config, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward; master weights, gradients and the optimizer are float32 always."""
+    chosen = config.train.precision
+    if chosen == "auto":
+        chosen = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if chosen == "bfloat16" else torch.float32
