@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEP = re.compile(
     r"^step: (\d+) loss: (\d+\.\d{4}) grad_norm: \d+\.\d{4} lr: \d\.\d\de-\d\d memory: \d+\.\d\dGiB "
@@ -21,7 +19,7 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def torchrun(ranks: int, *flags: str) -> list[str]:
@@ -49,15 +47,9 @@ def test_without_torchrun_it_trains_on_one_process(tmp_path):
     assert " on 1 rank\n" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--parallel.ring", "3"], "= 3 ranks, but 2 are running; make the axes multiply to 2 or start 3 ranks"),
-        (["--data.path", "nowhere"], "nowhere"),
-    ],
-)
-def test_a_bad_start_says_why_in_a_line_for_each_rank_and_fails(tmp_path, flags, message):
-    run = start(torchrun(2, *flags), tmp_path)
+def test_a_bad_start_says_why_in_a_line_for_each_rank_and_fails(tmp_path):
+    run = start(torchrun(2, "--parallel.ring", "3"), tmp_path)
+    message = "= 3 ranks, but 2 are running; make the axes multiply to 2 or start 3 ranks"
     assert run.returncode != 0
     lines = [line for line in run.stderr.splitlines() if "armillary-train: " in line]
     # torchrun ends the other ranks as soon as one fails, so that one of them may not get to speak.

@@ -59,5 +59,5 @@ def compile_both() -> dict[str, bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_they_are_in_compiled_graphs(worlds, ranks):
-    for rank in worlds(ranks).run(compile_both, timeout=200):
+    for rank in worlds(ranks).run(compile_both):
         assert all(rank.values()), rank
