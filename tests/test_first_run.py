@@ -18,7 +18,7 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command in `folder` without a terminal, as one of this environment's programs."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
