@@ -38,6 +38,7 @@ SMALL = Config(
     data=DataConfig(sequence_length=250, rows=4),
     validation=ValidationConfig(every=20, batches=2),
     save=SaveConfig(every=20),
+    log=LogConfig(plot=False),
     train=TrainConfig(steps=20, device="cpu"),
 )
 
@@ -166,7 +167,7 @@ def test_the_loss_falls(one_rank):
 
 
 def test_a_run_prints_what_was_promised(worlds, tmp_path):
-    short = replace(SMALL, log=LogConfig(every=2), train=replace(SMALL.train, steps=3))
+    short = replace(SMALL, log=LogConfig(every=2, plot=False), train=replace(SMALL.train, steps=3))
     _, printed = on(worlds, 2, short, tmp_path)
     lines = printed.splitlines()
     assert [line.split(" loss:")[0] for line in lines[:3]] == ["step: 1", "step: 2", "step: 3"]

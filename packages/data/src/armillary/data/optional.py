@@ -6,8 +6,8 @@ from importlib import import_module
 from types import ModuleType
 
 
-def optional(module: str, extra: str) -> ModuleType:
-    """The package `module`, which the extra `extra` installs.
+def optional(module: str, extra: str, package: str = "armillary-data") -> ModuleType:
+    """The package `module`, which the extra `extra` of one of our packages installs.
 
     Raises:
         ImportError: it is not installed; says how to install it.
@@ -15,4 +15,4 @@ def optional(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} cannot be imported ({error}): pip install 'armillary-data[{extra}]'") from error
+        raise ImportError(f"{module} cannot be imported ({error}): pip install '{package}[{extra}]'") from error

@@ -17,7 +17,7 @@ from armillary.core.mesh import world_size
 from armillary.data import Batch, PackedSequences
 from armillary.models import Llama, LlamaConfig, initialize
 from armillary.models.parallel import parallelize
-from armillary.train.check import check
+from armillary.train.check import check, check_log
 from armillary.train.checkpoint import write_config
 from armillary.train.config import Config, ModelConfig
 from armillary.train.optimizer import build_optimizer
@@ -51,6 +51,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
     check(config)
     device = choose_device(config.train)
+    check_log(config.log, config.train.steps, device)
     mine = not dist.is_initialized()
     if mine:
         start_process_group(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from armillary.train.config import Config
+from importlib.util import find_spec
+
+import torch
+
+from armillary.train.config import Config, LogConfig
 
 
 def check(config: Config) -> None:
@@ -51,4 +55,24 @@ def check(config: Config) -> None:
         raise ValueError(
             f"--data.rows {config.data.rows} cannot be shared by replicate {config.parallel.replicate} x shard "
             f"{config.parallel.shard}{times}; make it a multiple of {replicas * parts}"
+        )
+
+
+def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
+    """Refuses what cannot be shown of a run of so many steps on this device, or not with what is installed.
+
+    Raises:
+        ValueError: names the flag, and what would do.
+    """
+    for package, asked in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
+        if asked and find_spec(package) is None:
+            raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
+    for name, chosen in {"profile": config.profile, "memory-snapshot": config.memory_snapshot}.items():
+        never = [step for step in chosen if not 1 <= step <= steps]
+        if never:
+            raise ValueError(f"--log.{name}: there is no step {never[0]}; choose from 1 to {steps}")
+    if config.memory_snapshot and device.type != "cuda":
+        raise ValueError(
+            f"--log.memory-snapshot: only cuda's allocator keeps a history, and the device is {device.type}; "
+            "leave it out, or see --log.profile"
         )

@@ -1,19 +1,15 @@
-"""Measuring a run and showing it: one line per step in the ecosystem's format, a bar where a terminal is there."""
+"""What a step came to, and measuring it."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
 """Dense bfloat16 FLOP/s, by a part of the device's name."""
@@ -23,7 +19,8 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
 class StepMetrics:
     """What one step came to, over all ranks.
 
-    Units: learning rate as is, tokens/s of each device, TFLOP/s of each device, memory in bytes.
+    Units: learning rate as is, tokens/s of each device, TFLOP/s of each device, memory in bytes; `seconds` without what
+    stood between steps, `tokens` from the run's first step to this one, over all ranks.
     """
 
     step: int
@@ -34,6 +31,8 @@ class StepMetrics:
     tokens_per_second: float
     tflops: float
     utilisation: float | None
+    seconds: float = 0.0
+    tokens: int = 0
 
     def line(self) -> str:
         mfu = "-" if self.utilisation is None else f"{self.utilisation:.1%}"
@@ -42,6 +41,23 @@ class StepMetrics:
             f"memory: {self.memory / 2**30:.2f}GiB tps: {self.tokens_per_second:,.0f} "
             f"tflops: {self.tflops:.4g} mfu: {mfu}"
         )
+
+
+def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
+    """The last of these steps, with the rates that all of them had together."""
+    last, seconds = steps[-1], sum(step.seconds for step in steps)
+
+    def mean(rates: Sequence[float]) -> float:
+        return sum(rate * step.seconds for rate, step in zip(rates, steps, strict=True)) / seconds
+
+    if not seconds:
+        return last
+    return replace(
+        last,
+        tokens_per_second=mean([step.tokens_per_second for step in steps]),
+        tflops=mean([step.tflops for step in steps]),
+        utilisation=None if last.utilisation is None else mean([step.utilisation or 0.0 for step in steps]),
+    )
 
 
 def peak_memory(device: torch.device) -> int:
@@ -64,15 +80,14 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.tokens, self.seconds, self.last_rate = 0, 0.0, 0.0
-        self.running_since = self.clock()
+        self.tokens, self.seconds, self.last_seconds = 0, 0.0, 0.0
+        self.started = self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
         """Books `tokens` as trained on in the time that has run since the last call."""
         now = self.clock()
-        passed, self.running_since = now - self.running_since, now
-        self.seconds, self.tokens = self.seconds + passed, self.tokens + tokens
-        self.last_rate = tokens / passed
+        self.last_seconds, self.running_since = now - self.running_since, now
+        self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -80,28 +95,6 @@ class Stopwatch:
         yield
         self.running_since = self.clock()
 
-
-class Screen:
-    """What a person sees: on rank 0 lines, under them a progress bar if the output is a terminal. Silent elsewhere."""
-
-    def __init__(self, steps: int, visible: bool) -> None:
-        self.console = Console(quiet=not visible, highlight=False, soft_wrap=True)
-        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self.progress = Progress(*columns, console=self.console, disable=not (visible and self.console.is_terminal))
-        self.task = self.progress.add_task("training", total=steps)
-
-    def __enter__(self) -> Self:
-        self.progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.progress.stop()
-
-    def advance(self) -> None:
-        self.progress.advance(self.task)
-
-    def print(self, line: str) -> None:
-        self.console.print(line, markup=False)
-        self.console.file.flush()
+    def elapsed(self) -> float:
+        """Seconds since the watch was made, all that was paused included."""
+        return self.clock() - self.started

@@ -2,42 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
+from armillary.train.boards import TensorBoard, WeightsAndBiases
 from armillary.train.config import Config
-from armillary.train.metrics import Screen, StepMetrics
+from armillary.train.journal import Journal
+from armillary.train.metrics import StepMetrics
+from armillary.train.plot import plot_runs
+from armillary.train.screen import Screen
+from armillary.train.sink import Guarded, Sink
+
+SAYING, CLOSING = 5.0, 60.0
+"""Seconds that a run waits, at most, for a line to be shown, and for what is left when it ends."""
 
 
 class Reporter:
-    """Hands what happened to whoever shows or keeps it; on rank 0, silent elsewhere. Used in a `with` block."""
+    """Hands what happened to whoever shows or keeps it; on rank 0, silent elsewhere. Used in a `with` block.
+
+    Nothing that goes wrong here stops training, or makes it wait for longer than `SAYING` and `CLOSING`.
+    """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.screen = Screen(config.train.steps, visible=dist.get_rank() == 0)
+        self.config, self.last_step = config, 0
+        first = dist.get_rank() == 0
+        self._screen = Screen(config.train.steps, config.log.every)
+        self._shown = [Guarded(self._screen, complain=_ignore)] if first else []
+        self._sinks = self._shown + [Guarded(sink, complain=self._complain) for sink in kept(config) if first]
 
     def __enter__(self) -> Self:
-        self.screen.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.screen.__exit__(kind, error, trace)
+        if error is not None:
+            self.event("failed", self.last_step, f"{type(error).__name__}: {error}")
+        for sink in reversed(self._sinks):  # the screen last: it shows what the others complain of
+            sink.close(CLOSING)
+
+    def resumed(self, step: int) -> None:
+        """Training begins after `step`: 0, or that of the checkpoint. Must be called before any other report."""
+        self.last_step = step
+        self._tell(lambda sink: sink.resumed(step))
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is done."""
-        self.screen.advance()
-        if metrics.step in (1, self.config.train.steps) or metrics.step % self.config.log.every == 0:
-            self.screen.print(metrics.line())
+        self.last_step = metrics.step
+        self._tell(lambda sink: sink.step(metrics))
+        if not (isfinite(metrics.loss) and isfinite(metrics.grad_norm)):
+            self.event("skipped", metrics.step)
 
     def validated(self, step: int, values: dict[str, float]) -> None:
         """The model of this step was looked at."""
-        shown = " ".join(f"{name}: {value:.4f}" for name, value in values.items())
-        self.screen.print(f"validation: step: {step} {shown}")
+        self._tell(lambda sink: sink.validated(step, values))
+
+    def event(self, kind: str, step: int, text: str = "") -> None:
+        """Something else happened, that is kept with the steps but not shown."""
+        self._tell(lambda sink: sink.event(kind, step, text))
 
     def say(self, line: str) -> None:
-        """Something else that a person should know."""
-        self.screen.print(line)
+        """Something else that a person should know; shown before this returns, if it can be shown."""
+        for screen in self._shown:
+            screen.tell(lambda: self._screen.print(line))
+            screen.flush(SAYING)
+
+    def finished(self, step: int) -> Path | None:
+        """The run ends after `step`, be it the last one or not; where the picture of it is, if one was drawn."""
+        self.event("finished" if step == self.config.train.steps else "stopped", step)
+        if not (self._sinks and self.config.log.plot):
+            return None
+        for sink in self._sinks:
+            sink.flush(SAYING)
+        return self._drawn()
+
+    def _drawn(self) -> Path | None:
+        folder = self.config.train.output
+        try:
+            return plot_runs([folder], folder / "loss.png")
+        except Exception as error:  # a picture is not worth a run
+            self.say(f"no picture was drawn: {error}")
+            return None
+
+    def _tell(self, report: Callable[[Sink], None]) -> None:
+        for guarded in self._sinks:
+            guarded.tell(lambda sink=guarded.sink: report(sink))
+
+    def _complain(self, said: str) -> None:
+        for screen in self._shown:
+            screen.tell(lambda: self._screen.print(said))
+
+
+def kept(config: Config) -> list[Sink]:
+    """Where reports are kept, as configured."""
+    folder = config.train.output
+    sinks: list[Sink] = [Journal(folder / "metrics.jsonl")]
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(folder / "tb"))
+    if config.log.wandb is not None:
+        sinks.append(WeightsAndBiases(config.log.wandb, folder, asdict(config)))
+    return sinks
+
+
+def _ignore(said: str) -> None:
+    """Nobody is left to tell."""

@@ -11,6 +11,7 @@ from armillary.data import Batch
 from armillary.train.build import Run
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
+from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
 from armillary.train.step import StepResult, train_step
 from armillary.train.stopping import BadSteps, StopSignal
@@ -19,15 +20,20 @@ from armillary.train.validation import validate
 
 @dataclass
 class Summary:
-    """How a run ended. Losses are means over all tokens, of the steps since it was (re)started at `first_step`."""
+    """How a run ended. Losses are means over all tokens, of the steps since it was (re)started at `first_step`.
+
+    `seconds` are those of steps alone, `elapsed` all since the first began. Rank 0 alone knows of a picture.
+    """
 
     first_step: int = 1
     losses: list[float] = field(default_factory=list[float])
     validation: dict[str, float] = field(default_factory=dict[str, float])
     tokens: int = 0
     seconds: float = 0.0
+    elapsed: float = 0.0
     memory: int = 0
     checkpoint: Path | None = None
+    picture: Path | None = None
 
     @property
     def validation_loss(self) -> float:
@@ -37,17 +43,17 @@ class Summary:
         noun = "rank" if ranks == 1 else "ranks"
         if not self.losses:
             return f"nothing left to train: {self.checkpoint} is the last step"
-        rate = self.tokens / self.seconds
-        return "\n".join(
-            [
-                f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} {noun}",
-                f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
-                f"  validation   {self.validation_loss:.4f}",
-                f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
-                f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
-                f"  checkpoint   {self.checkpoint}",
-            ]
-        )
+        rate, beside = self.tokens / self.seconds, self.elapsed - self.seconds
+        lines = [
+            f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} {noun}",
+            f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
+            f"  validation   {self.validation_loss:.4f}",
+            f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
+            f"  between      {beside:.0f} s beside steps, for validation, saving and traces",
+            f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
+        ]
+        lines += [f"  loss curve   {self.picture}"] if self.picture else []
+        return "\n".join([*lines, f"  checkpoint   {self.checkpoint}"])
 
 
 def train(run: Run) -> Summary:
@@ -55,33 +61,39 @@ def train(run: Run) -> Summary:
     config, steps = run.config, run.config.train.steps
     with Reporter(config) as report, StopSignal() as stop, Checkpoints(run, report.say) as saved:
         step = saved.restore()
+        report.resumed(step)
+        profiler = Profiler(config.log, config.train.output / "profile", report.say)
         summary = Summary(first_step=step + 1)
         bad, watch = BadSteps(config.train, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
-            batches = [next(run.training) for _ in range(config.train.accumulation)]
-            result = train_step(run, step, batches)
+            with profiler.step(step):
+                batches = [next(run.training) for _ in range(config.train.accumulation)]
+                result = train_step(run, step, batches)
+                watch.count(run.tokens_per_step)
             bad.count(step, result, batches)
             summary.losses.append(result.loss)
-            watch.count(run.tokens_per_step)
-            report.step(measure(run, step, batches, result, watch.last_rate))
+            report.step(measure(run, step, batches, result, watch.last_seconds))
             with watch.paused():
                 if step % config.validation.every == 0 or step == steps:
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
                 if step % config.save.every == 0 and step < steps:
                     saved.start(step)
+                    report.event("saving", step)
         summary.checkpoint = saved.finish(step)
+        report.event("saved", step)
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
+        summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
         report.say(summary.text(dist.get_world_size()))
     return summary
 
 
-def measure(run: Run, step: int, batches: list[Batch], result: StepResult, rate: float) -> StepMetrics:
-    """What the step came to; `rate` in tokens/s over all ranks."""
-    rate /= dist.get_world_size()
-    mask = run.mask(batches[0])
-    flops = run.model.config.flops_per_token(batches[0].layout.length, mask) * rate
+def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float) -> StepMetrics:
+    """What the step came to, which took `seconds`."""
+    rate = run.tokens_per_step / seconds / dist.get_world_size()
+    per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
+    flops = rate * sum(per_token) / len(per_token)
     peak = peak_flops(run.device)
     return StepMetrics(
         step=step,
@@ -92,4 +104,6 @@ def measure(run: Run, step: int, batches: list[Batch], result: StepResult, rate:
         tokens_per_second=rate,
         tflops=flops / 1e12,
         utilisation=None if peak is None else flops / peak,
+        seconds=seconds,
+        tokens=step * run.tokens_per_step,
     )

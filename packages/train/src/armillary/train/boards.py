@@ -1,0 +1,94 @@
+"""TensorBoard and Weights & Biases, where they are installed and asked for."""
+
+from __future__ import annotations
+
+import secrets
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from armillary.train.metrics import StepMetrics
+
+
+def scalars(metrics: StepMetrics) -> dict[str, float]:
+    """What boards show of a step, by name; memory in GiB, rates of each device."""
+    known = {
+        "train/loss": metrics.loss,
+        "train/grad_norm": metrics.grad_norm,
+        "train/learning_rate": metrics.learning_rate,
+        "train/tokens": metrics.tokens,
+        "device/memory_gib": metrics.memory / 2**30,
+        "device/tokens_per_second": metrics.tokens_per_second,
+        "device/tflops": metrics.tflops,
+    }
+    return known if metrics.utilisation is None else known | {"device/mfu": metrics.utilisation}
+
+
+class TensorBoard:
+    """Event files in a folder. Steps that are made again after a restart replace those of before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def resumed(self, step: int) -> None:
+        tensorboard = import_module("torch.utils.tensorboard")
+        self._writer = tensorboard.SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=30)
+
+    def step(self, metrics: StepMetrics) -> None:
+        for name, value in scalars(metrics).items():
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"validation/{name}", value, step)
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        self._writer.add_text("events", f"{kind} {text}", step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run at Weights & Biases, which restarts go on with: its id is kept in the output folder.
+
+    Args:
+        config: of the run, to be shown beside its curves.
+    """
+
+    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+        self.project, self.folder, self.config = project, folder, config
+        self._run: Any = None
+
+    def resumed(self, step: int) -> None:
+        self._run = import_module("wandb").init(
+            project=self.project,
+            dir=self.folder,
+            id=self._id(fresh=step == 0),
+            resume="allow",
+            config=self.config,
+            allow_val_change=True,
+        )
+        # Its own count of steps only ever rises; ours goes back to the checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._run.log({"step": metrics.step} | scalars(metrics))
+
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({"step": step} | {f"validation/{name}": value for name, value in values.items()})
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Nothing: a board of curves has no place for it."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _id(self, fresh: bool) -> str:
+        path = self.folder / "wandb-id"
+        if fresh or not path.exists():
+            partial = path.with_name("wandb-id.partial")
+            partial.write_text(secrets.token_hex(4))
+            partial.replace(path)
+        return path.read_text()

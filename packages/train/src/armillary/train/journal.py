@@ -1,0 +1,99 @@
+"""metrics.jsonl: every step, validation and event of a run as a line of JSON, across restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from armillary.train.metrics import StepMetrics
+
+BUFFER = 1 << 20
+"""Bytes of lines that are kept, and written later, while the disk is full."""
+
+
+class Journal:
+    """Writes the file. Numbers that are not finite become null, and "bad" is true in their line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def resumed(self, step: int) -> None:
+        cut(self.path, step)
+        self.event("resumed" if step else "started", step, "")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(asdict(metrics))
+
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        self._write({"step": step, "validation": values})
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        self._write({"step": step, "event": kind} | ({"text": text} if text else {}))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = self.path.open("ab", buffering=BUFFER)
+        finite = nulled(record)
+        marked = finite if finite == record else finite | {"bad": True}
+        self._file.write(json.dumps(marked | {"time": time.time()}, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+
+def nulled(value: Any) -> Any:
+    """A record without the numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: nulled(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def cut(path: Path, step: int) -> None:
+    """Takes back what was told of steps after `step`, and a last line that was not written to its end.
+
+    That is the end of the file, since each run cuts it before it writes: one truncation, which needs no room.
+
+    Raises:
+        OSError: the file is there and cannot be read or changed.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        kept = 0
+        for line in file:
+            record = parsed(line)
+            if not line.endswith(b"\n") or (record is not None and record["step"] > step):
+                break
+            kept += len(line)
+    os.truncate(path, kept)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, the oldest first; lines that are none are passed over.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            record = parsed(line)
+            if record is not None:
+                yield record
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The record on a line, None where there is no whole one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

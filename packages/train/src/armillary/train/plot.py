@@ -1,0 +1,137 @@
+"""Pictures of runs, from their metrics.jsonl; need matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armillary.data.optional import optional
+from armillary.train import journal
+
+WINDOWS = 50
+"""The strong line is the mean over this part of a run's steps."""
+DECADE = 10.0
+"""A logarithmic axis is for values that differ by more than this factor."""
+Values = NDArray[np.float64]
+
+
+@dataclass
+class Curves:
+    """What metrics.jsonl says of a run. Numbers that were not finite are NaN."""
+
+    name: str
+    steps: list[int] = field(default_factory=list[int])
+    loss: list[float] = field(default_factory=list[float])
+    grad_norm: list[float] = field(default_factory=list[float])
+    learning_rate: list[float] = field(default_factory=list[float])
+    validation: dict[int, float] = field(default_factory=dict[int, float])
+    restarts: list[int] = field(default_factory=list[int])
+
+
+def plot_runs(folders: Sequence[Path], path: Path) -> Path:
+    """Draws the runs in these output folders over each other as a PNG at `path`, which is returned.
+
+    Raises:
+        ValueError: no folder, or no steps in one of them.
+        ImportError: matplotlib is not installed.
+        OSError: the picture cannot be written.
+    """
+    runs = [read_curves(folder) for folder in folders]
+    if not runs:
+        raise ValueError("no run to draw; give at least one output folder")
+    figure = optional("matplotlib.figure", "plot", package="armillary-train").Figure((9, 6.5), layout="constrained")
+    loss, below = figure.subplots(2, sharex=True, height_ratios=[3, 1])
+    rates = below.twinx()
+    for i, run in enumerate(runs):
+        draw_loss(loss, run, f"C{i}", alone=len(runs) == 1)
+        below.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.6, linewidth=0.8)
+        rates.plot(run.steps, run.learning_rate, color=f"C{i}", linestyle="--", linewidth=1.2)
+    scale(loss, [value for run in runs for value in run.loss])
+    scale(below, [value for run in runs for value in run.grad_norm])
+    loss.set_ylabel("loss (nats a token)")
+    loss.legend(frameon=False)
+    loss.grid(alpha=0.25)
+    below.set_xlabel("step")
+    below.set_ylabel("gradient norm (solid)")
+    rates.set_ylabel("learning rate (dashed)")
+    rates.set_ylim(bottom=0)
+    rates.ticklabel_format(axis="y", scilimits=(-2, 3))
+    return _written(figure, path)
+
+
+def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
+    """One run's losses: faint by step, strong smoothed, points where it was validated, lines where it was restarted."""
+    steps, losses = np.array(run.steps), np.array(run.loss, dtype=np.float64)
+    last = run.validation.get(max(run.validation, default=0))
+    told = "" if last is None else f", validation {last:.4f}"
+    axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8, label="each step" if alone else None)
+    window = max(1, len(losses) // WINDOWS)
+    name = f"mean of {window} steps" if alone else f"{run.name}{told}"
+    axes.plot(steps, smoothed(losses, window), color=color, linewidth=1.8, label=name)
+    validation = {"label": f"validation{told.removeprefix(', validation')}"} if alone and run.validation else {}
+    marked = "C1" if alone else color
+    axes.plot(list(run.validation), list(run.validation.values()), "o", color=marked, markersize=5, **validation)
+    for i, step in enumerate(run.restarts):
+        label = "restarted" if alone and i == 0 else None
+        axes.axvline(step, color="gray" if alone else color, linestyle=":", linewidth=1, label=label)
+    if alone:
+        axes.set_title(run.name)
+
+
+def read_curves(folder: Path) -> Curves:
+    """The run in an output folder.
+
+    Raises:
+        ValueError: no metrics.jsonl there, or no step in it.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no metrics.jsonl; name the output folder of a run")
+    curves = Curves(str(folder))
+    for record in journal.read(path):
+        _add(curves, record)
+    if not curves.steps:
+        raise ValueError(f"{path} tells of no step yet")
+    return curves
+
+
+def _add(curves: Curves, record: dict[str, Any]) -> None:
+    if "loss" in record:
+        curves.steps.append(record["step"])
+        curves.loss.append(_number(record["loss"]))
+        curves.grad_norm.append(_number(record["grad_norm"]))
+        curves.learning_rate.append(_number(record["learning_rate"]))
+    elif "validation" in record:
+        curves.validation[record["step"]] = _number(record["validation"].get("loss"))
+    elif record.get("event") == "resumed":
+        curves.restarts.append(record["step"])
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def smoothed(values: Values, window: int) -> Values:
+    """The mean over each value and the `window` - 1 before it, of those that are finite."""
+    finite = np.isfinite(values)
+    totals = np.cumsum(np.where(finite, values, 0.0)), np.cumsum(finite, dtype=np.float64)
+    sums, counts = (total - np.pad(total, (window, 0))[: len(total)] for total in totals)
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def scale(axes: Any, values: Sequence[float]) -> None:
+    """Makes the axis logarithmic if these values need it."""
+    finite = [value for value in values if np.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) > DECADE * min(finite):
+        axes.set_yscale("log")
+
+
+def _written(figure: Any, path: Path) -> Path:
+    partial = path.with_name(f"{path.name}.partial")
+    figure.savefig(partial, format="png", dpi=120)
+    return partial.replace(path)

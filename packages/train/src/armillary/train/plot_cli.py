@@ -1,0 +1,35 @@
+"""The command line: `armillary-plot FOLDER...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from armillary.train.cli import parse
+from armillary.train.plot import plot_runs
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Draws the loss, gradient norm and learning rate of runs over each other, as a PNG."""
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Output folders of runs."""
+    output: Path | None = None
+    """The picture; by default loss.png in the folder of a single run, losses.png here for several."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draws, and exits: 2 for what cannot be drawn, with one line that says why."""
+    try:
+        asked = parse(sys.argv[1:] if argv is None else argv, Pictures, "armillary-plot")
+        usual = asked.folders[0] / "loss.png" if len(asked.folders) == 1 else Path("losses.png")
+        print(plot_runs(asked.folders, asked.output or usual))
+    except (ValueError, ImportError, OSError) as error:
+        print(f"armillary-plot: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

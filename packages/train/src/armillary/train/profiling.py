@@ -1,0 +1,86 @@
+"""Traces and memory histories of chosen steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.cuda.memory as cuda_memory
+import torch.distributed as dist
+from torch.profiler import ProfilerAction, profile
+
+from armillary.train.config import LogConfig
+
+HISTORY = 100_000
+"""Allocations and frees that a memory history goes back."""
+
+
+class Profiler:
+    """Writes what is asked for of chosen steps, each rank for itself; does nothing in all others.
+
+    A step's Chrome trace is `step-N-rank-R.json.gz` (for Perfetto, or chrome://tracing), its memory snapshot
+    `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The step before a chosen one warms up.
+
+    Args:
+        folder: made when there is something to write.
+        say: is told what could not be written; training goes on.
+    """
+
+    def __init__(self, config: LogConfig, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self._traced, self._remembered = frozenset(config.profile), frozenset(config.memory_snapshot)
+        self._profile: profile | None = None
+        self._first = 0
+
+    @contextmanager
+    def step(self, step: int) -> Generator[None]:
+        """Around all that belongs to a step."""
+        self._begin_trace(step)
+        self._begin_memory(step)
+        yield
+        self._end_memory(step)
+        self._end_trace(step)
+
+    def _begin_trace(self, step: int) -> None:
+        if self._profile is None and {step, step + 1} & self._traced:
+            self._first = step
+            self._profile = profile(schedule=self._action, on_trace_ready=self._write_trace)
+            self._profile.start()
+
+    def _action(self, count: int) -> ProfilerAction:
+        step = self._first + count
+        if step in self._traced:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
+
+    def _end_trace(self, step: int) -> None:
+        if self._profile is None:
+            return
+        self._profile.step()
+        if not {step + 1, step + 2} & self._traced:
+            self._profile.stop()
+            self._profile = None
+
+    def _write_trace(self, traced: profile) -> None:
+        # Called by step(), when the profiler has already counted on.
+        step = self._first + traced.step_num - 1
+        self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", traced.export_chrome_trace)
+
+    def _begin_memory(self, step: int) -> None:
+        if {step, step + 1} & self._remembered:
+            cuda_memory._record_memory_history(max_entries=HISTORY)  # pyright: ignore[reportPrivateUsage]
+
+    def _end_memory(self, step: int) -> None:
+        if step in self._remembered:
+            name = f"memory-step-{step}-rank-{dist.get_rank()}.pickle"
+            self._write(name, cuda_memory._dump_snapshot)  # pyright: ignore[reportPrivateUsage]
+            if step + 1 not in self._remembered:
+                cuda_memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
+
+    def _write(self, name: str, write: Callable[[str], object]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write(str(self.folder / name))
+        except Exception as error:  # whatever it is, it is no reason to stop
+            self.say(f"{self.folder / name}: not written ({type(error).__name__}: {error})")

@@ -1,0 +1,64 @@
+"""What a person sees: lines in the ecosystem's format, under them a progress bar where a terminal is there."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from armillary.train.metrics import StepMetrics, averaged
+
+RECENT = 3600.0
+"""Seconds, of which the last thousand steps at most tell how long the rest will take."""
+
+
+class Screen:
+    """A line for the first step, the last and every `every`-th, with rates over all steps since the line before.
+
+    Args:
+        steps: of the whole run.
+    """
+
+    def __init__(self, steps: int, every: int) -> None:
+        self.steps, self.every = steps, every
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[loss]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            speed_estimate_period=RECENT,
+        )
+        self._task: TaskID | None = None
+        self._first = 1
+        self._since_line: list[StepMetrics] = []
+
+    def resumed(self, step: int) -> None:
+        self._task = self.progress.add_task("training", total=self.steps, completed=step, loss="")
+        self._first = step + 1
+        self.progress.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        if self._task is not None:
+            self.progress.update(self._task, advance=1, loss=f"loss {metrics.loss:.4f}")
+        self._since_line.append(metrics)
+        if metrics.step in (self._first, self.steps) or metrics.step % self.every == 0:
+            self.print(averaged(self._since_line).line())
+            self._since_line = []
+
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        shown = " ".join(f"{name}: {value:.4f}" for name, value in values.items())
+        self.print(f"validation: step: {step} {shown}")
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Nothing: whoever has something to say to people says it in words."""
+
+    def close(self) -> None:
+        self.progress.stop()
+
+    def print(self, line: str) -> None:
+        self.console.print(line, markup=False)
+        self.console.file.flush()

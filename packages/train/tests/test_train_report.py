@@ -1,0 +1,374 @@
+"""What a run shows and keeps: lines, the bar, metrics.jsonl, boards; and that none of it can stop a run."""
+
+import gzip
+import io
+import json
+import os
+import pty
+import re
+import resource
+import sys
+import threading
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from armillary.train import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    SaveConfig,
+    Summary,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train import journal as journals
+from armillary.train.check import check_log
+from armillary.train.journal import Journal
+from armillary.train.metrics import StepMetrics, averaged
+from armillary.train.report import Reporter
+from armillary.train.screen import Screen
+from armillary.train.sink import Guarded
+
+SMALL = Config(
+    model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
+    data=DataConfig(sequence_length=64, rows=2),
+    validation=ValidationConfig(every=3, batches=1),
+    save=SaveConfig(every=3),
+    train=TrainConfig(steps=6, device="cpu"),
+)
+
+
+def metrics(step: int, loss: float = 2.0, rate: float = 100.0, seconds: float = 1.0) -> StepMetrics:
+    return StepMetrics(step, loss, 1.0, 1e-3, 2**30, rate, rate / 100, None, seconds, tokens=100 * step)
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    """What TensorBoard itself reads from its event files."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {event.step: pytest.approx(event.value, rel=1e-6) for event in events.Scalars(name)}
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------
+
+
+def run(config: Config) -> tuple[Summary, str]:
+    printed = io.StringIO()
+    with redirect_stdout(printed), process_group(config) as device:
+        summary = train(prepare(config, device))
+    return summary, printed.getvalue()
+
+
+def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
+    log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(9):
+        (texts / f"{i}.txt").write_text("so says the journal, " * (50 + i))
+    data = replace(SMALL.data, path=(texts,), validation_fraction=0.3)
+    config = replace(SMALL, data=data, log=log, train=replace(SMALL.train, output=tmp_path))
+    (summary, printed), (_, other) = worlds(2).run(run, config)
+    records = list(journals.read(tmp_path / "metrics.jsonl"))
+    steps = [record for record in records if "loss" in record]
+    assert [(record["step"], record["loss"]) for record in steps] == list(enumerate(summary.losses, 1))
+    assert [record["tokens"] for record in steps] == [128 * step for step in range(1, 7)]
+    assert all(record["seconds"] > 0 and record["time"] > 1.7e9 for record in steps)
+    assert sum(record["seconds"] for record in steps) == pytest.approx(summary.seconds)
+    validated = {record["step"]: record["validation"]["loss"] for record in records if "validation" in record}
+    assert list(validated) == [3, 6] and validated[6] == summary.validation_loss
+    events = [(record["event"], record["step"]) for record in records if "event" in record]
+    assert events == [("started", 0), ("saving", 3), ("saved", 6), ("finished", 6)]
+    assert scalars(tmp_path / "tb", "train/loss") == dict(enumerate(summary.losses, 1))
+    assert scalars(tmp_path / "tb", "validation/loss") == validated
+    traces = {path.name for path in (tmp_path / "profile").iterdir()}
+    assert traces == {f"step-{step}-rank-{rank}.json.gz" for step in (2, 3, 5) for rank in (0, 1)}
+    for trace in traces:
+        text = gzip.decompress((tmp_path / "profile" / trace).read_bytes()).decode()
+        assert "aten::mm" in text or "aten::linear" in text
+        assert json.loads(text)["traceEvents"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert summary.picture == tmp_path / "loss.png"
+    shown = [line.split()[1] for line in printed.splitlines() if line.startswith("step: ")]
+    assert shown == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in printed
+    assert other == ""
+
+
+# -- lines and the bar ------------------------------------------------------------------------------------------
+
+
+def test_rates_of_a_line_are_those_of_all_steps_since_the_line_before():
+    steps = [metrics(1, rate=100.0, seconds=3.0), metrics(2, rate=20.0, seconds=1.0)]
+    both = averaged(steps)
+    assert (both.step, both.tokens_per_second, both.tflops, both.utilisation) == (2, 80.0, 0.8, None)
+    on_gpu = [replace(step, utilisation=step.tflops) for step in steps]
+    assert averaged(on_gpu).utilisation == pytest.approx(0.8)
+
+
+def test_lines_are_plain_where_there_is_no_terminal(capsys):
+    screen = Screen(steps=30, every=10)
+    screen.resumed(12)
+    for step in range(13, 31):
+        screen.step(metrics(step))
+    screen.validated(30, {"loss": 1.5, "recall": 0.25})
+    screen.print("[not markup]")
+    screen.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [metrics(step).line() for step in (13, 20, 30)]
+    assert lines[3:] == ["validation: step: 30 loss: 1.5000 recall: 0.2500", "[not markup]"]
+
+
+def test_on_a_terminal_a_bar_tells_steps_time_left_and_loss(monkeypatch):
+    ours, theirs = pty.openpty()
+    shown: list[bytes] = []
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    with open(theirs, "w") as terminal:
+        reader = threading.Thread(target=lambda: shown.extend(iter(lambda: read_some(ours), b"")))
+        reader.start()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        screen = Screen(steps=40, every=10)
+        screen.resumed(10)
+        for step in range(11, 21):
+            screen.step(metrics(step, loss=3.25))
+        screen.close()
+        monkeypatch.undo()
+    reader.join()
+    os.close(ours)
+    text = b"".join(shown).decode()
+    assert metrics(20, loss=3.25).line() in text
+    assert "20/40" in text and "loss 3.2500" in text
+    assert re.search(r"left .*?\d\d:\d\d", text)
+
+
+def read_some(fd: int) -> bytes:
+    try:
+        return os.read(fd, 1 << 16)
+    except OSError:  # the other side of a terminal is closed
+        return b""
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------
+
+
+def report(config: Config, resumed: int, steps: list[int]) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed), process_group(config), Reporter(config) as reporter:
+        reporter.resumed(resumed)
+        for step in steps:
+            reporter.step(metrics(step, loss=step + resumed / 100))
+            reporter.validated(step, {"loss": 1.0})
+    return printed.getvalue()
+
+
+def test_after_a_restart_no_step_is_told_twice(worlds, tmp_path):
+    log = LogConfig(tensorboard=True, plot=False)
+    config = replace(SMALL, log=log, train=replace(SMALL.train, output=tmp_path))
+    path = tmp_path / "metrics.jsonl"
+    worlds(1).run(report, config, 0, [1, 2, 3, 4, 5])
+    path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')  # killed while it wrote
+    worlds(1).run(report, config, 3, [4, 5, 6])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["loss"] for r in records if "loss" in r] == [1, 2, 3, 4.03, 5.03, 6.03]
+    assert [r["step"] for r in records if "validation" in r] == [1, 2, 3, 4, 5, 6]
+    assert [(r["event"], r["step"]) for r in records if "event" in r] == [("started", 0), ("resumed", 3)]
+    assert scalars(tmp_path / "tb", "train/loss") == {1: 1, 2: 2, 3: 3, 4: 4.03, 5: 5.03, 6: 6.03}
+
+
+def test_a_start_from_nothing_begins_the_file_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        journal = Journal(path)
+        journal.resumed(0)
+        journal.step(metrics(1))
+        journal.close()
+    assert [record["step"] for record in journals.read(path)] == [0, 0, 1]
+
+
+def test_numbers_that_are_not_finite_are_null_and_marked(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.step(metrics(1, loss=float("nan")))
+    journal.validated(1, {"loss": float("inf")})
+    journal.step(metrics(2))
+    journal.close()
+    bad, validated, good = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert bad["loss"] is None and bad["bad"] is True
+    assert validated["validation"] == {"loss": None} and validated["bad"] is True
+    assert good["loss"] == 2.0 and "bad" not in good
+
+
+def failing(config: Config) -> None:
+    with process_group(config), Reporter(config) as reporter:
+        reporter.resumed(0)
+        reporter.step(metrics(1, loss=float("nan")))
+        raise FloatingPointError("step 2: loss nan")
+
+
+def fails(config: Config) -> bool:
+    with redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError):
+        failing(config)
+    return True
+
+
+def test_skipped_steps_and_failures_are_events(worlds, tmp_path):
+    config = replace(SMALL, train=replace(SMALL.train, output=tmp_path))
+    assert worlds(1).run(fails, config) == [True]
+    events = [r for r in journals.read(tmp_path / "metrics.jsonl") if "event" in r]
+    assert [(r["event"], r["step"]) for r in events] == [("started", 0), ("skipped", 1), ("failed", 1)]
+    assert events[-1]["text"] == "FloatingPointError: step 2: loss nan"
+
+
+# -- nothing that goes wrong stops a run --------------------------------------------------------------------------
+
+
+class Awkward:
+    """A sink that fails at every step, and stands still when it is to validate."""
+
+    def __init__(self) -> None:
+        self.steps, self.go_on = 0, threading.Event()
+
+    def resumed(self, step: int) -> None:
+        pass
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps += 1
+        raise OSError("the disk is full")
+
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        self.go_on.wait()
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sink_that_fails_says_so_once_and_is_tried_again():
+    sink, said = Awkward(), list[str]()
+    guarded = Guarded(sink, said.append)
+    for step in range(3):
+        guarded.tell(lambda step=step: sink.step(metrics(step)))
+    guarded.close(60)
+    assert sink.steps == 3
+    assert said == ["Awkward OSError: the disk is full; training goes on"]
+
+
+def test_a_sink_that_hangs_is_not_waited_for():
+    sink, said = Awkward(), list[str]()
+    guarded = Guarded(sink, said.append, room=5)
+    guarded.tell(lambda: sink.validated(1, {}))
+    for _ in range(10):
+        guarded.tell(lambda: None)
+    assert said == ["Awkward has 5 reports waiting; more are lost"]
+    assert not guarded.flush(0.01)
+    guarded.close(0.01)
+    sink.go_on.set()
+    assert len(said) == 1
+
+
+def full_disk(folder: Path) -> tuple[str, list[int]]:
+    """Files may not grow beyond 1,000 bytes for a while: what a full disk does, to this process alone."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said: list[str] = []
+    journal = Journal(folder / "metrics.jsonl")
+    guarded = Guarded(journal, said.append)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        for step in range(1, 11):
+            guarded.tell(lambda step=step: journal.step(metrics(step)))
+        guarded.flush(60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    guarded.tell(lambda: journal.step(metrics(11)))
+    guarded.close(60)
+    return " ".join(said), [record["step"] for record in journals.read(journal.path)]
+
+
+def test_a_full_disk_is_said_once_and_no_line_is_lost_when_there_is_room_again(worlds, tmp_path):
+    said, steps = worlds(1).run(full_disk, tmp_path)[0]
+    assert said == "Journal OSError: [Errno 27] File too large; training goes on"
+    assert steps == list(range(1, 12))
+
+
+def test_a_run_without_its_folder_goes_on_and_says_so_once(worlds, tmp_path):
+    config = replace(
+        SMALL, log=LogConfig(tensorboard=True, every=1), train=replace(SMALL.train, output=tmp_path / "gone")
+    )
+    (tmp_path / "gone").write_text("no folder any more")
+    printed = worlds(1).run(report, config, 0, [1, 2, 3])[0].splitlines()
+    assert [line for line in printed if line.startswith("step: ")] == [metrics(s, loss=s).line() for s in (1, 2, 3)]
+    assert sum(line.startswith("Journal NotADirectoryError: ") for line in printed) == 1
+    assert sum(line.startswith("TensorBoard ") for line in printed) == 1
+
+
+# -- what has to be installed -------------------------------------------------------------------------------------
+
+STAND_IN = '''
+"""Weights & Biases' functions as they are called, writing down what they are given."""
+import json
+from pathlib import Path
+
+class Run:
+    def __init__(self, dir, id): self.path, self.id = Path(dir) / "wandb-calls.jsonl", id
+    def note(self, **what):
+        with self.path.open("a") as file: file.write(json.dumps(what) + "\\n")
+    def define_metric(self, name, step_metric=None, step_sync=None, hidden=None, summary=None, goal=None,
+                      overwrite=None): self.note(define=name, by=step_metric)
+    def log(self, data, step=None, commit=None): self.note(log=data, step=step)
+    def finish(self, exit_code=None, quiet=None): self.note(finish=self.id)
+
+def init(entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None,
+         config_exclude_keys=None, config_include_keys=None, allow_val_change=None, group=None, job_type=None,
+         mode=None, force=None, anonymous=None, reinit=None, resume=None, resume_from=None, fork_from=None,
+         save_code=None, tensorboard=None, sync_tensorboard=None, monitor_gym=None, settings=None):
+    run = Run(dir, id)
+    run.note(init=id, project=project, resume=resume, steps=config["train"]["steps"])
+    return run
+'''
+
+
+def report_to_stand_in(config: Config, resumed: int, steps: list[int]) -> str:
+    sys.path.insert(0, str(config.train.output))
+    try:
+        return report(config, resumed, steps)
+    finally:
+        sys.path.remove(str(config.train.output))
+        sys.modules.pop("wandb", None)
+
+
+def test_a_restart_goes_on_with_the_same_run_at_weights_and_biases(worlds, tmp_path):
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    config = replace(SMALL, log=LogConfig(wandb="long", plot=False), train=replace(SMALL.train, output=tmp_path))
+    worlds(1).run(report_to_stand_in, config, 0, [1])
+    worlds(1).run(report_to_stand_in, config, 1, [2])
+    calls = [json.loads(line) for line in (tmp_path / "wandb-calls.jsonl").read_text().splitlines()]
+    begun = [call for call in calls if "init" in call]
+    identity = (tmp_path / "wandb-id").read_text()
+    assert begun == [{"init": identity, "project": "long", "resume": "allow", "steps": 6}] * 2
+    logged = [call["log"] for call in calls if "log" in call]
+    assert [call["step"] for call in logged] == [1, 1, 2, 2]
+    assert logged[0]["train/loss"] == 1 and logged[1] == {"step": 1, "validation/loss": 1.0}
+    assert sum(call == {"finish": identity} for call in calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (LogConfig(wandb="long"), r"--log.wandb needs a package: pip install 'armillary-train\[wandb\]'"),
+        (LogConfig(profile=(3, 11)), "--log.profile: there is no step 11; choose from 1 to 10"),
+        (LogConfig(memory_snapshot=(3,)), "only cuda's allocator keeps a history, and the device is cpu"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_at_the_start(log, message):
+    with pytest.raises(ValueError, match=message):
+        check_log(log, 10, torch.device("cpu"))
+    check_log(LogConfig(tensorboard=True, profile=(1, 10)), 10, torch.device("cpu"))
