@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from armillary.data.optional import optional
 from armillary.train import journal
 
-WINDOWS = 50
-"""The strong line is the mean over this part of a run's steps."""
+WINDOWS = 25
+"""The strong line is a mean over about one of so many parts of a run's steps."""
 DECADE = 10.0
 """A logarithmic axis is for values that differ by more than this factor."""
 Values = NDArray[np.float64]
@@ -49,8 +49,8 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
     rates = below.twinx()
     for i, run in enumerate(runs):
         draw_loss(loss, run, f"C{i}", alone=len(runs) == 1)
-        below.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.6, linewidth=0.8)
-        rates.plot(run.steps, run.learning_rate, color=f"C{i}", linestyle="--", linewidth=1.2)
+        below.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.35, linewidth=0.8)
+        rates.plot(run.steps, run.learning_rate, color=f"C{i}", linestyle="--", linewidth=1.5)
     scale(loss, [value for run in runs for value in run.loss])
     scale(below, [value for run in runs for value in run.grad_norm])
     loss.set_ylabel("loss (nats a token)")
@@ -70,10 +70,10 @@ def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
     last = run.validation.get(max(run.validation, default=0))
     told = "" if last is None else f", validation {last:.4f}"
     axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8, label="each step" if alone else None)
-    window = max(1, len(losses) // WINDOWS)
-    name = f"mean of {window} steps" if alone else f"{run.name}{told}"
-    axes.plot(steps, smoothed(losses, window), color=color, linewidth=1.8, label=name)
-    validation = {"label": f"validation{told.removeprefix(', validation')}"} if alone and run.validation else {}
+    half = len(losses) // WINDOWS // 2
+    name = f"mean of {2 * half + 1} steps around each" if alone else f"{run.name}{told}"
+    axes.plot(steps, smoothed(losses, half), color=color, linewidth=1.8, label=name)
+    validation = {"label": f"validation, {last:.4f} in the end"} if alone and run.validation else {}
     marked = "C1" if alone else color
     axes.plot(list(run.validation), list(run.validation.values()), "o", color=marked, markersize=5, **validation)
     for i, step in enumerate(run.restarts):
@@ -116,12 +116,22 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def smoothed(values: Values, window: int) -> Values:
-    """The mean over each value and the `window` - 1 before it, of those that are finite."""
+def smoothed(values: Values, half: int) -> Values:
+    """The mean over each value and up to `half` on either side of it, of those that are finite.
+
+    The first values fall fast: their windows are narrower, so that they have as much before as after.
+    """
     finite = np.isfinite(values)
-    totals = np.cumsum(np.where(finite, values, 0.0)), np.cumsum(finite, dtype=np.float64)
-    sums, counts = (total - np.pad(total, (window, 0))[: len(total)] for total in totals)
+    counts = _window_sums(finite.astype(np.float64), half)
+    sums = _window_sums(np.where(finite, values, 0.0), half)
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def _window_sums(values: Values, half: int) -> Values:
+    totals = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    reach = np.minimum(places, half)
+    return totals[np.minimum(places + reach + 1, len(values))] - totals[places - reach]
 
 
 def scale(axes: Any, values: Sequence[float]) -> None:

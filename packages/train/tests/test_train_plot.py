@@ -1,0 +1,85 @@
+"""Pictures of runs: what is read for them, how it is smoothed, and what the command draws."""
+
+import json
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from armillary.train import journal
+from armillary.train.metrics import StepMetrics
+from armillary.train.plot import plot_runs, read_curves, smoothed
+from armillary.train.plot_cli import main
+
+
+def write_run(folder, steps=40, bad=None):
+    folder.mkdir()
+    written = journal.Journal(folder / "metrics.jsonl")
+    written.resumed(0)
+    for step in range(1, steps + 1):
+        loss = float("nan") if step == bad else 5.0 / step
+        written.step(StepMetrics(step, loss, 1.0 / step, 1e-3, 1, 1.0, 1.0, None, 1.0, step))
+        if step % 10 == 0:
+            written.validated(step, {"loss": 5.5 / step, "recall": 0.5})
+    written.close()
+    return folder
+
+
+def test_curves_are_read_from_a_file_with_restarts_bad_steps_and_half_a_line(tmp_path):
+    folder = write_run(tmp_path / "run", bad=7)
+    again = journal.Journal(folder / "metrics.jsonl")
+    again.resumed(35)
+    again.close()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('no record\n{"step": 36, "los')
+    curves = read_curves(folder)
+    assert curves.steps == list(range(1, 36)) and curves.restarts == [35]
+    assert np.isnan(curves.loss[6]) and curves.loss[7] == 5.0 / 8
+    assert curves.validation == {10: 0.55, 20: 0.275, 30: 5.5 / 30}
+    assert curves.learning_rate == [1e-3] * 35
+
+
+def test_smoothing_takes_means_of_what_is_finite():
+    values = np.array([8.0, 4.0, 3.0, np.nan, 5.0, 7.0])
+    assert smoothed(values, 0)[[0, 1, 2, 4, 5]].tolist() == [8.0, 4.0, 3.0, 5.0, 7.0]
+    assert smoothed(values, 1).tolist() == [8.0, 5.0, 3.5, 4.0, 6.0, 6.0]
+    assert np.isnan(smoothed(np.array([np.nan, np.nan]), 1)).all()
+
+
+def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one, two = write_run(tmp_path / "ring", bad=3), write_run(tmp_path / "upipe", steps=1)
+    main([str(one)])
+    main([str(one), str(two)])
+    main([str(one), "--output", "else.png"])
+    assert capsys.readouterr().out.split() == [f"{one}/loss.png", "losses.png", "else.png"]
+    for path in (one / "loss.png", tmp_path / "losses.png", tmp_path / "else.png"):
+        pixels = matplotlib.image.imread(path)
+        assert pixels.shape == (780, 1080, 4)
+        assert len(np.unique(pixels.reshape(-1, 4), axis=0)) > 10
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no metrics.jsonl; name the output folder of a run"),
+        ({"metrics.jsonl": json.dumps({"step": 0, "event": "started"})}, "tells of no step yet"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path)])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("armillary-plot: ") and message in said
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'armillary-train\[plot\]'"):
+        plot_runs([folder], folder / "loss.png")
+    assert not (folder / "loss.png").exists()
