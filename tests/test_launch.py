@@ -1,0 +1,122 @@
+"""The files in launch/: their flags are known, and the Slurm script saves and queues again when its time is up."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from armillary.train import Config
+from armillary.train.cli import parse
+
+LAUNCH = Path(__file__).parent.parent / "launch"
+
+# Stand-ins for Slurm's commands and torchrun, which waits until it is signalled, or ends at once.
+COMMANDS = {
+    "scontrol": 'if [ "$1" = show ]; then printf "gpu-7\\ngpu-9\\n"; else echo "$@" >> requeued; fi',
+    "scancel": 'echo "$@" >> cancelled; kill -USR1 "$(cat pid)"',
+    "srun": 'shift; exec "$@"',
+    "torchrun": """
+trap 'exit 1' USR1
+echo $$ > pid
+printf '%s\\n' "$@" > arguments.partial
+mv arguments.partial arguments
+[ -e ends ] && exit "$(cat ends)"
+while true; do sleep 0.05; done
+""",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the Slurm script as Slurm would, in a folder in which the stand-ins leave notes."""
+    for name, body in COMMANDS.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"JOB_NODELIST": "gpu-[7,9]", "JOB_ID": "42", "NNODES": "2", "GPUS_ON_NODE": "8"}
+    environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    started = []
+
+    def start(*flags: str) -> subprocess.Popen:
+        started.append(subprocess.Popen(["bash", LAUNCH / "slurm.sbatch", *flags], cwd=tmp_path, env=environment))
+        return started[0]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def read_when_there(path: Path) -> str:
+    for _ in range(1200):
+        if path.exists():
+            return path.read_text()
+        time.sleep(0.05)
+    raise AssertionError(f"{path} was not written in a minute")
+
+
+def understood(arguments: list[str]) -> tuple[object, Config]:
+    """What torchrun and the trainer make of a command line; either refuses what it does not know."""
+    options = get_args_parser().parse_args(arguments)
+    assert options.module and options.training_script == "armillary.train"
+    return options, parse(options.training_script_args, Config, "armillary-train")
+
+
+def test_the_slurm_script_starts_all_ranks_of_all_nodes(job, tmp_path):
+    (tmp_path / "ends").write_text("3")
+    assert job("--train.steps", "7").wait(60) == 3
+    options, config = understood((tmp_path / "arguments").read_text().splitlines())
+    assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", 3)
+    assert (options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id) == ("c10d", "gpu-7:29400", "42")
+    assert "SIGUSR1" in options.signals_to_handle and options.shutdown_timeout == 540
+    assert (config.train.output, config.train.steps) == (tmp_path / "outputs", 7)
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_the_slurm_script_has_the_run_save_and_queues_it_again_when_its_time_is_up(job, tmp_path):
+    script = job()
+    read_when_there(tmp_path / "arguments")
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(60) == 0
+    assert (tmp_path / "cancelled").read_text() == "--signal=USR1 42\n"
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+
+
+def test_grace_times_leave_room_for_torchrun_to_wait_for_its_ranks():
+    limits = [
+        line for line in (LAUNCH / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH --signal")
+    ]
+    assert [int(line.split("@")[1].split()[0]) for line in limits] == [600]
+    assert pod()["terminationGracePeriodSeconds"] == 600
+
+
+def pod() -> dict:
+    jobset = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(("index", "host"), [("0", "true"), ("1", "false")])
+def test_the_kubernetes_pods_start_all_ranks_of_all_nodes(tmp_path, index, host):
+    jobset = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    (container,) = pod()["containers"]
+    stand_in = tmp_path / "torchrun"
+    stand_in.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JOB_COMPLETION_INDEX": index}
+    said = subprocess.run(container["command"], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    options, config = understood(said.stdout.splitlines())
+    job = replicated["template"]["spec"]
+    assert int(options.nnodes) == job["parallelism"] == job["completions"]
+    assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    first = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
+    assert options.rdzv_endpoint == f"{first}:29400" and options.rdzv_conf == f"is_host={host}"
+    assert options.shutdown_timeout == 540 and config.train.output in {
+        Path(v["mountPath"]) for v in container["volumeMounts"]
+    }
