@@ -29,6 +29,7 @@ def check(config: Config) -> None:
         "validation.batches": (config.validation.batches, 1),
         "save.every": (config.save.every, 1),
         "save.keep-last": (config.save.keep_last, 1),
+        "save.keep-every": (1 if config.save.keep_every is None else config.save.keep_every, 1),
         "log.every": (config.log.every, 1),
         "optimizer.warmup-steps": (config.optimizer.warmup_steps, 0),
     }

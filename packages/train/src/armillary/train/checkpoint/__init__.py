@@ -1,0 +1,19 @@
+"""Checkpoints in torch's distributed format (DCP), written whole or not at all, while training goes on.
+
+output.py       the output folder: its config.json, and that all ranks see the same one
+folder.py       names, keeping, what a kill leaves: files alone, without torch
+manifest.py     what a checkpoint must hold, byte by byte
+writer.py       DCP's files, with checksums of what was written
+state.py        what of a run is saved, and back
+random_state.py random number generators
+ranks.py        all ranks together, apart from training's collectives
+saving.py       one save, and when there is one
+restoring.py    the newest checkpoint that is whole
+checkpoints.py  what the training loop sees of all this
+export.py       Hugging Face folders
+"""
+
+from armillary.train.checkpoint.checkpoints import Checkpoints
+from armillary.train.checkpoint.output import write_config
+
+__all__ = ["Checkpoints", "write_config"]

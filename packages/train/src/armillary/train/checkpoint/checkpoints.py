@@ -1,0 +1,148 @@
+"""The checkpoints of a run, as the training loop sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.output import check_shared, checkpoint_folder
+from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.checkpoint.restoring import restore
+from armillary.train.checkpoint.saving import Background, save
+from armillary.train.checkpoint.state import State, model_description, saved_state
+
+if TYPE_CHECKING:
+    from armillary.train.build import Run
+
+NOTICEABLE = 1.0
+"""Seconds of waiting that are worth a line."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. Used in a `with` block; every rank must call each method.
+
+    One is written at a time, in a thread if so configured, with collectives on a group of its own. It holds model,
+    optimizer, step, tokens seen, the state of the training rows, and random numbers of each rank. The learning rate is
+    a function of the step.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self.run, self.say, self.config = run, say, run.config.save
+        self.timeout = timedelta(minutes=run.config.train.timeout_minutes)
+        self.folder, self.ranks = checkpoint_folder(run.config), Ranks(self.timeout)
+        self.model = model_description(run)
+        self.newest: int | None = None
+        self._began, self._tokens_before = 0, 0
+        self._writing: Background | None = None
+        cuda = run.device.type == "cuda"
+        options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
+        self._stager = DefaultStager(options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writing is not None:  # after an error too: what was good before it is worth keeping
+            self._writing.join(self.timeout.total_seconds())
+        if error is None:  # else other ranks may be on the group
+            self._stager.close()
+            self.ranks.close()
+
+    def restore(self) -> int:
+        """Puts the run where its newest whole checkpoint left it; the step that is, 0 where there is none.
+
+        Raises:
+            ValueError: ranks that see other folders, no checkpoint that is whole, or the newest is of another model or
+                other rows. On every rank.
+        """
+        check_shared(self.folder.path, self.ranks)
+        manifest = restore(self.run, self.folder, self.ranks, self.say)
+        if manifest is None:
+            return 0
+        self.newest, self._began, self._tokens_before = manifest.step, manifest.step, manifest.tokens
+        return manifest.step
+
+    def start(self, step: int) -> None:
+        """Begins to save the run as it is after `step`; from when this returns, the run may change.
+
+        Where it could not be saved, a line says so, and the checkpoints before it stay.
+
+        Raises:
+            TimeoutError, RuntimeError: the save before this one does not end, or ranks are missing.
+        """
+        self._settle()
+        if not self.config.asynchronous:
+            self._try_to_save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step))
+            return
+        copy = cast(State, self._stager.stage(saved_state(self.run, step, self.ranks.rank)))
+        work = partial(self._try_to_save, step, copy, self._manifest(step))
+        self._writing = Background(f"step-{step}", work)
+
+    def finish(self, step: int) -> Path:
+        """Makes sure that the run as it is after `step` is saved, and exported if so configured; where.
+
+        Raises:
+            OSError: it cannot be saved or exported; on every rank.
+        """
+        self._settle()
+        if self.newest != step:
+            self._save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step))
+        if self.config.export:
+            self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
+        return self.folder.place(step)
+
+    def _manifest(self, step: int) -> Manifest:
+        """What is known before anything is written."""
+        tokens = self._tokens_before + (step - self._began) * self.run.tokens_per_step
+        return Manifest(step, self.ranks.size, tokens, self.run.training.state_dict(), self.model, "", {})
+
+    def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
+        try:
+            self._save(step, state, manifest)
+        except OSError as error:
+            self.say(f"step-{step} WAS NOT SAVED: {error}; training goes on, and the checkpoints before it stay")
+
+    def _save(self, step: int, state: State, manifest: Manifest) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.set_device(self.run.device)  # a new thread has the first one
+        try:
+            save(self.folder, state, manifest, self.ranks)
+        except OSError as error:
+            raise OSError(f"{self.folder.place(step)}: {error}") from error
+        self.newest = step
+        if self.ranks.rank == 0:
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            self.folder.prune(self.config.keep_last, self.config.keep_every)
+        except OSError as error:
+            self.say(f"older checkpoints could not be removed: {error}")
+
+    def _settle(self) -> None:
+        """Waits for the save in flight."""
+        if self._writing is None:
+            return
+        since = time.monotonic()
+        self._writing.join(self.timeout.total_seconds())
+        waited = time.monotonic() - since
+        if self._writing.is_alive():
+            raise TimeoutError(
+                f"rank {self.ranks.rank} has waited {waited:.0f} s for {self._writing.name} to be written to "
+                f"{self.folder.path}"
+            )
+        if waited > NOTICEABLE:
+            self.say(f"training waited {waited:.0f} s for {self._writing.name} to be saved")
+        done, self._writing = self._writing, None
+        done.result()

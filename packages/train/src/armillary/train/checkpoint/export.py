@@ -1,0 +1,76 @@
+"""From a checkpoint to a Hugging Face folder, on one process: `armillary-export`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from armillary.models import hub
+from armillary.models.hub.configs import parse as parse_config
+from armillary.train.checkpoint.manifest import Damaged, Manifest
+from armillary.train.cli import parse
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Export:
+    """Writes the weights of a checkpoint as a Hugging Face folder: config.json and safetensors.
+
+    Takes as much memory as the weights have bytes in `dtype`, and that of one file.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A folder such as outputs/checkpoint/step-80."""
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Where to; it is made if need be."""
+    dtype: Literal["as saved", "float64", "float32", "bfloat16", "float16"] = "as saved"
+    """Of the weights that are written."""
+
+
+def export(asked: Export) -> None:
+    """Does it.
+
+    Raises:
+        ValueError: no checkpoint, or a damaged one.
+        OSError: something could not be written.
+    """
+    try:
+        manifest = Manifest.read(asked.checkpoint)
+    except Damaged as damage:
+        raise ValueError(f"{asked.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
+    if fault := manifest.fault(asked.checkpoint):
+        raise ValueError(f"{asked.checkpoint}: {fault}")
+    weights = read_weights(asked.checkpoint, DTYPES.get(asked.dtype))
+    hub.save(asked.folder, parse_config(manifest.model), weights)
+
+
+def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The model's tensors by name, whole and on the CPU, in `dtype` or as they were saved."""
+    found = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = {n.removeprefix("model."): data for n, data in found.items() if n.startswith("model.")}
+    weights = {
+        name: torch.empty(data.size, dtype=dtype or data.properties.dtype)
+        for name, data in saved.items()
+        if isinstance(data, TensorStorageMetadata)
+    }
+    dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    return weights
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and exports; exits with 2 for what cannot be, with one line that says why."""
+    try:
+        export(parse(sys.argv[1:] if argv is None else argv, Export, "armillary-export"))
+    except (ValueError, OSError) as error:
+        print(f"armillary-export: {error}", file=sys.stderr)
+        sys.exit(2)

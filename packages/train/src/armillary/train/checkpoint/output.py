@@ -1,0 +1,66 @@
+"""The output folder of a run: its configuration, and that all ranks see the same one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.config import Config
+
+
+def checkpoint_folder(config: Config) -> CheckpointFolder:
+    return CheckpointFolder(config.train.output / "checkpoint")
+
+
+def write_config(config: Config) -> None:
+    """Writes the resolved configuration to config.json in the output folder, and so proves that it can be written to.
+
+    Raises:
+        ValueError: it cannot, or has the checkpoints of a run that must not be gone on with; on the ranks that see it.
+    """
+    folder = config.train.output
+    if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
+        raise ValueError(
+            f"--save.resume never: {checkpoint_folder(config).place(steps[-1])} is there; name another --train.output"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            partial = folder / "config.json.partial"
+            partial.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+            partial.replace(folder / "config.json")
+    except OSError as error:
+        raise ValueError(
+            f"--train.output {folder}: cannot be written to ({error.strerror}); name another folder"
+        ) from error
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Refuses an output folder that is not the same one for all ranks. Collective.
+
+    Raises:
+        ValueError: names the ranks that do not see what rank 0 writes; on every rank.
+    """
+
+    def leave() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = folder / f".seen-by-all-{uuid4().hex}"
+        token.touch()
+        return token
+
+    token = ranks.on_first(leave)
+    try:
+        blind = [rank for rank, seen in enumerate(ranks.agree(token.exists)) if not seen]
+    finally:
+        ranks.on_first(token.unlink)
+    if blind:
+        raise ValueError(
+            f"{folder} is not the same folder for all ranks: what rank 0 writes there is not seen by "
+            f"{', '.join(map(str, blind))}; let --train.output lie on a file system that all hosts share"
+        )

@@ -1,0 +1,71 @@
+"""All ranks together, on a process group of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+R = TypeVar("R")
+Failure = tuple[type[Exception], str]
+
+SHOWN = (ValueError, OSError)
+"""Errors that come as themselves on ranks that did not have them; others come as a RuntimeError."""
+
+
+class Ranks:
+    """All ranks, on a gloo group that nothing else uses: a thread may wait on it while training goes on.
+
+    Made by all ranks together. Every wait ends after `timeout` with an error that names who is missing.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+    def gather(self) -> None:
+        """Waits until all ranks are here.
+
+        Raises:
+            RuntimeError: names those that are not, on rank 0; on others, that it is rank 0 or that it has given up.
+        """
+        dist.monitored_barrier(self.group, wait_all_ranks=True)
+
+    def agree(self, action: Callable[[], R]) -> list[R]:
+        """What `action` came to on each rank, by rank. Where it fails on one, it fails on all.
+
+        Raises:
+            ValueError, OSError: as on the ranks where it was raised.
+            RuntimeError: for all other errors.
+        """
+        mine: tuple[R | None, Failure | None]
+        cause: Exception | None = None
+        try:
+            mine = action(), None
+        except Exception as error:
+            cause, kind = error, next((kind for kind in SHOWN if isinstance(error, kind)), RuntimeError)
+            mine = None, (kind, str(error))
+        self.gather()
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, mine, group=self.group)
+        if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
+            raise combined(failures) from cause
+        return [answer for answer, _ in answers]
+
+    def on_first(self, action: Callable[[], R]) -> R:
+        """What `action` came to on rank 0, where alone it is done. Errors as from `agree`."""
+        return cast(R, self.agree(lambda: action() if self.rank == 0 else None)[0])
+
+
+def combined(failures: dict[int, Failure]) -> Exception:
+    """One error for those of several ranks."""
+    kinds = {kind for kind, _ in failures.values()}
+    kind = kinds.pop() if len(kinds) == 1 else RuntimeError
+    if kind is ValueError:  # mostly the same on all
+        return ValueError("; ".join(dict.fromkeys(text for _, text in failures.values())))
+    return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))

@@ -1,0 +1,73 @@
+"""Going on from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
+
+if TYPE_CHECKING:
+    from armillary.train.build import Run
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest whole checkpoint, None if there is none at all, and what is wrong with newer ones, by step."""
+
+    step: int | None = None
+    damage: dict[int, str] = field(default_factory=dict[int, str])
+
+
+def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str], None]) -> Manifest | None:
+    """Puts the run where its newest whole checkpoint left it; None: there is no checkpoint. Collective.
+
+    Damaged ones are named, and get another name.
+
+    Raises:
+        ValueError: none of them is whole, or the newest that is was made by another model or with other rows. Nothing
+            has been changed then, neither on disk nor in the model. On every rank.
+    """
+    ranks.on_first(folder.clear)
+    found = newest_whole(folder, ranks)
+    if found.step is None:
+        return None
+    place = folder.place(found.step)
+    manifest = Manifest.read(place)
+    shapes = shapes_of(training_state(run))
+    ranks.on_first(lambda: check_model(run, place, manifest, shapes))
+    try:
+        run.training.load_state_dict(manifest.loader)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
+    for step, fault in found.damage.items():
+        ranks.on_first(lambda step=step: folder.set_aside(step))
+        say(f"step-{step}: {fault}; kept as {folder.damaged(step)}, going on from step-{found.step}")
+    load_state(run, place, manifest, ranks)
+    say(f"going on from {place}")
+    return manifest
+
+
+def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
+    """Looks at checkpoints from the newest on, each rank at its share of the files. Collective.
+
+    Raises:
+        ValueError: there are some, and none is whole; or one has another format.
+    """
+    damage: dict[int, str] = {}
+    for step in reversed(ranks.on_first(folder.steps)):
+        faults = ranks.agree(lambda step=step: folder.fault(step, ranks.rank, ranks.size))
+        fault = next(filter(None, faults), None)
+        if fault is None:
+            return Found(step, damage)
+        damage[step] = fault
+    if damage:
+        named = "; ".join(f"step-{step}: {fault}" for step, fault in damage.items())
+        raise ValueError(
+            f"no checkpoint in {folder.path} is whole ({named}); name another --train.output to start anew"
+        )
+    return Found()

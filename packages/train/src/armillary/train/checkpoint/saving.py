@@ -1,0 +1,75 @@
+"""One save: from tensors that nobody changes meanwhile to a complete checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from threading import Thread
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Manifest, Written
+from armillary.train.checkpoint.ranks import Failure, Ranks, combined
+from armillary.train.checkpoint.state import State
+from armillary.train.checkpoint.writer import CheckedWriter
+
+
+def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Ranks) -> None:
+    """Writes `state` as the checkpoint of `manifest`, whose files and time are found out here. Collective.
+
+    Raises:
+        OSError: some rank could not write, and why; nothing is left of the checkpoint then, and others are as they
+            were. On every rank.
+        RuntimeError: anything else, such as a rank that is missing.
+    """
+    try:
+        ranks.on_first(lambda: folder.begin(manifest.step))
+        files = write(folder, state, manifest.step, ranks)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        ranks.on_first(lambda: folder.complete(replace(manifest, files=files, time=now)))
+    except BaseException:
+        if ranks.rank == 0:
+            with suppress(OSError):  # what is left is cleared by the next save of this step, or the next run
+                folder.discard(manifest.step)
+        raise
+
+
+def write(folder: CheckpointFolder, state: State, step: int, ranks: Ranks) -> dict[str, Written]:
+    """Each rank writes its files; those of all ranks."""
+    writer = CheckedWriter(folder.partial(step), ranks)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=ranks.group)
+    except CheckpointException as error:
+        raise combined({rank: failure(found) for rank, (found, _) in error.failures.items()}) from error
+    return {name: file for files in ranks.agree(lambda: writer.files.written) for name, file in files.items()}
+
+
+def failure(error: BaseException) -> Failure:
+    return (OSError, str(error)) if isinstance(error, OSError) else (RuntimeError, f"{type(error).__name__}: {error}")
+
+
+class Background(Thread):
+    """Work beside training. An error is kept until `result` is asked for.
+
+    A daemon: a process that ends because of an error does not wait for ranks that may be gone.
+    """
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work, self.error = work, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> None:
+        """Raises what the work has raised."""
+        if self.error is not None:
+            raise self.error

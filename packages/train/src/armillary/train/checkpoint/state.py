@@ -1,0 +1,102 @@
+"""What of a run is saved, and how it comes back.
+
+Learning rates are no part of it, since they follow from the step alone; nor are the optimizer's other settings, which
+are those of the configuration that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+
+from armillary.models.hub import describe
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
+from armillary.train.checkpoint.ranks import Ranks
+
+if TYPE_CHECKING:
+    from armillary.train.build import Run
+
+State = dict[str, Any]
+
+
+def saved_state(run: Run, step: int, rank: int) -> State:
+    """All that DCP saves, the tensors as they are used: model and optimizer sharded, random states of each rank."""
+    return {**training_state(run), "step": step, "random": {f"rank-{rank}": random_state(run.device)}}
+
+
+def training_state(run: Run) -> State:
+    """Model and optimizer, whose state is made where there has been no step yet."""
+    if not run.optimizer.state:
+        get_optimizer_state_dict(run.model, run.optimizer)  # makes it by a step of size 0
+        for kept in run.optimizer.state.values():
+            kept["step"].zero_()  # which must not count
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
+    """Puts model, optimizer and random numbers back. Collective.
+
+    With another number of ranks random numbers are those of the seed, the step and the rank.
+    """
+    seed_all(run.config.train.seed, manifest.step, ranks.rank)
+    state = training_state(run)
+    groups = state["optimizer"].pop("param_groups")
+    mine = f"rank-{ranks.rank}"
+    if manifest.ranks == ranks.size:
+        state["random"] = {mine: b""}
+    dcp.load(state, checkpoint_id=place, process_group=ranks.group)
+    optimizer = {**state["optimizer"], "param_groups": groups}
+    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+    if "random" in state:
+        set_random_state(state["random"][mine], run.device)
+
+
+def model_description(run: Run) -> dict[str, Any]:
+    """The fields of a Hugging Face config.json, as they are after a while on disk."""
+    return json.loads(json.dumps(describe(run.model.config, torch.float32)))
+
+
+def check_model(run: Run, place: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses the checkpoint of another model.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    differing = differences(manifest.model, model_description(run)) or differences(saved_shapes(place), shapes)
+    if differing:
+        raise ValueError(
+            f"{place} was made by another model: {differing}; name another --train.output, or the model that made it"
+        )
+
+
+def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
+    """Of the model's and the optimizer's tensors, by the names that DCP gives them."""
+    found: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for name, kept in state["optimizer"]["state"].items():
+        found |= {f"optimizer.state.{name}.{key}": value for key, value in kept.items()}
+    return {name: tuple(tensor.shape) for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def saved_shapes(place: Path) -> dict[str, tuple[int, ...]]:
+    """As `shapes_of`, of a checkpoint."""
+    found = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    tensors = {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
+    return {name: shape for name, shape in tensors.items() if name.startswith(("model.", "optimizer.state."))}
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], shown: int = 3) -> str:
+    """What differs, in words; nothing if nothing does."""
+    names = [n for n in {**there, **here} if (n in there, there.get(n)) != (n in here, here.get(n))]
+    said = [f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here" for name in names]
+    more = f", and {len(said) - shown} more" if len(said) > shown else ""
+    return ", ".join(said[:shown]) + more
