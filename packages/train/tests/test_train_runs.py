@@ -189,7 +189,7 @@ def checkpoint_equals_model(config: Config) -> bool:
     return all(torch.equal(loaded[name].full_tensor(), expected[name].full_tensor()) for name in expected)
 
 
-def test_the_checkpoint_holds_the_trained_weights_and_replaces_an_older_one(worlds, tmp_path):
+def test_the_checkpoint_holds_the_trained_weights_also_when_gone_on_from(worlds, tmp_path):
     config = replace(SMALL, train=replace(SMALL.train, steps=2, output=tmp_path))
     assert worlds(2).run(checkpoint_equals_model, config) == [True, True]
     assert worlds(2).run(checkpoint_equals_model, config) == [True, True]

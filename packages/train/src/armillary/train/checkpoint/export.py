@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tenso
         for name, data in saved.items()
         if isinstance(data, TensorStorageMetadata)
     }
-    dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     return weights
 
 

@@ -47,9 +47,11 @@ class CheckpointFolder:
             return str(damage)
 
     def clear(self) -> None:
-        """Removes what killed runs have left unfinished."""
+        """Removes what killed runs have left unfinished, and what was damaged and then saved anew."""
         for name in filter(LEFT.fullmatch, self.names()):
             remove(self.path / name)
+        for step in self.steps():
+            remove(self.damaged(step))
 
     def begin(self, step: int) -> None:
         """Makes room for the files of a checkpoint, in `partial(step)`."""

@@ -48,17 +48,15 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
         ValueError: names the ranks that do not see what rank 0 writes; on every rank.
     """
 
-    def leave() -> Path:
+    def leave() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        token = folder / f".seen-by-all-{uuid4().hex}"
-        token.touch()
+        token = f".seen-by-all-{uuid4().hex}"
+        (folder / token).touch()
         return token
 
     token = ranks.on_first(leave)
-    try:
-        blind = [rank for rank, seen in enumerate(ranks.agree(token.exists)) if not seen]
-    finally:
-        ranks.on_first(token.unlink)
+    blind = [rank for rank, seen in enumerate(ranks.agree((folder / token).exists)) if not seen]
+    ranks.on_first((folder / token).unlink)
     if blind:
         raise ValueError(
             f"{folder} is not the same folder for all ranks: what rank 0 writes there is not seen by "

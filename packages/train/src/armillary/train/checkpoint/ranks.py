@@ -22,7 +22,7 @@ class Ranks:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class Ranks:
         Raises:
             RuntimeError: names those that are not, on rank 0; on others, that it is rank 0 or that it has given up.
         """
-        dist.monitored_barrier(self.group, wait_all_ranks=True)
+        dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # the group's own is not taken
 
     def agree(self, action: Callable[[], R]) -> list[R]:
         """What `action` came to on each rank, by rank. Where it fails on one, it fails on all.

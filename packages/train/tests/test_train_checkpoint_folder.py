@@ -1,0 +1,155 @@
+"""The folder of checkpoints, without ranks: kills before any change on disk, damage, what is kept."""
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+import pytest
+
+from armillary.train.checkpoint.folder import CheckpointFolder, superseded
+from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_back
+from armillary.train.checkpoint.state import differences
+from armillary.train.checkpoint.writer import CheckedFile
+
+fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
+EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})
+
+
+def save(folder: CheckpointFolder, step: int) -> None:
+    """A checkpoint of two files."""
+    folder.begin(step)
+    files = {}
+    for name in ("__0_0.distcp", ".metadata"):
+        with CheckedFile(folder.partial(step) / name, "w") as file:
+            file.write(f"{name} of {step}".encode() * 100)
+        files[name] = file.written
+    folder.complete(replace(EMPTY, step=step, tokens=10 * step, files=files))
+
+
+@pytest.fixture
+def folder(tmp_path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "outputs" / "checkpoint")
+
+
+def dies_after(calls, work):
+    """Works, until there were so many calls that change what is on disk."""
+    done = count()
+
+    def change(call, *args, **kwargs):
+        return call(*args, **kwargs) if next(done) < calls else os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+        setattr(os, name, partial(change, getattr(os, name)))
+    work()
+
+
+def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder):
+    """Step 2 was found damaged earlier, and is saved anew; step 1 must go when 2 is complete, and not before."""
+
+    def work():
+        folder.clear()
+        if 2 not in folder.steps():
+            save(folder, 2)
+        folder.prune(1, None)
+
+    seen, calls = set(), 0
+    for calls in count():
+        save(folder, 1)
+        folder.damaged(2).mkdir()
+        process = fork.Process(target=dies_after, args=(calls, work))
+        process.start()
+        process.join()
+        steps = folder.steps()
+        assert steps and all(folder.fault(step) is None for step in steps)
+        seen.add(tuple(steps))
+        folder.clear()
+        assert folder.steps() == steps and not [name for name in folder.names() if name.endswith(".partial")]
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        work()  # the next run gets through
+        assert folder.names() == ["step-2"] and Manifest.read(folder.place(2)).tokens == 20
+        folder.place(2).rename(folder.path.with_name(f"done-{calls}"))
+    assert calls > 10 and seen == {(1,), (1, 2), (2,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("__0_0.distcp", lambda old: old[:-1] + b"x", "file __0_0.distcp has other bytes than were written"),
+        ("__0_0.distcp", lambda old: old[:-1], "file __0_0.distcp has 1699 of 1700 bytes"),
+        ("__0_0.distcp", None, "file __0_0.distcp cannot be read (No such file or directory)"),
+        (".metadata", lambda old: b"", "file .metadata has 0 of 1400 bytes"),
+        (MANIFEST, lambda old: old.replace(b'"tokens": 70', b'"tokens": 71'), "manifest.json has other bytes than"),
+        (MANIFEST, lambda old: old[:50], "manifest.json cannot be read"),
+        (MANIFEST, None, "manifest.json cannot be read"),
+    ],
+)
+def test_every_change_of_a_checkpoint_is_found_and_named(folder, name, change, fault):
+    save(folder, 7)
+    assert folder.fault(7) is None
+    path = folder.place(7) / name
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    faults = [folder.fault(7, part, 3) for part in range(3)]  # .metadata, the other one, and a part without files
+    assert any(found is not None and found.startswith(fault) for found in faults)
+    assert folder.fault(7).startswith(fault)
+
+
+def test_another_format_is_refused_and_not_called_damaged(folder):
+    save(folder, 1)
+    manifest = folder.place(1) / MANIFEST
+    fields = json.loads(manifest.read_text())
+    assert fields["format"] == 1 and fields["files"][".metadata"]["size"] == 1400
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("armillary.train.checkpoint.manifest.FORMAT", 2)
+        with pytest.raises(ValueError, match=r"step-1 has format 1; this version of armillary-train reads format 2"):
+            folder.fault(1)
+    with pytest.raises(Damaged, match=r"manifest\.json cannot be read"):
+        Manifest.read(folder.path)
+
+
+def test_the_newest_are_kept_and_those_that_a_number_divides(folder):
+    assert superseded([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
+    assert superseded([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
+    assert superseded([2, 4], 2, 3) == [] and superseded([], 1, None) == []
+    for step in (10, 9, 11, 100):
+        save(folder, step)
+    assert folder.steps() == [9, 10, 11, 100]  # by number, not by name
+    folder.prune(1, 5)
+    assert sorted(folder.names()) == ["step-10", "step-100"]
+
+
+def test_what_is_left_unfinished_is_cleared_and_nothing_else(folder):
+    save(folder, 1)
+    folder.begin(2)
+    (folder.partial(2) / "__0_0.distcp").write_bytes(b"half")
+    for name in ("step-3.damaged", "mine.partial", "step-x"):
+        (folder.path / name).mkdir()
+    (folder.path / f".seen-by-all-{'0' * 32}").touch()
+    folder.clear()
+    assert sorted(folder.names()) == ["mine.partial", "step-1", "step-3.damaged", "step-x"]
+    assert folder.steps() == [1]
+
+
+def test_a_file_knows_what_was_written_to_it(tmp_path):
+    with CheckedFile(tmp_path / "file", "w") as file:
+        assert [file.write(part) for part in (b"abc", memoryview(bytes(10)), b"")] == [3, 10, 0]
+    assert file.written == read_back(tmp_path / "file") and file.written.size == 13 and file.failure is None
+    with open("/dev/full", "wb"), CheckedFile("/dev/full", "w") as full, pytest.raises(OSError, match="No space left"):
+        full.write(b"abc")
+    assert full.failure is not None and full.written.size == 0
+
+
+def test_differences_are_told_by_name_and_only_a_few_of_them():
+    assert differences({"a": 1, "b": None}, {"b": None, "a": 1}) == ""
+    assert differences({"a": (2, 3), "c": 0}, {"a": (3, 2), "b": None}) == (
+        "a is (2, 3) there and (3, 2) here, c is 0 there and absent here, b is absent there and None here"
+    )
+    assert differences(dict.fromkeys("abcde", 1), {}).endswith("c is 1 there and absent here, and 2 more")

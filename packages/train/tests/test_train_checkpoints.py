@@ -1,0 +1,410 @@
+"""Checkpoints of whole runs on gloo ranks: going on bit by bit, on other meshes, after kills, damage and full disks."""
+
+import io
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.tensor import DTensor
+
+from armillary.core.testing import RankFailed
+from armillary.models import Llama
+from armillary.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Run,
+    SaveConfig,
+    Summary,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train.checkpoint import Checkpoints
+from armillary.train.checkpoint.export import main as export
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.checkpoint.state import training_state
+from armillary.train.step import train_step
+
+RING = ParallelConfig(ring=4, ulysses=1)
+SMALL = Config(
+    model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
+    parallel=RING,
+    data=DataConfig(sequence_length=60, rows=4),
+    validation=ValidationConfig(every=20, batches=1),
+    save=SaveConfig(every=2, keep_last=3),
+    train=TrainConfig(steps=6, accumulation=2, device="cpu"),
+)
+
+
+def at(config: Config, folder: Path, **changes) -> Config:
+    return replace(config, train=replace(config.train, output=folder, **changes))
+
+
+def local_state(run: Run) -> dict[str, torch.Tensor]:
+    """This rank's part of the model and of the optimizer's state."""
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    kept = {f"{name} {key}": value for name, state in optimizer["state"].items() for key, value in state.items()}
+    return {n: (x.to_local() if isinstance(x, DTensor) else x).clone() for n, x in {**model, **kept}.items()}
+
+
+def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Tensor], list[float]]:
+    """Trains; also what the random number generators, which began with `seed`, would give next."""
+    printed = io.StringIO()
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed + dist.get_rank())
+    with redirect_stdout(printed), process_group(config) as device:
+        run = prepare(config, device)
+        summary = train(run)
+    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+    return summary, printed.getvalue(), local_state(run), drawn
+
+
+def gone_on(worlds, ranks: int, config: Config, reference: Path, folder: Path):
+    """Goes on, in another folder, from step 4 of a run that went on itself."""
+    shutil.copytree(reference / "checkpoint" / "step-4", folder / "checkpoint" / "step-4")
+    results = worlds(ranks).run(trained, at(config, folder), 1)
+    assert f"going on from {folder}/checkpoint/step-4" in results[0][1]
+    assert all(summary.first_step == 5 and len(summary.losses) == 2 for summary, *_ in results)
+    return results
+
+
+@pytest.fixture(scope="module")
+def reference(worlds, tmp_path_factory):
+    """A run of six steps that nothing stops, saved in the background after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("reference")
+    return worlds(4).run(trained, at(SMALL, folder), 0), folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        replace(SMALL, parallel=ParallelConfig(2, 1, 2, 1), optimizer=OptimizerConfig(on_host=True)),
+        replace(SMALL, parallel=ParallelConfig(tp=2, shard=2), save=SaveConfig(2, keep_last=3, asynchronous=False)),
+    ],
+    ids=["ring, asynchronous", "replicas, on the host", "tensor parallel, on the spot"],
+)
+def test_going_on_is_bit_identical(worlds, reference, tmp_path, config):
+    results, folder = reference
+    if config is not SMALL:
+        folder = tmp_path / "whole"
+        results = worlds(4).run(trained, at(config, folder), 0)
+    for before, after in zip(results, gone_on(worlds, 4, config, folder, tmp_path / "again"), strict=True):
+        assert after[0].losses == before[0].losses[4:]
+        assert after[0].validation_loss == before[0].validation_loss
+        assert len(before[2]) > 40 and all(torch.equal(after[2][name], before[2][name]) for name in before[2])
+        assert after[3] == before[3]
+    # Two more parts of 4 rows of 60 tokens were seen in each step.
+    assert Manifest.read(tmp_path / "again/checkpoint/step-6").tokens == 6 * 4 * 60
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (4, ParallelConfig(shard=2, ring=1, ulysses=2)),
+        (4, ParallelConfig(replicate=2, ring=1, tp=2)),
+        (2, ParallelConfig(ring=2, ulysses=1)),
+    ],
+    ids=str,
+)
+def test_another_mesh_goes_on_with_the_same_losses(worlds, reference, tmp_path, ranks, parallel):
+    results, folder = reference
+    after = gone_on(worlds, ranks, replace(SMALL, parallel=parallel), folder, tmp_path)
+    differences = [abs(a - b) for a, b in zip(after[0][0].losses, results[0][0].losses[4:], strict=True)]
+    assert max(differences) < 1e-6
+    drawn = [tuple(result[3]) for result in after]
+    assert len(set(drawn)) == ranks
+    assert (drawn == [tuple(result[3]) for result in results]) == (ranks == 4)  # else others, by the seed
+
+
+def test_a_run_that_is_complete_is_not_trained_again(worlds, reference):
+    results, folder = reference
+    again = worlds(4).run(trained, at(SMALL, folder), 1)
+    assert again[0][0].losses == [] and again[0][0].checkpoint == folder / "checkpoint" / "step-6"
+    assert f"nothing left to train: {folder}/checkpoint/step-6" in again[0][1]
+    for before, after in zip(results, again, strict=True):
+        assert all(torch.equal(after[2][name], before[2][name]) for name in before[2])
+
+
+# -- kills and damage -------------------------------------------------------------------------------------------------
+
+
+def killed_while_saving(config: Config) -> None:
+    """Every rank dies when its file of step 4 is written and not yet on disk, while training goes on."""
+    sync = os.fsync
+
+    def kill(descriptor: int) -> None:
+        if "step-4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+
+    os.fsync = kill
+    trained(config, 0)
+
+
+def test_killed_while_a_save_is_in_flight_the_one_before_is_gone_on_from(worlds, reference, tmp_path):
+    with pytest.raises(RankFailed):
+        worlds(4).run(killed_while_saving, at(SMALL, tmp_path))
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4.partial"]
+    for before, after in zip(reference[0], worlds(4).run(trained, at(SMALL, tmp_path), 1), strict=True):
+        assert after[0].first_step == 3 and after[0].losses == before[0].losses[2:]
+        assert all(torch.equal(after[2][name], before[2][name]) for name in before[2])
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(worlds, reference, tmp_path):
+    shutil.copytree(reference[1] / "checkpoint", tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint/step-6/__3_0.distcp"
+    changed = bytearray(file.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    file.write_bytes(changed)
+    os.truncate(tmp_path / "checkpoint/step-4/.metadata", 100)
+    summary, printed, *_ = worlds(4).run(trained, at(SMALL, tmp_path), 1)[0]
+    assert summary.losses == reference[0][0][0].losses[2:]
+    assert "step-6: file __3_0.distcp has other bytes than were written; kept as " in printed
+    assert "step-4: file .metadata has 100 of " in printed and printed.count("going on from step-2") == 2
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(configs: list[Config]) -> str:
+    """Why this rank's run cannot start."""
+    with pytest.raises(ValueError) as error:
+        trained(configs[dist.get_rank() % len(configs)], 0)
+    return str(error.value)
+
+
+def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path):
+    config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1), save=SaveConfig(every=1))
+    config, place = at(config, tmp_path / "run", steps=1), tmp_path / "run/checkpoint/step-1"
+    worlds(2).run(trained, config, 0)
+    (place.with_name("step-2")).mkdir()  # damaged: what is refused must not touch it
+    never = replace(config, save=SaveConfig(resume="never"))
+    cases = {
+        "made by another model: hidden_size is 32 there and 64 here": replace(config, model=ModelConfig(64, 1, 4, 2)),
+        "rope_theta is 10000.0 there and 500.0 here": replace(config, model=replace(SMALL.model, rope_theta=500.0)),
+        f"{place}: this state was taken with seed 0, not 1": at(config, tmp_path / "run", seed=1),
+        f"--save.resume never: {place.with_name('step-2')} is there; name another --train.output": never,
+    }
+    for message, changed in cases.items():
+        assert all(message in said for said in worlds(2).run(refusal, [changed]))
+        assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
+    apart = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
+    for said in worlds(2).run(refusal, apart):
+        assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in said
+    os.truncate(place / "__1_0.distcp", 7)
+    for said in worlds(2).run(refusal, [config]):
+        assert f"no checkpoint in {place.parent} is whole (step-2: manifest.json cannot be read" in said
+        assert "step-1: file __1_0.distcp has 7 of " in said
+    assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
+
+
+# -- saves that overlap, and saves that fail --------------------------------------------------------------------------
+
+
+def weights(place: Path, run: Run) -> dict[str, torch.Tensor]:
+    """Of a checkpoint, as torch alone reads them."""
+    loaded = {"model": {name: torch.zeros_like(x) for name, x in get_model_state_dict(run.model).items()}}
+    dcp.load(loaded, checkpoint_id=place)
+    return {name: x.full_tensor() for name, x in loaded["model"].items()}
+
+
+def change_meanwhile(config: Config) -> None:
+    gate, begin = Event(), CheckpointFolder.begin
+
+    def wait(self: CheckpointFolder, step: int) -> None:
+        assert gate.wait(300)
+        begin(self, step)
+
+    with process_group(config) as device, pytest.MonkeyPatch.context() as patch:
+        run = prepare(config, device)
+        patch.setattr(CheckpointFolder, "begin", wait)
+        before = {name: x.full_tensor().clone() for name, x in get_model_state_dict(run.model).items()}
+        with Checkpoints(run, print) as saved:
+            assert saved.restore() == 0
+            saved.start(1)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.zero_()
+            assert saved.folder.steps() == []
+            gate.set()
+            saved.start(2)  # at most one is in flight
+            assert saved.folder.steps()[0] == 1
+            assert saved.finish(2) == saved.folder.place(2)  # nothing is written twice
+        first, second = (weights(saved.folder.place(step), run) for step in (1, 2))
+    assert any(x.any() for x in before.values()) and all(torch.equal(first[name], before[name]) for name in before)
+    assert not any(x.any() for x in second.values())
+
+
+def test_what_is_trained_while_a_save_is_in_flight_is_not_in_it(worlds, tmp_path):
+    config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
+    worlds(2).run(change_meanwhile, at(config, tmp_path))
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-2"]
+
+
+def no_room(config: Config, disk: bool):
+    """All room of the disk is taken, or rank 1 may not write more than a little to a file. Undone at the end."""
+    rank, filler = dist.get_rank(), config.train.output / "filler"
+
+    class NoRoom:
+        def __enter__(self):
+            dist.barrier()
+            if disk and rank == 0:
+                with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+                    while file.write(bytes(4096)):
+                        pass
+            if not disk and rank == 1:
+                self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, self.limits[1]))
+            dist.barrier()
+
+        def __exit__(self, *_):
+            if disk and rank == 0:
+                filler.unlink()
+            if not disk and rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+            dist.barrier()
+
+    return NoRoom()
+
+
+def saves_without_room(config: Config, disk: bool) -> list[str]:
+    said: list[str] = []
+    with process_group(config) as device:
+        run = prepare(config, device)
+        with Checkpoints(run, said.append) as saved:
+            assert saved.restore() == 0
+            saved.start(1)
+            saved._settle()
+            with no_room(config, disk):
+                saved.start(2)
+                saved._settle()
+            assert saved.folder.names() == ["step-1"] and saved.folder.fault(1) is None
+            saved.start(3)
+            saved._settle()
+            with no_room(config, disk), pytest.raises(OSError, match=r"checkpoint/step-4: .*(No space|too large)"):
+                saved.finish(4)
+            assert sorted(saved.folder.names()) == ["step-1", "step-3"] and saved.folder.fault(3) is None
+            assert saved.finish(5) == saved.folder.place(5)
+    return said
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["a full disk", "one rank"])
+def test_a_save_that_fails_loses_nothing_and_the_next_one_tries_again(worlds, tmp_path, disk):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if disk and (os.geteuid() or subprocess.run(mount, capture_output=True).returncode):
+        pytest.skip("mounting a small disk takes root")
+    config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
+    try:
+        for said in worlds(2).run(saves_without_room, at(config, tmp_path), disk):
+            (line,) = [line for line in said if "waited" not in line]
+            assert line.startswith(f"step-2 WAS NOT SAVED: {tmp_path}/checkpoint/step-2: rank ")
+            assert line.endswith("; training goes on, and the checkpoints before it stay")
+            assert ("No space left on device" if disk else "rank 1: [Errno 27] File too large") in line
+    finally:
+        if disk:
+            subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def state_is_made_and_counts_nothing(config: Config) -> bool:
+    with process_group(config) as device:
+        saved, plain = prepare(config, device), prepare(config, device)
+        training_state(saved)
+        for run in (saved, plain):
+            train_step(run, 1, [next(run.training)])
+    first, second = local_state(saved), local_state(plain)
+    return all(torch.equal(first[name], second[name]) for name in second)
+
+
+def test_saving_before_the_first_step_does_not_change_it(worlds, tmp_path):
+    config = replace(SMALL, parallel=ParallelConfig())
+    assert worlds(1).run(state_is_made_and_counts_nothing, at(config, tmp_path)) == [True]
+
+
+def missing_rank() -> str:
+    ranks, said = Ranks(timedelta(minutes=5)), ""
+    ranks.timeout = timedelta(seconds=1)  # connecting may take longer
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as error:
+            ranks.agree(lambda: None)
+        said = str(error.value)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_does_not_come_is_named(worlds):
+    assert "[Rank 0]: Ranks 1 failed to pass monitoredBarrier" in worlds(2).run(missing_rank)[0]
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+def logits(run: Run, model: Llama) -> torch.Tensor:
+    tokens = torch.arange(60).reshape(1, 60)
+    positions = torch.arange(60)
+    layout = run.training.batch(0).layout
+    with torch.no_grad():
+        return model(tokens, positions=positions, layout=layout)
+
+
+def exported_logits(config: Config, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    with process_group(config) as device, redirect_stdout(io.StringIO()):
+        run = prepare(config, device)
+        place = train(run).checkpoint
+        export([str(place), str(folder)])
+    found = Llama.from_pretrained(folder, attention=run.model.model.layers[0].attention)
+    return logits(run, run.model), logits(run, found)
+
+
+def test_an_exported_model_computes_what_the_trained_one_does(worlds, tmp_path):
+    config = replace(SMALL, parallel=ParallelConfig())
+    ((expected, found),) = worlds(1).run(exported_logits, at(config, tmp_path / "run", steps=2), tmp_path / "hf")
+    assert expected.shape == (1, 60, 257) and torch.equal(found, expected)
+
+
+def whole_weights(config: Config) -> dict[str, torch.Tensor]:
+    with process_group(config) as device, redirect_stdout(io.StringIO()):
+        run = prepare(config, device)
+        train(run)
+    return {name: x.full_tensor() for name, x in get_model_state_dict(run.model).items()}
+
+
+def test_weights_of_any_mesh_are_exported_after_the_last_step_and_on_the_command_line(worlds, tmp_path):
+    config = replace(SMALL, parallel=ParallelConfig(tp=2, ring=1), save=SaveConfig(export=True))
+    expected = worlds(2).run(whole_weights, at(config, tmp_path, steps=2))[0]
+    checkpoint = str(tmp_path / "checkpoint/step-2")
+    export([checkpoint, str(tmp_path / "half"), "--dtype", "bfloat16"])
+    for folder, dtype in {"export/step-2": torch.float32, "half": torch.bfloat16}.items():
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name].to(dtype)) for name in expected)
+    os.truncate(tmp_path / "checkpoint/step-2/__0_0.distcp", 7)
+    for path, message in {checkpoint: "file __0_0.distcp has 7", str(tmp_path): "give the folder of"}.items():
+        said = io.StringIO()
+        with redirect_stderr(said), pytest.raises(SystemExit, match="2"):
+            export([path, str(tmp_path / "none")])
+        assert said.getvalue().startswith("armillary-export: ") and message in said.getvalue()
+    assert not (tmp_path / "none").exists()
