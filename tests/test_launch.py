@@ -11,7 +11,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from armillary.train import Config
-from armillary.train.cli import parse
+from armillary.train.parsing import parse
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 

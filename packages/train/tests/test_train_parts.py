@@ -8,10 +8,10 @@ import torch
 
 from armillary.train import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from armillary.train.check import check
-from armillary.train.cli import parse
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.optimizer import learning_rate
 from armillary.train.parallel import choose_axes, choose_device
+from armillary.train.parsing import parse
 
 
 def parsed(argv: list[str]) -> Config:
@@ -49,11 +49,32 @@ def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
     [
         ("--train.steps 0", "--train.steps 0: must be at least 1"),
         ("--optimizer.warmup-steps -5", "--optimizer.warmup-steps -5: must be at least 0"),
-        ("--train.timeout-minutes -1", "--train.timeout-minutes -1.0: must be above 0"),
-        ("--optimizer.clip-norm 0", "--optimizer.clip-norm 0.0: must be above 0"),
+        ("--train.timeout-minutes -1", "--train.timeout-minutes -1.0: must be above 0, and at most 1,000,000"),
+        ("--optimizer.clip-norm 0", "--optimizer.clip-norm 0.0: must be above 0; inf clips nothing"),
         ("--optimizer.lr nan", "--optimizer.lr nan: must be above 0"),
         ("--parallel.shard 0", "--parallel.shard 0: must be at least 1"),
-        ("--model.dim 100", "--model.dim 100 is not a multiple of --model.heads 8"),
+        (
+            "--model.dim 100",
+            "--model.dim 100 is not a multiple of --model.heads 8; make it one, or set --model.head-dim",
+        ),
+        ("--model.layers 0", "--model.layers 0: must be at least 1"),
+        ("--model.head-dim 5", "head_dim=5 is odd; RoPE turns pairs, so it must be even"),
+        ("--model.kv-heads 3", "heads=8 is not a multiple of kv_heads=3; each needs equally many"),
+        ("--model.rope-theta 0", "--model.rope-theta 0.0: must be above 0"),
+        ("--model.rope-factor nan", "--model.rope-factor nan: must be above 0"),
+        ("--model.vocab-size 0", "--model.vocab-size 0: must be at least 1"),
+        (
+            "--model.family gpt --model.kv-heads 8",
+            "--model.kv-heads 8: a GPT has none; leave it out, or use --model.family llama",
+        ),
+        ("--parallel.ring 0", "--parallel.ring 0: must be at least 1"),
+        ("--parallel.heads-per-stage 0", "--parallel.heads-per-stage 0: must be at least 1"),
+        ("--save.keep-every 0", "--save.keep-every 0: must be at least 1"),
+        ("--optimizer.weight-decay -1", "--optimizer.weight-decay -1.0: must be at least 0"),
+        ("--optimizer.beta2 1", "--optimizer.beta2 1.0: must be at least 0 and below 1"),
+        ("--optimizer.lr inf", "--optimizer.lr inf: must be above 0"),
+        ("--train.timeout-minutes inf", "--train.timeout-minutes inf: must be above 0, and at most 1,000,000"),
+        ("--data.path a b --data.weights 1 0", "--data.weights 1.0 0.0: all must be above 0"),
         (
             "--data.rows 3 --parallel.shard 2",
             "--data.rows 3 cannot be shared by replicate 1 x shard 2; make it a multiple of 2",

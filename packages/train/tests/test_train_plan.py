@@ -10,7 +10,7 @@ from armillary.train.memory import StepMemory
 from armillary.train.plan.cli import main
 from armillary.train.plan.fit import Room, longest
 from armillary.train.plan.memory import MemoryPlan, axes_of
-from armillary.train.plan.presets import CLUSTERS, MODELS, cluster_of, model_of
+from armillary.train.plan.presets import MODELS, cluster_of, model_of
 from armillary.train.plan.quantity import quantity, short
 
 
@@ -72,13 +72,9 @@ def test_where_nothing_fits_the_numbers_are_given():
 def test_presets():
     sizes = {name: model_of(name, 1024).parameters() for name in MODELS}
     assert sizes["llama3-8b"] == 8_030_261_248 and sizes["qwen3-32b"] == 32_762_123_264
-    assert {name: cluster_of(name).ranks for name in CLUSTERS} == {
-        "8xh100": 8,
-        "16xh100": 16,
-        "8xa100-40": 8,
-        "8xa100-80": 8,
-        "8xh200": 8,
-    }
+    clusters = {"8xh100": 8, "64xh100": 64, "8xa100-40": 8, "16xa100-80": 16, "8xh200": 8}
+    assert {name: cluster_of(name).ranks for name in clusters} == clusters
+    assert (cluster_of("64xh100").nodes, cluster_of("64xh100").name) == (8, "64 x H100 80 GB")
     assert cluster_of("16xh100").host_memory_per_rank == 250 * 10**9
 
 
@@ -100,6 +96,10 @@ def test_open_axes_are_filled_in():
     [
         ("memory --model gpt-9", "--model gpt-9: known are debug, llama3-8b"),
         ("memory --cluster tpu", "--cluster tpu: known are 8xh100"),
+        (
+            "memory --cluster 12xh100",
+            "--cluster 12xh100: known are 8xh100, 16xh100 and other multiples of 8 of h100, h200",
+        ),
         ("memory --tokens lots", "'lots' is no whole number"),
         ("memory --attention ring --ulysses 8", "ulysses"),
         ("memory --trian 3", "Unrecognized options: --trian"),

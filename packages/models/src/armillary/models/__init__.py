@@ -10,7 +10,7 @@ from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
 from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
-from armillary.models.pretrained import load_pretrained
+from armillary.models.pretrained import load_pretrained, pretrained_config
 from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.sampling import Sampling
 from armillary.models.tokenwise import in_pieces
@@ -33,6 +33,7 @@ __all__ = [
     "linear_token_loss",
     "load_pretrained",
     "parallelize",
+    "pretrained_config",
     "shard_parameters",
     "stream",
     "tensor_parallel",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from armillary.models import hub
 from armillary.models.block import AttentionFunction
+from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.names import plain_name
 
 FREE = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
@@ -82,6 +83,15 @@ class Pretrained(nn.Module):
         if source is None and self.source is not None and self.source.is_dir():
             source = self.source
         hub.save(folder, self.config, named(self), source, dtype, max_file_bytes)
+
+
+def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
+    """The sizes of the model in a Hugging Face folder, by its `config.json` alone.
+
+    Raises:
+        ValueError: no such file, or one that asks for something that neither `Llama` nor `GPT` computes; names it.
+    """
+    return hub.read_any_config(folder)
 
 
 def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:

@@ -9,17 +9,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
-from armillary.attention import AttentionMask, build_attention
+from armillary.attention import AttentionMask, Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.mesh import world_size
 from armillary.data import Batch, PackedSequences
-from armillary.models import Llama, LlamaConfig, initialize
+from armillary.models import GPT, Llama
 from armillary.models.parallel import parallelize
 from armillary.train.check import check, check_log
 from armillary.train.checkpoint import write_config
-from armillary.train.config import Config, ModelConfig
+from armillary.train.config import Config
+from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
@@ -32,7 +34,7 @@ class Run:
     config: Config
     device: torch.device
     data: Axis
-    model: Llama
+    model: Llama | GPT
     optimizer: AdamW
     training: PackedSequences
     validation: PackedSequences
@@ -70,40 +72,39 @@ def prepare(config: Config, device: torch.device) -> Run:
     """
     timeout = timedelta(minutes=config.train.timeout_minutes)
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
-    attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
-    stores = open_stores(config.data)
-    model_config = llama_config(config.model, vocabulary_size(stores, config.model.vocab_size))
-    with torch.device("meta"):
-        model = Llama(model_config)
-    parallelize(
-        model,
-        mesh,
-        attention=attention,
-        checkpointing=config.checkpointing,
-        precision=precision(config, device),
-        on_host=config.optimizer.on_host,
-        compiler=config.parallel.compiler,
-    )
+    stores = open_stores(config.data, config.model.pretrained)
+    vocab_size = vocabulary_size(stores, config.model)
+    model, attention = build_model(config, mesh, vocab_size, precision(config, device))
     write_config(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
     training, validation = load_rows(config, stores, attention, replica, replicas)
     model.to_empty(device="cpu" if config.optimizer.on_host else device)
-    initialize(model, config.train.seed)
+    fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation)
 
 
-def llama_config(config: ModelConfig, vocab_size: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        dim=config.dim,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        hidden_dim=config.hidden_dim,
-        rope_theta=config.rope_theta,
+def build_model(
+    config: Config, mesh: DeviceMesh, vocab_size: int, precision: torch.dtype
+) -> tuple[Llama | GPT, Method]:
+    """The model on the mesh, its parameters sharded and on "meta" still, and its attention.
+
+    Raises:
+        ValueError: sizes that make no model, or do not fit the mesh or the attention method.
+    """
+    attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
+    model = meta_model(model_config(config.model, vocab_size, config.data.sequence_length))
+    parallelize(
+        model,
+        mesh,
+        attention=attention,
+        checkpointing=config.checkpointing,
+        precision=precision,
+        on_host=config.optimizer.on_host,
+        compiler=config.parallel.compiler,
     )
+    return model, attention
 
 
 def precision(config: Config, device: torch.device) -> torch.dtype:

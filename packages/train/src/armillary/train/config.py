@@ -11,8 +11,10 @@ from armillary.models import Checkpointing
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A LLaMA; the default is about a million parameters, to be trained on a laptop."""
+    """A LLaMA or a GPT; the default is about a million parameters, to be trained on a laptop."""
 
+    family: Literal["llama", "gpt"] = "llama"
+    """gpt is GPT-2: LayerNorm, as many learned positions as a row has, a tied head; of dim, layers and heads alone."""
     dim: int = 128
     """Model dim (E)."""
     layers: int = 4
@@ -22,9 +24,25 @@ class ModelConfig:
     """Key/value heads (K); must divide heads."""
     hidden_dim: int = 352
     """Inner dim of the MLP."""
-    rope_theta: float = 10_000.0
+    head_dim: int | None = None
+    """D; by default dim / heads."""
+    qk_norm: bool = False
+    """Queries and keys go through an RMSNorm before their rotation (Qwen3)."""
+    tied_embeddings: bool = False
+    """The head is the embedding table."""
+    rope_theta: float | None = None
+    """Base of RoPE's frequencies; by default 10,000, or that of the pretrained folder."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None
+    """How they are changed for longer sequences than the model was trained on; by default not, or as in the folder."""
+    rope_factor: float = 8.0
+    """How many times more slowly slow pairs turn under that scaling."""
+    rope_original_length: int = 8192
+    """Tokens of the sequences that the model was trained on before that scaling; of llama3 and yarn."""
     vocab_size: int | None = None
     """Tokens that the model knows (V); by default those of the data."""
+    pretrained: Path | None = None
+    """Hugging Face folder to start from: its weights and sizes, and its tokenizer for data that is text. Sizes may be
+    left out then, and RoPE may be another."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +187,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Trains a LLaMA on sequences sharded over ranks. Start it with torchrun, or alone on one process."""
+    """Trains a LLaMA or a GPT on sequences sharded over ranks. Start it with torchrun, or alone on one process."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

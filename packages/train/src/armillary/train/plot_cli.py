@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from armillary.train.cli import parse
+from armillary.train.parsing import parse
 from armillary.train.plot import plot_runs
 
 

@@ -9,6 +9,8 @@ from armillary.core import SequenceLayout
 from armillary.data import (
     ByteTokenizer,
     PackedSequences,
+    TextTokenizer,
+    Tokenizer,
     TokenStore,
     best_fit,
     greedy,
@@ -18,26 +20,39 @@ from armillary.data import (
     python_corpus,
     read_documents,
 )
-from armillary.train.config import Config, DataConfig
+from armillary.models import pretrained_config
+from armillary.train.config import Config, DataConfig, ModelConfig
 
 PACKED = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
 """Suffixes of files that hold more than their text."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files by which a Hugging Face folder has a tokenizer; the first alone can be read."""
 PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
 
-def open_stores(config: DataConfig) -> list[TokenStore]:
-    """The stores at the configured paths; text is made into bytes in memory.
+def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[TokenStore]:
+    """The stores at the configured paths; text is made into tokens in memory.
+
+    Args:
+        pretrained: folder of the model; its tokenizer reads text, if it has one.
 
     Raises:
-        ValueError: something that cannot be read, is not finished, or holds no text.
+        ValueError: something that cannot be read, is not finished, or holds no text; bytes for a model of other tokens.
     """
     if not config.path:
-        return [TokenStore.of(python_corpus(), ByteTokenizer(), "Python's own text")]
-    return [open_path(path) for path in config.path]
+        return [TokenStore.of(python_corpus(), tokenizer_of(pretrained), "Python's own text")]
+    stores = [open_path(path, pretrained) for path in config.path]
+    for store in stores:
+        if store.vocabulary.tokenizer == ByteTokenizer().identity and has_tokenizer(pretrained):
+            raise ValueError(
+                f"{store.name} holds bytes, and the model in {pretrained} knows other tokens; prepare it again with "
+                f"`armillary-data prepare --tokenizer {pretrained}`"
+            )
+    return stores
 
 
-def open_path(path: Path) -> TokenStore:
-    """A store, or text as bytes.
+def open_path(path: Path, pretrained: Path | None = None) -> TokenStore:
+    """A store, or text as tokens of the pretrained folder's tokenizer or bytes.
 
     Raises:
         ValueError: files that are neither, as far as their names tell.
@@ -48,22 +63,42 @@ def open_path(path: Path) -> TokenStore:
         raise ValueError(
             f"{path} is no text to be read as it is; make a token store of it with `armillary-data prepare`"
         )
-    return TokenStore.of(read_documents(path), ByteTokenizer(), str(path))
+    return TokenStore.of(read_documents(path), tokenizer_of(pretrained), str(path))
 
 
-def vocabulary_size(stores: list[TokenStore], asked: int | None) -> int:
-    """Tokens that a model of these stores must know: as many as asked for, else as the stores say.
+def tokenizer_of(pretrained: Path | None) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; bytes where there is no folder, or none in it.
 
     Raises:
-        ValueError: fewer were asked for than a store has, or neither says.
+        ValueError: it is not a tokenizer.json, or the library that reads it is missing.
+    """
+    if pretrained is None or not has_tokenizer(pretrained):
+        return ByteTokenizer()
+    try:
+        return TextTokenizer.read(pretrained)
+    except ImportError as error:
+        raise ValueError(f"the tokenizer in {pretrained} cannot be read: {error}") from error
+
+
+def has_tokenizer(folder: Path | None) -> bool:
+    return folder is not None and any((folder / name).exists() for name in TOKENIZERS)
+
+
+def vocabulary_size(stores: list[TokenStore], model: ModelConfig) -> int:
+    """Tokens that a model of these stores knows: as the pretrained folder or the flag has it, else as the stores say.
+
+    Raises:
+        ValueError: fewer than a store has, or nobody says.
     """
     known = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=None)
+    asked = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
     if asked is None and known is None:
         raise ValueError(f"{stores[0].name} does not say how large its vocabulary is; set --model.vocab-size")
     if asked is not None and known is not None and asked < known:
-        raise ValueError(
-            f"--model.vocab-size {asked}: the tokens of the data go up to {known - 1}; give at least {known}"
-        )
+        tokens = f"the tokens of the data go up to {known - 1}"
+        if model.pretrained is not None:
+            raise ValueError(f"--model.pretrained {model.pretrained}: it knows {asked} tokens, and {tokens}")
+        raise ValueError(f"--model.vocab-size {asked}: {tokens}; give at least {known}")
     return asked or known or 0
 
 

@@ -9,8 +9,8 @@ read.py       from files into tensors, whole or sharded
 write.py      from tensors into files
 """
 
-from armillary.models.hub.configs import describe, read_config
+from armillary.models.hub.configs import describe, read_any_config, read_config
 from armillary.models.hub.read import fill, read_tensors
 from armillary.models.hub.write import MAX_FILE_BYTES, save
 
-__all__ = ["MAX_FILE_BYTES", "describe", "fill", "read_config", "read_tensors", "save"]
+__all__ = ["MAX_FILE_BYTES", "describe", "fill", "read_any_config", "read_config", "read_tensors", "save"]

@@ -43,8 +43,19 @@ def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
     if family is not None and family.config is not kind:
         known = " or ".join(repr(name) for name, family in FAMILIES.items() if family.config is kind)
         raise ValueError(f"{path}: model_type={fields['model_type']!r}; here it must be {known}")
+    return cast(C, parse_file(path, fields))
+
+
+def read_any_config(folder: str | PathLike[str]) -> Config:
+    """The config in `config.json`, of whichever kind of model. Errors as in `read_config`."""
+    path = Path(folder, CONFIG)
+    return parse_file(path, read_json(path))
+
+
+def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
+    """`parse`, whose errors name the file."""
     try:
-        return cast(C, parse(fields))
+        return parse(fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from armillary.train.cli import parse
+from armillary.train.parsing import parse
 from armillary.train.plan.memory import MemoryPlan, plan_memory
 from armillary.train.plan.report import as_json, show
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from armillary.core import Cluster
 from armillary.train.memory import StepMemory
+from armillary.train.memory.estimate import Estimate
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Room:
             )
         return room
 
-    def share(self, found: StepMemory) -> float:
+    def share(self, found: StepMemory | Estimate) -> float:
         """How full the fuller of the two is; above 1, it does not fit."""
         return max(found.device / self.device, found.host / self.host)
 
-    def limit(self, found: StepMemory) -> str:
+    def limit(self, found: StepMemory | Estimate) -> str:
         """Which of the two is fuller."""
         return "device" if found.device / self.device >= found.host / self.host else "host"
 

@@ -25,7 +25,7 @@ class MemoryPlan:
     model: str = "llama3-8b"
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
-    """8xh100, 16xh100, 8xa100-40, 8xa100-80 or 8xh200."""
+    """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, or more nodes of 8 of these."""
     tokens: str = "1M"
     """Length of a sequence: 5M, 128Ki, ... With --max-context, where to begin looking."""
     max_context: bool = False

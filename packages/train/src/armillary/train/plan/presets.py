@@ -20,13 +20,13 @@ MODELS: dict[str, Callable[[int], Model]] = {
 }
 """From the length of a sequence, which a model with learned positions must have as many of."""
 
-CLUSTERS: dict[str, Callable[[], Cluster]] = {
-    "8xh100": Cluster.h100,
-    "16xh100": lambda: Cluster.h100(nodes=2),
-    "8xa100-40": lambda: Cluster.a100(gigabytes=40),
-    "8xa100-80": Cluster.a100,
-    "8xh200": Cluster.h200,
+MACHINES: dict[str, Callable[[int], Cluster]] = {
+    "h100": Cluster.h100,
+    "h200": Cluster.h200,
+    "a100-40": lambda nodes: Cluster.a100(nodes, gigabytes=40),
+    "a100-80": Cluster.a100,
 }
+"""From a number of nodes, each with 8 accelerators."""
 
 
 def model_of(name: str, length: int) -> Model:
@@ -41,11 +41,14 @@ def model_of(name: str, length: int) -> Model:
 
 
 def cluster_of(name: str) -> Cluster:
-    """The cluster of a preset.
+    """The cluster of a name such as "16xh100".
 
     Raises:
-        ValueError: no such preset.
+        ValueError: no such machine, or accelerators that do not fill nodes.
     """
-    if name not in CLUSTERS:
-        raise ValueError(f"--cluster {name}: known are {', '.join(CLUSTERS)}")
-    return CLUSTERS[name]()
+    count, _, machine = name.partition("x")
+    if machine not in MACHINES or not count.isdecimal() or int(count) < 1 or int(count) % 8:
+        raise ValueError(
+            f"--cluster {name}: known are 8xh100, 16xh100 and other multiples of 8 of {', '.join(MACHINES)}"
+        )
+    return MACHINES[machine](int(count) // 8)

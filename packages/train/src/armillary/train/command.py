@@ -1,0 +1,94 @@
+"""What is asked for on the command line: a recipe, changed by a file, changed by flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from armillary.train import recipes
+from armillary.train.config import Config
+from armillary.train.overlay import differences, overlaid, read_settings
+from armillary.train.parsing import parse, parse_known
+
+PROGRAM = "armillary-train"
+RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
+"""The names that people type."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a configuration comes from, before flags change it."""
+
+    recipe: str | None = None
+    """debug (which is the default), llama3_8b_128k, llama3_8b_1m, llama3_8b_5m, llama3_70b_128k, gpt_wallfacer_3b,
+    gpt_wallfacer_7b or finetune; or your own, as my.module:function."""
+    config: Path | None = None
+    """TOML file with sections as below, and maybe recipe = "..."; or the config.json of an earlier run."""
+
+
+@dataclass(frozen=True)
+class Command(Source):
+    """Trains a LLaMA or a GPT on sequences sharded over ranks. Start it with torchrun, or alone on one process.
+
+    A recipe is changed by the file, and that by the flags.
+    """
+
+    dry_run: bool = False
+    """Show mesh, shapes, memory and time of a step by prediction, and stop."""
+    ranks: int | None = None
+    """Of a dry run; by default torchrun's, else the cluster's, else what the axes multiply to."""
+    cluster: str | None = None
+    """Of a dry run: 8xh100, 16xh200, 8xa100-80, ...; by default as many H100s as ranks, where these fill nodes of 8."""
+    mfu: float = 0.4
+    """Share of the peak FLOP/s that a dry run reckons with."""
+    json: bool = False
+    """A dry run prints JSON."""
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command, and lines that tell its configuration: the recipe, and what differs from it.
+
+    Raises:
+        ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
+    """
+    source = parse_known(argv, Source, PROGRAM)
+    settings = {} if source.config is None else read_settings(source.config)
+    named = settings.pop("recipe", "debug")
+    if not isinstance(named, str):
+        raise ValueError(f"--config {source.config}: recipe = {named!r} is no name")
+    name = source.recipe or named
+    recipe = find_recipe(name)()
+    if not isinstance(recipe, Config):
+        raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
+    config = overlaid(recipe, settings, source.config or Path())
+    command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
+    return command, [f"recipe: {name}", *(f"  {line}" for line in differences(recipe, command.run))]
+
+
+def find_recipe(name: str) -> Callable[[], object]:
+    """The recipe of this name, or the function in "my.module:function", seen from the working directory.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, colon, function = name.partition(":")
+    if not colon:
+        if name not in RECIPES:
+            raise ValueError(f"--recipe {name}: known are {', '.join(RECIPES)}; your own is my.module:function")
+        return RECIPES[name]
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it; a script has not
+    try:
+        found = getattr(import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(f"--recipe {name}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"--recipe {name}: {module} has no function {function!r}")
+    return found

@@ -1,0 +1,131 @@
+"""Configurations in files: TOML as people write it, JSON as a run leaves it in its output folder."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+Settings = TypeVar("Settings")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Sections and their keys, and "recipe" where the file names one.
+
+    Raises:
+        ValueError: a file that cannot be read, or is neither TOML nor JSON.
+    """
+    readers = {".toml": tomllib.loads, ".json": json.loads}
+    if path.suffix not in readers:
+        raise ValueError(f"--config {path}: give a file that ends in .toml or .json")
+    try:
+        found: object = readers[path.suffix](path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {path}: holds no sections")
+    return dict(found)
+
+
+def overlaid(config: Settings, settings: Mapping[str, Any], source: Path) -> Settings:
+    """The configuration with these settings, read from `source`. Keys may have dashes or underscores.
+
+    Raises:
+        ValueError: an unknown key, with the nearest known one, or a value of the wrong kind; names the file.
+    """
+    return changed(config, settings, f"--config {source}", known_keys(config), "")
+
+
+def changed(config: Settings, settings: Mapping[str, Any], source: str, known: list[str], prefix: str) -> Settings:
+    """A section, of which the keys have this prefix, with its settings."""
+    hints, changes = get_type_hints(type(config)), dict[str, Any]()
+    for key, value in settings.items():
+        name = key.replace("-", "_")
+        if name not in hints:
+            raise ValueError(f"{source}: {prefix}{key} is no key; {nearest(prefix + name, known)}")
+        if name in changes:
+            raise ValueError(f"{source}: {prefix}{key} is there twice")
+        old = getattr(config, name)
+        if not is_dataclass(old):
+            changes[name] = converted(value, hints[name], f"{source}: {prefix}{name}")
+        elif isinstance(value, dict):
+            changes[name] = changed(old, value, source, known, f"{prefix}{name}.")
+        else:
+            raise ValueError(f"{source}: {prefix}{name} is a section, not {value!r}")
+    try:
+        return replace(config, **changes)  # pyright: ignore[reportCallIssue, reportArgumentType, reportUnknownVariableType]
+    except ValueError as error:
+        raise ValueError(f"{source}: {prefix.rstrip('.')}: {error}") from error
+
+
+def converted(value: object, kind: Any, what: str) -> Any:
+    """The value as one of this kind; a text for a number will not do. As on the command line, "none" is None."""
+    adapter = TypeAdapter[Any](kind)
+    try:
+        if value in ("none", "None") and accepts_none(adapter):
+            return None
+        return adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        wanted = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
+        raise ValueError(f"{what} = {value!r}: {wanted}") from error
+
+
+def accepts_none(adapter: TypeAdapter[Any]) -> bool:
+    try:
+        adapter.validate_python("none", strict=True)
+    except ValidationError:
+        try:
+            adapter.validate_python(None)
+        except ValidationError:
+            return False
+        return True
+    return False
+
+
+def known_keys(config: object, prefix: str = "") -> list[str]:
+    """Every key, as "section.key"."""
+    return [f"{prefix}{name}" for name, _ in flat(config)]
+
+
+def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field that is no section: ("section.key", value)."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from flat(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def nearest(key: str, known: list[str]) -> str:
+    """What may have been meant."""
+    leaf = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    found = (same or get_close_matches(key, known, n=1, cutoff=0.0))[:1]
+    return f"the nearest is {found[0]}"
+
+
+def differences(before: object, after: object) -> list[str]:
+    """The fields that differ, as aligned lines such as "model.dim  128 -> 256"."""
+    old = dict(flat(before))
+    changes = [(name.replace("_", "-"), old[name], value) for name, value in flat(after) if value != old[name]]
+    width = max((len(name) for name, *_ in changes), default=0)
+    return [f"{name:{width}}  {shown(a)} -> {shown(b)}" for name, a, b in changes]
+
+
+def shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(str(item) for item in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

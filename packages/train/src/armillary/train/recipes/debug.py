@@ -1,0 +1,10 @@
+"""A first run."""
+
+from __future__ import annotations
+
+from armillary.train.config import Config
+
+
+def debug() -> Config:
+    """A million parameters on Python's own text: any number of CPU ranks, two minutes, loss 5.6 -> 2.8."""
+    return Config()

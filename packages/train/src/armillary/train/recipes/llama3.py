@@ -1,0 +1,122 @@
+"""LLaMA-3 (arXiv 2407.21783) on long sequences.
+
+Sizes and, at 128k, RoPE's scaling are those of LLaMA 3.1; learning rates are modest ones for training on from published
+weights (`--model.pretrained FOLDER`), on which a run for long sequences should build.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from armillary.models import Checkpointing
+from armillary.train.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SaveConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+
+LLAMA3_8B = ModelConfig(
+    dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336, rope_theta=500_000.0, vocab_size=128_256
+)
+LLAMA3_70B = ModelConfig(
+    dim=8192, layers=80, heads=64, kv_heads=8, hidden_dim=28_672, rope_theta=500_000.0, vocab_size=128_256
+)
+
+
+def llama3_8b_128k() -> Config:
+    """LLaMA-3.1-8B at 131,072 tokens on 8 x H100 80 GB: Ulysses, a head of keys to a rank.
+
+    A step is a million tokens, 8 rows one after the other. All but the MLP is kept for backward: 42 of 74 GiB a device,
+    none of it on the host.
+    """
+    return long_run(
+        scaled(LLAMA3_8B),
+        length=131_072,
+        rows=8,
+        accumulation=8,
+        parallel=ParallelConfig(ring=1, ulysses=8, attention="ulysses"),
+        checkpointing=Checkpointing(tiled=True),
+    )
+
+
+def llama3_8b_1m() -> Config:
+    """LLaMA-3-8B at 1,048,576 tokens on 8 x H100 80 GB: UPipe (arXiv 2602.21196), attention's results kept on the host.
+
+    At this length attention is nearly all of the work, and so is not done again in backward. 25 of 74 GiB a device and
+    65 of 221 of the host's. RoPE is LLaMA 3's: its slowest pair turns once in 2.6 million positions.
+    """
+    return long_run(
+        LLAMA3_8B,
+        length=1_048_576,
+        parallel=ParallelConfig(ring=1, ulysses=8, attention="upipe"),
+        checkpointing=Checkpointing("attention_output", offload=True, ahead=False),
+    )
+
+
+def llama3_8b_5m() -> Config:
+    """LLaMA-3-8B at 5,242,880 tokens on 8 x H100 80 GB: UPipe, blocks' inputs and the optimizer on the host.
+
+    42 of 74 GiB a device and 171 of 221 of the host's; attention is done again in backward, as its results would not
+    fit there. A step is about two hours. Theta is 5 million, so that RoPE's slowest pair turns once in 25 million
+    positions; it is not tuned.
+    """
+    return long_run(
+        replace(LLAMA3_8B, rope_theta=5_000_000.0),
+        length=5_242_880,
+        parallel=ParallelConfig(ring=1, ulysses=8, attention="upipe"),
+        checkpointing=Checkpointing("layer", offload=True, ahead=False),
+        on_host=True,
+        timeout_minutes=600.0,
+    )
+
+
+def llama3_70b_128k() -> Config:
+    """LLaMA-3.1-70B at 131,072 tokens on 4 nodes of 8 x H100 80 GB: a sequence for each node, Ulysses within.
+
+    Between nodes only parameters and gradients travel. 54 of 74 GiB a device and 40 of 221 of the host's, with
+    attention's results kept there.
+    """
+    return long_run(
+        scaled(LLAMA3_70B),
+        lr=1e-5,
+        length=131_072,
+        rows=8,
+        accumulation=2,
+        parallel=ParallelConfig(shard=4, ring=1, ulysses=8, attention="ulysses"),
+        checkpointing=Checkpointing("attention_output", offload=True),
+    )
+
+
+def scaled(model: ModelConfig) -> ModelConfig:
+    """With LLaMA 3.1's RoPE, which was trained up to 131,072 tokens."""
+    return replace(model, rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
+
+
+def long_run(
+    model: ModelConfig,
+    *,
+    length: int,
+    parallel: ParallelConfig,
+    checkpointing: Checkpointing,
+    rows: int = 1,
+    accumulation: int = 1,
+    lr: float = 2e-5,
+    on_host: bool = False,
+    timeout_minutes: float = 60.0,
+) -> Config:
+    """What these recipes have in common: a thousand steps with a short warm-up."""
+    return Config(
+        model=model,
+        parallel=parallel,
+        checkpointing=checkpointing,
+        data=DataConfig(sequence_length=length, rows=rows),
+        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, warmup_steps=20, on_host=on_host),
+        validation=ValidationConfig(every=100, batches=1),
+        save=SaveConfig(every=100),
+        train=TrainConfig(steps=1000, accumulation=accumulation, timeout_minutes=timeout_minutes),
+    )

@@ -1,0 +1,170 @@
+"""Recipes, files and flags: what wins, what is told, and what is refused."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from armillary.models import Checkpointing
+from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
+from armillary.train.command import RECIPES, read_command
+from armillary.train.overlay import flat, overlaid, read_settings
+
+
+def command(*argv: object) -> Config:
+    return read_command([str(word) for word in argv])[0].run
+
+
+def written(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
+    path = written(
+        tmp_path,
+        """
+        recipe = "llama3_8b_1m"
+        [data]
+        sequence-length = 2_097_152
+        path = ["a", "b"]
+        [train]
+        steps = 5
+        seed = 3
+        """,
+    )
+    recipe = recipes.llama3_8b_1m()
+    data = replace(recipe.data, sequence_length=2_097_152, path=(Path("a"), Path("b")))
+    expected = replace(recipe, data=data, train=replace(recipe.train, steps=7, seed=3))
+    assert command("--config", path, "--train.steps", 7) == expected
+    assert command("--train.steps", 7, "--config", path, "--data.sequence_length", 2_097_152) == expected
+
+
+def test_a_recipe_on_the_command_line_wins_over_the_one_in_the_file(tmp_path):
+    path = written(tmp_path, 'recipe = "llama3_8b_1m"\n[train]\nseed = 3\n')
+    found = command("--recipe", "debug", "--config", path)
+    assert found == Config(train=TrainConfig(seed=3))
+
+
+def test_without_anything_it_is_the_debug_recipe():
+    assert command() == recipes.debug() == Config()
+
+
+def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
+    path = written(
+        tmp_path,
+        """
+        [data]
+        document_mask = true
+        weights = [1, 0.5]
+        [parallel]
+        heads-per-stage = 8
+        ring = "none"
+        [checkpointing]
+        policy = "layer"
+        offload = true
+        [log]
+        profile = [3, 4]
+        [model]
+        rope-scaling = "none"
+        """,
+    )
+    recipe = Config(parallel=ParallelConfig(ring=2))
+    assert overlaid(recipe, read_settings(path), path) == Config(
+        data=DataConfig(document_mask=True, weights=(1.0, 0.5)),
+        parallel=ParallelConfig(heads_per_stage=8),
+        checkpointing=Checkpointing("layer", offload=True),
+        log=LogConfig(profile=(3, 4)),
+        model=ModelConfig(rope_scaling="none"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[model]\ndmi = 3", "model.dmi is no key; the nearest is model.dim"),
+        ("sequence-length = 3", "sequence-length is no key; the nearest is data.sequence_length"),
+        ("[trian]\nsteps = 3", "trian is no key; the nearest is train."),
+        ('[model]\ndim = "3"', "model.dim = '3': Input should be a valid integer"),
+        ("[model]\ndim = 3.5", "model.dim = 3.5: Input should be a valid integer"),
+        ("[model]\ndim = true", "model.dim = True: Input should be a valid integer"),
+        ("[data]\npath = 7", "data.path = 7: Input should be a valid array"),
+        ('[data]\nlayout = "spiral"', "data.layout = 'spiral': Input should be 'zigzag', 'contiguous', 'striped'"),
+        ("model = 3", "model is a section, not 3"),
+        ("[model]\nkv-heads = 1\nkv_heads = 2", "model.kv_heads is there twice"),
+        ("[checkpointing]\noffload = true", "checkpointing: offload keeps checkpoints in the host's memory"),
+        ("[model", "at end of document"),
+        ("recipe = 3", "recipe = 3 is no name"),
+        ('recipe = "lama"', "--recipe lama: known are debug, finetune, gpt_wallfacer_3b"),
+    ],
+)
+def test_a_file_that_will_not_do_is_refused_by_name_and_key(tmp_path, text, said):
+    path = written(tmp_path, text)
+    with pytest.raises(ValueError) as error:
+        command("--config", path)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert "--recipe" in said or f"--config {path}: " in str(error.value)
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    for name, said in {"none.toml": "cannot be read (No such file", "run.yaml": "ends in .toml or .json"}.items():
+        with pytest.raises(ValueError, match="--config") as error:
+            command("--config", tmp_path / name)
+        assert said in str(error.value)
+    with pytest.raises(ValueError, match="holds no sections"):
+        command("--config", written(tmp_path, "[1]", "list.json"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_run_leaves_behind_is_read_back_as_it_was(tmp_path, name):
+    config = RECIPES[name]()
+    path = written(tmp_path, json.dumps(asdict(config), default=str), "config.json")
+    assert command("--config", path) == config
+    assert command("--recipe", "llama3_70b_128k", "--config", path) == config  # all keys are there
+
+
+def test_what_differs_from_the_recipe_is_told_in_aligned_lines():
+    flags = "--model.dim 256 --data.path a b --parallel.ring 4 --train.steps 80"
+    _, told = read_command(flags.split())
+    assert told == [
+        "recipe: debug",
+        "  model.dim      128 -> 256",
+        "  parallel.ring  none -> 4",
+        "  data.path      none -> a b",
+    ]
+    assert read_command(["--recipe", "llama3_8b_5m"])[1] == ["recipe: llama3_8b_5m"]
+
+
+def test_help_shows_the_recipes_values(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read_command(["--recipe", "llama3_8b_5m", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "(default: 5242880)" in shown and "--recipe" in shown and "--dry-run" in shown
+
+
+def test_a_recipe_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_test.py").write_text(
+        "from armillary.train import Config, TrainConfig\n"
+        "def run():\n    return Config(train=TrainConfig(steps=7))\n"
+        "def wrong():\n    return 7\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run, told = read_command(["--recipe", "mine_for_test:run", "--train.seed", "1"])
+    assert run.run == Config(train=TrainConfig(steps=7, seed=1))
+    assert told == ["recipe: mine_for_test:run", "  train.seed  0 -> 1"]
+    for name, said in {
+        "mine_for_test:wrong": "it returns int, not a Config",
+        "mine_for_test:nothing": "mine_for_test has no function 'nothing'",
+        "no_such_module:run": "No module named 'no_such_module'",
+    }.items():
+        with pytest.raises(ValueError, match="--recipe") as error:
+            read_command(["--recipe", name])
+        assert said in str(error.value)
+
+
+def test_every_field_is_known_by_one_key():
+    names = [name for name, _ in flat(Config())]
+    assert len(names) == len(set(names)) > 60 and "checkpointing.policy" in names

@@ -1,0 +1,205 @@
+"""Which model a run trains: LLaMA and GPT from sizes, or one from a Hugging Face folder, weights and tokenizer too."""
+
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from armillary.data import ByteTokenizer, TextTokenizer
+from armillary.data.prepare import Preparation
+from armillary.data.prepare import prepare as prepare_store
+from armillary.data.text_tokenizer import train_bpe
+from armillary.models import (
+    GPT,
+    GPTConfig,
+    LinearScaling,
+    Llama,
+    Llama3Scaling,
+    LlamaConfig,
+    YarnScaling,
+    initialize,
+    linear_token_loss,
+)
+from armillary.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SaveConfig,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train.check import check
+from armillary.train.model import model_config
+from armillary.train.rows import open_stores, vocabulary_size
+
+SMALL = Config(
+    model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
+    data=DataConfig(sequence_length=96, rows=2),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    validation=ValidationConfig(batches=1),
+    save=SaveConfig(asynchronous=False),
+    train=TrainConfig(steps=3, device="cpu"),
+)
+SIZES = LlamaConfig(vocab_size=300, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=777.0)
+
+
+def saved(model: Llama | GPT, folder: Path) -> Path:
+    initialize(model, seed=5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_sizes_make_a_llama_or_a_gpt():
+    llama = ModelConfig(
+        dim=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        hidden_dim=48,
+        head_dim=10,
+        qk_norm=True,
+        tied_embeddings=True,
+        rope_theta=5.0,
+    )
+    assert model_config(llama, 11, 96) == LlamaConfig(
+        vocab_size=11,
+        dim=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        hidden_dim=48,
+        head_dim=10,
+        qk_norm=True,
+        tied_embeddings=True,
+        rope_theta=5.0,
+        max_positions=96,
+    )
+    gpt = ModelConfig(family="gpt", dim=32, layers=2, heads=4)
+    assert model_config(gpt, 11, 96) == GPTConfig(vocab_size=11, dim=32, layers=2, heads=4, max_positions=96)
+    assert replace(model_config(ModelConfig(), 257, 96), max_positions=8192) == LlamaConfig.debug()
+
+
+def test_rope_scaling_is_that_of_the_published_models():
+    asked = ModelConfig(rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
+    assert model_config(asked, 11, 96).rope_scaling == LlamaConfig.llama31_8b().rope_scaling
+    assert isinstance(model_config(asked, 11, 96).rope_scaling, Llama3Scaling)
+    yarn = model_config(replace(asked, rope_scaling="yarn"), 11, 96).rope_scaling
+    assert yarn == YarnScaling(factor=8.0, original_max_position_embeddings=8192)
+    assert model_config(replace(asked, rope_scaling="linear"), 11, 96).rope_scaling == LinearScaling(factor=8.0)
+    assert model_config(ModelConfig(), 11, 96).rope_scaling is None
+
+
+def test_a_folder_gives_the_sizes_and_rope_may_be_another(tmp_path):
+    folder = saved(Llama(SIZES), tmp_path)
+    assert model_config(ModelConfig(pretrained=folder), 1, 96) == SIZES
+    same = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, vocab_size=300, pretrained=folder)
+    assert model_config(same, 1, 96) == SIZES
+    longer = ModelConfig(pretrained=folder, rope_theta=9e5, rope_scaling="linear", rope_factor=2.0)
+    assert model_config(longer, 1, 10_000) == replace(
+        SIZES, rope_theta=9e5, rope_scaling=LinearScaling(factor=2.0), max_positions=10_000
+    )
+
+
+def test_what_contradicts_the_folder_is_refused(tmp_path):
+    folder = saved(Llama(SIZES), tmp_path / "llama")
+    gpt = saved(GPT(GPTConfig(vocab_size=300, dim=32, layers=2, heads=4, max_positions=64)), tmp_path / "gpt")
+    cases = {
+        ModelConfig(pretrained=folder, dim=64): f"--model.dim 64: the model in {folder} has 32; leave it out",
+        ModelConfig(pretrained=folder, vocab_size=257): f"--model.vocab-size 257: the model in {folder} has 300",
+        ModelConfig(pretrained=folder, family="gpt"): f"--model.family gpt: the model in {folder} has llama",
+        ModelConfig(pretrained=gpt, kv_heads=2): f"--model.kv-heads 2: the model in {gpt} has 4",
+        ModelConfig(pretrained=gpt, rope_theta=2.0): "--model.rope-theta 2.0: a GPT has none",
+        ModelConfig(pretrained=gpt): f"--data.sequence-length 96: {gpt} has learned 64 positions",
+        ModelConfig(pretrained=tmp_path): f"cannot read {tmp_path / 'config.json'}",
+    }
+    for model, message in cases.items():
+        with pytest.raises(ValueError) as error:
+            check(replace(SMALL, model=model))
+        assert message in str(error.value)
+    assert model_config(ModelConfig(pretrained=gpt), 1, 64).max_positions == 64
+
+
+def losses(config: Config) -> list[float]:
+    with redirect_stdout(io.StringIO()), process_group(config) as device:
+        return train(prepare(config, device)).losses
+
+
+def test_a_gpt_trains_alike_on_one_rank_and_on_two(worlds, tmp_path):
+    model = ModelConfig(family="gpt", dim=32, layers=2, heads=4)
+    config = replace(SMALL, model=model, train=replace(SMALL.train, output=tmp_path / "one"))
+    alone = worlds(1).run(losses, config)[0]
+    assert len(alone) == 3 and alone[-1] < alone[0] - 0.05
+    for name, parallel in {"ring": {"ring": 2, "ulysses": 1}, "tp": {"ring": 1, "ulysses": 1, "tp": 2}}.items():
+        train_config = replace(config.train, output=tmp_path / name)
+        found = worlds(2).run(losses, replace(config, parallel=ParallelConfig(**parallel), train=train_config))
+        assert found[0] == found[1]
+        assert max(abs(a - b) for a, b in zip(found[0], alone, strict=True)) < 1e-5
+
+
+def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
+    folder = saved(Llama(SIZES), tmp_path / "llama")
+    config = replace(
+        SMALL,
+        model=ModelConfig(pretrained=folder),
+        parallel=ParallelConfig(ring=2, ulysses=1),
+        train=replace(SMALL.train, output=tmp_path / "out"),
+    )
+    found = worlds(2).run(losses, config)[0]
+    rows = worlds(1).run(first_rows, replace(config, parallel=ParallelConfig()))[0]
+    model = Llama.from_pretrained(folder)
+    with torch.no_grad():
+        total, count = model(rows[0], head=lambda x, weight: linear_token_loss(x, weight, rows[1]))
+    assert found[0] == pytest.approx((total / count).item(), abs=1e-5)
+    assert len(found) == 3 and found[-1] < found[0] - 0.05
+
+
+def first_rows(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of the first batch, whole and in order."""
+    with redirect_stdout(io.StringIO()), process_group(config) as device:
+        batch = next(prepare(config, device).training)
+    return batch.tokens, batch.labels
+
+
+def tokenizer_folder(folder: Path) -> None:
+    tokenizer = train_bpe(iter(["a cat sat on a mat, and a rat sat on a cat"] * 3), 270)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(tokenizer.definition)
+    return tokenizer
+
+
+def test_text_is_read_with_the_folders_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text("a cat sat on a mat")
+    data, folder = DataConfig(path=(tmp_path / "text.txt",)), tmp_path / "model"
+    folder.mkdir()
+    assert open_stores(data, folder)[0].vocabulary.tokenizer == ByteTokenizer().identity  # it has none
+    tokenizer_folder(folder)
+    store = open_stores(data, folder)[0]
+    assert store.vocabulary.tokenizer == TextTokenizer.read(folder).identity and store.tokens < len(
+        "a cat sat on a mat"
+    )
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        open_stores(data, folder)
+
+
+def test_tokens_that_are_not_the_models_are_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("a cat sat on a mat")
+    folder = saved(Llama(replace(SIZES, vocab_size=260)), tmp_path / "model")
+    tokenizer_folder(folder)
+    prepare_store(Preparation([tmp_path / "text.txt"], tmp_path / "bytes.store"), workers=1)
+    with pytest.raises(ValueError, match=r"bytes.store holds bytes, and the model in .* knows other tokens"):
+        open_stores(DataConfig(path=(tmp_path / "bytes.store",)), folder)
+    stores = open_stores(DataConfig(path=(tmp_path / "text.txt",)), folder)
+    with pytest.raises(
+        ValueError, match=r"--model.pretrained .*: it knows 260 tokens, and the tokens of the data go up"
+    ):
+        vocabulary_size(stores, ModelConfig(pretrained=folder))
+    assert vocabulary_size(stores, ModelConfig(vocab_size=400)) == 400
