@@ -29,6 +29,7 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
 def test_the_main_command_trains_on_four_ranks(tmp_path):
     run = start(torchrun(4, "--train.steps", "12", "--log.every", "4"), tmp_path)
     assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("recipe: debug\n  log.every    10 -> 4\n  train.steps  80 -> 12\nstep: 1 ")
     steps = STEP.findall(run.stdout)
     assert [int(step) for step, *_ in steps] == [1, 4, 8, 12]
     assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet

@@ -37,6 +37,7 @@ from armillary.train import (
     train,
 )
 from armillary.train.check import check
+from armillary.train.command import read_command
 from armillary.train.model import model_config
 from armillary.train.rows import open_stores, vocabulary_size
 
@@ -159,6 +160,7 @@ def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
         total, count = model(rows[0], head=lambda x, weight: linear_token_loss(x, weight, rows[1]))
     assert found[0] == pytest.approx((total / count).item(), abs=1e-5)
     assert len(found) == 3 and found[-1] < found[0] - 0.05
+    assert read_command(["--config", str(tmp_path / "out" / "config.json")])[0].run == config
 
 
 def first_rows(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
