@@ -154,13 +154,13 @@ def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
         train=replace(SMALL.train, output=tmp_path / "out"),
     )
     found = worlds(2).run(losses, config)[0]
+    assert read_command(["--config", str(tmp_path / "out" / "config.json")])[0].run == config
     rows = worlds(1).run(first_rows, replace(config, parallel=ParallelConfig()))[0]
     model = Llama.from_pretrained(folder)
     with torch.no_grad():
         total, count = model(rows[0], head=lambda x, weight: linear_token_loss(x, weight, rows[1]))
     assert found[0] == pytest.approx((total / count).item(), abs=1e-5)
     assert len(found) == 3 and found[-1] < found[0] - 0.05
-    assert read_command(["--config", str(tmp_path / "out" / "config.json")])[0].run == config
 
 
 def first_rows(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
