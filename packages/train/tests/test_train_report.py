@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import resource
+import signal
 import sys
 import threading
 from contextlib import redirect_stdout
@@ -68,14 +69,18 @@ def run(config: Config) -> tuple[Summary, str]:
     return summary, printed.getvalue()
 
 
+def texts(folder: Path) -> DataConfig:
+    """A few documents, of which a run learns fast."""
+    path = folder / "texts"
+    path.mkdir()
+    for i in range(9):
+        (path / f"{i}.txt").write_text("so says the journal, " * (50 + i))
+    return replace(SMALL.data, path=(path,), validation_fraction=0.3)
+
+
 def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
     log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for i in range(9):
-        (texts / f"{i}.txt").write_text("so says the journal, " * (50 + i))
-    data = replace(SMALL.data, path=(texts,), validation_fraction=0.3)
-    config = replace(SMALL, data=data, log=log, train=replace(SMALL.train, output=tmp_path))
+    config = replace(SMALL, data=texts(tmp_path), log=log, train=replace(SMALL.train, output=tmp_path))
     (summary, printed), (_, other) = worlds(2).run(run, config)
     records = list(journals.read(tmp_path / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
@@ -100,6 +105,32 @@ def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
     shown = [line.split()[1] for line in printed.splitlines() if line.startswith("step: ")]
     assert shown == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in printed
     assert other == ""
+
+
+class Impatient(io.StringIO):
+    """An output that has the process told to end when it shows the third step."""
+
+    def write(self, text: str) -> int:
+        if text.startswith("step: 3 "):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+def interrupted(config: Config) -> tuple[int, str]:
+    printed = Impatient()
+    with redirect_stdout(printed), process_group(config) as device:
+        summary = train(prepare(config, device))
+    return len(summary.losses), printed.getvalue()
+
+
+def test_a_run_that_is_told_to_end_draws_its_picture_too(worlds, tmp_path):
+    forever = replace(SMALL.train, steps=1_000_000, output=tmp_path)
+    config = replace(SMALL, data=texts(tmp_path), log=LogConfig(every=3), save=SaveConfig(every=10**6), train=forever)
+    steps, printed = worlds(1).run(interrupted, config)[0]
+    last = list(journals.read(tmp_path / "metrics.jsonl"))[-1]
+    assert (last["event"], last["step"]) == ("stopped", steps) and 3 <= steps < 1_000_000
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"loss curve   {tmp_path}/loss.png" in printed
 
 
 # -- lines and the bar ------------------------------------------------------------------------------------------
@@ -224,6 +255,22 @@ def test_skipped_steps_and_failures_are_events(worlds, tmp_path):
     events = [r for r in journals.read(tmp_path / "metrics.jsonl") if "event" in r]
     assert [(r["event"], r["step"]) for r in events] == [("started", 0), ("skipped", 1), ("failed", 1)]
     assert events[-1]["text"] == "FloatingPointError: step 2: loss nan"
+
+
+def refused(config: Config) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed), pytest.raises(ValueError), process_group(config), Reporter(config) as reporter:
+        reporter.say("step-3 cannot be read")
+        raise ValueError("no checkpoint fits this model")
+    return printed.getvalue()
+
+
+def test_a_run_that_is_refused_before_it_goes_on_leaves_its_records_alone(worlds, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6, "lo')
+    config = replace(SMALL, log=LogConfig(tensorboard=True), train=replace(SMALL.train, output=tmp_path))
+    assert worlds(1).run(refused, config) == ["step-3 cannot be read\n"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 6, "lo'
+    assert not (tmp_path / "tb").exists()
 
 
 # -- nothing that goes wrong stops a run --------------------------------------------------------------------------

@@ -47,7 +47,8 @@ class TensorBoard:
         self._writer.add_text("events", f"{kind} {text}", step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:
@@ -83,7 +84,8 @@ class WeightsAndBiases:
         """Nothing: a board of curves has no place for it."""
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()
 
     def _id(self, fresh: bool) -> str:
         path = self.folder / "wandb-id"

@@ -30,7 +30,7 @@ class Reporter:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config, self.last_step = config, 0
+        self.config, self.last_step, self._begun = config, 0, False
         first = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
         self._shown = [Guarded(self._screen, complain=_ignore)] if first else []
@@ -48,8 +48,8 @@ class Reporter:
             sink.close(CLOSING)
 
     def resumed(self, step: int) -> None:
-        """Training begins after `step`: 0, or that of the checkpoint. Must be called before any other report."""
-        self.last_step = step
+        """Training begins after `step`: 0, or that of the checkpoint. Before, nothing is reported but what is said."""
+        self.last_step, self._begun = step, True
         self._tell(lambda sink: sink.resumed(step))
 
     def step(self, metrics: StepMetrics) -> None:
@@ -91,7 +91,7 @@ class Reporter:
             return None
 
     def _tell(self, report: Callable[[Sink], None]) -> None:
-        for guarded in self._sinks:
+        for guarded in self._sinks if self._begun else ():
             guarded.tell(lambda sink=guarded.sink: report(sink))
 
     def _complain(self, said: str) -> None:
