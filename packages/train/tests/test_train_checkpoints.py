@@ -27,6 +27,7 @@ from armillary.models import Llama
 from armillary.train import (
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -54,6 +55,7 @@ SMALL = Config(
     data=DataConfig(sequence_length=60, rows=4),
     validation=ValidationConfig(every=20, batches=1),
     save=SaveConfig(every=2, keep_last=3),
+    log=LogConfig(plot=False),
     train=TrainConfig(steps=6, accumulation=2, device="cpu"),
 )
 

@@ -91,7 +91,14 @@ def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
     validated = {record["step"]: record["validation"]["loss"] for record in records if "validation" in record}
     assert list(validated) == [3, 6] and validated[6] == summary.validation_loss
     events = [(record["event"], record["step"]) for record in records if "event" in record]
-    assert events == [("started", 0), ("saving", 3), ("saved", 6), ("finished", 6)]
+    # The first save goes on beside training.
+    assert [event for event in events if event[1] == 3] == [("saving", 3), ("saved", 3)]
+    assert [event for event in events if event[1] != 3] == [
+        ("started", 0),
+        ("saving", 6),
+        ("saved", 6),
+        ("finished", 6),
+    ]
     assert scalars(tmp_path / "tb", "train/loss") == dict(enumerate(summary.losses, 1))
     assert scalars(tmp_path / "tb", "validation/loss") == validated
     traces = {path.name for path in (tmp_path / "profile").iterdir()}
@@ -105,6 +112,18 @@ def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
     shown = [line.split()[1] for line in printed.splitlines() if line.startswith("step: ")]
     assert shown == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in printed
     assert other == ""
+
+
+def test_a_longer_run_in_the_same_folder_goes_on_in_the_same_files(worlds, tmp_path):
+    config = replace(SMALL, data=texts(tmp_path), log=LogConfig(plot=False), save=SaveConfig(every=10))
+    for steps in (3, 5):
+        train_config = replace(SMALL.train, steps=steps, output=tmp_path)
+        worlds(1).run(run, replace(config, train=train_config))
+    records = list(journals.read(tmp_path / "metrics.jsonl"))
+    assert [(r["step"], r["tokens"]) for r in records if "loss" in r] == [(step, 128 * step) for step in range(1, 6)]
+    events = [(r["event"], r["step"]) for r in records if "event" in r]
+    first = [("started", 0), ("saving", 3), ("saved", 3), ("finished", 3)]
+    assert events == [*first, ("resumed", 3), ("saving", 5), ("saved", 5), ("finished", 5)]
 
 
 class Impatient(io.StringIO):

@@ -59,7 +59,7 @@ class Summary:
 def train(run: Run) -> Summary:
     """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it."""
     config, steps = run.config, run.config.train.steps
-    with Reporter(config) as report, StopSignal() as stop, Checkpoints(run, report.say) as saved:
+    with Reporter(config) as report, StopSignal() as stop, Checkpoints(run, report.say, report.event) as saved:
         step = saved.restore()
         report.resumed(step)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
@@ -73,24 +73,22 @@ def train(run: Run) -> Summary:
                 watch.count(run.tokens_per_step)
             bad.count(step, result, batches)
             summary.losses.append(result.loss)
-            report.step(measure(run, step, batches, result, watch.last_seconds))
+            report.step(measure(run, step, batches, result, watch.last_seconds, saved.tokens(step)))
             with watch.paused():
                 if step % config.validation.every == 0 or step == steps:
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
                 if step % config.save.every == 0 and step < steps:
                     saved.start(step)
-                    report.event("saving", step)
         summary.checkpoint = saved.finish(step)
-        report.event("saved", step)
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
         report.say(summary.text(dist.get_world_size()))
     return summary
 
 
-def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float) -> StepMetrics:
-    """What the step came to, which took `seconds`."""
+def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float, tokens: int) -> StepMetrics:
+    """What the step came to, which took `seconds` and with which the run has seen `tokens`."""
     rate = run.tokens_per_step / seconds / dist.get_world_size()
     per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
     flops = rate * sum(per_token) / len(per_token)
@@ -105,5 +103,5 @@ def measure(run: Run, step: int, batches: list[Batch], result: StepResult, secon
         tflops=flops / 1e12,
         utilisation=None if peak is None else flops / peak,
         seconds=seconds,
-        tokens=step * run.tokens_per_step,
+        tokens=tokens,
     )

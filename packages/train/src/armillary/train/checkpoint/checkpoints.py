@@ -33,10 +33,16 @@ class Checkpoints:
     One is written at a time, in a thread if so configured, with collectives on a group of its own. It holds model,
     optimizer, step, tokens seen, the state of the training rows, and random numbers of each rank. The learning rate is
     a function of the step.
+
+    Args:
+        say: is told in words what a person should know.
+        report: is told "saving" and "saved", with the step, as it happens; in any thread.
     """
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self.run, self.say, self.config = run, say, run.config.save
+    def __init__(
+        self, run: Run, say: Callable[[str], None], report: Callable[[str, int], None] = lambda kind, step: None
+    ) -> None:
+        self.run, self.say, self.report, self.config = run, say, report, run.config.save
         self.timeout = timedelta(minutes=run.config.train.timeout_minutes)
         self.folder, self.ranks = checkpoint_folder(run.config), Ranks(self.timeout)
         self.model = model_description(run)
@@ -73,6 +79,10 @@ class Checkpoints:
         self.newest, self._began, self._tokens_before = manifest.step, manifest.step, manifest.tokens
         return manifest.step
 
+    def tokens(self, step: int) -> int:
+        """Tokens that were trained on until after `step`, over all ranks and restarts."""
+        return self._tokens_before + (step - self._began) * self.run.tokens_per_step
+
     def start(self, step: int) -> None:
         """Begins to save the run as it is after `step`; from when this returns, the run may change.
 
@@ -104,8 +114,7 @@ class Checkpoints:
 
     def _manifest(self, step: int) -> Manifest:
         """What is known before anything is written."""
-        tokens = self._tokens_before + (step - self._began) * self.run.tokens_per_step
-        return Manifest(step, self.ranks.size, tokens, self.run.training.state_dict(), self.model, "", {})
+        return Manifest(step, self.ranks.size, self.tokens(step), self.run.training.state_dict(), self.model, "", {})
 
     def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
         try:
@@ -116,11 +125,13 @@ class Checkpoints:
     def _save(self, step: int, state: State, manifest: Manifest) -> None:
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # a new thread has the first one
+        self.report("saving", step)
         try:
             save(self.folder, state, manifest, self.ranks)
         except OSError as error:
             raise OSError(f"{self.folder.place(step)}: {error}") from error
         self.newest = step
+        self.report("saved", step)
         if self.ranks.rank == 0:
             self._prune()
 
