@@ -11,7 +11,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from armillary.train import Config
-from armillary.train.parsing import parse
+from armillary.train.command import read_command
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 
@@ -64,7 +64,7 @@ def understood(arguments: list[str]) -> tuple[object, Config]:
     """What torchrun and the trainer make of a command line; either refuses what it does not know."""
     options = get_args_parser().parse_args(arguments)
     assert options.module and options.training_script == "armillary.train"
-    return options, parse(options.training_script_args, Config, "armillary-train")
+    return options, read_command(options.training_script_args)[0].run
 
 
 def test_the_slurm_script_starts_all_ranks_of_all_nodes(job, tmp_path):

@@ -26,6 +26,7 @@ from armillary.models import (
 from armillary.train import (
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -47,6 +48,7 @@ SMALL = Config(
     optimizer=OptimizerConfig(warmup_steps=1),
     validation=ValidationConfig(batches=1),
     save=SaveConfig(asynchronous=False),
+    log=LogConfig(plot=False),
     train=TrainConfig(steps=3, device="cpu"),
 )
 SIZES = LlamaConfig(vocab_size=300, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=777.0)
