@@ -184,6 +184,23 @@ def test_rows_and_tokens_are_counted_over_all_ranks():
     assert rows.tokens_per_batch == 12 * N
 
 
+def test_a_batch_knows_its_rows_and_a_row_where_its_tokens_stand():
+    rows = PackedSequences(STORE, layout=SequenceLayout.zigzag(N, 3), shard=2, rows_per_batch=3, replica=1, replicas=4)
+    assert [rows.batch(step).rows for step in (0, 2)] == [range(3, 6), range(27, 30)]
+    training, _ = STORE.split(0.3)
+    whole = alone(training, N)
+    for number in range(whole.rows_per_epoch):
+        name, places = whole.describe(number).split(", tokens ")
+        spans = [tuple(map(int, part.split(".."))) for part in places.split(", ")]
+        assert name == STORE.name
+        held = [token for first, last in spans for token in STORE.segments[0][first : last + 1].tolist()]
+        assert held == [token for token in whole.batch(number).tokens[0].tolist() if token != PADDING]
+
+
+def test_a_row_of_many_documents_is_described_briefly():
+    assert alone(numbered([1] * 30), 20, packing=best_fit).describe(0).endswith(" and 12 more parts")
+
+
 # -- layouts by documents ---------------------------------------------------------------------------------------------
 
 

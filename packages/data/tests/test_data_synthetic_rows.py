@@ -66,6 +66,13 @@ def test_changing_a_batch_in_place_changes_no_other():
     assert torch.equal(after.tokens, before.tokens) and torch.equal(after.labels, before.labels)
 
 
+def test_a_batch_knows_its_rows_and_a_row_which_of_the_task_it_is():
+    rows = reader(Copy(N), first_row=6, replica=1, replicas=2)
+    assert rows.batch(1).rows == range(12, 16)
+    assert torch.equal(rows.batch(1).tokens[0], Copy(N).tokens(18, torch.arange(N)))
+    assert rows.describe(12) == f"row 18 of {Copy(N)!r}"
+
+
 def test_rows_before_the_first_are_not_read():
     assert torch.equal(reader(first_row=6).batch(0).tokens[:2], reader().batch(1).tokens[2:])
 
@@ -87,7 +94,7 @@ def test_a_state_goes_on_with_other_batches_on_another_mesh():
     state = saved.state_dict()
     assert state == {"rows": 6, "first_row": 0, "task": repr(TASK)}
     resumed = reader(layout=SequenceLayout.zigzag(N, 2), shard=1)  # 4 rows to a step: 6 is none of its steps
-    resumed.load_state_dict(state)
+    assert resumed.load_state_dict(state) is resumed
     assert resumed.state_dict() == state
     every = SequenceLayout.zigzag(N, 2).positions(1)
     assert torch.equal(next(resumed).tokens, torch.stack([TASK.tokens(row, every) for row in range(6, 10)]))
@@ -103,7 +110,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_state_of_other_rows_is_refused_and_changes_nothing(name):
     rows, other = reader(Copy(N)), OTHERS[name].state_dict() | {"rows": 8}
-    with pytest.raises(ValueError, match=r"the state was saved with .*; these rows have "):
+    with pytest.raises(ValueError, match=r"this state was taken with (task|first_row) .*; rows would differ"):
         rows.load_state_dict(other)
     assert rows.state_dict()["rows"] == 0
 
@@ -119,8 +126,9 @@ def test_a_state_tells_layouts_apart_that_decide_places():
 
 
 REFUSED = {
-    "the state has no 'first_row', only ['rows']": lambda: reader().load_state_dict({"rows": 8}),
-    "rows must be at least 0; got -4": lambda: reader().load_state_dict(reader().state_dict() | {"rows": -4}),
+    "this state was taken with first_row None, not 0": lambda: reader().load_state_dict({"rows": 8}),
+    "this state was taken after -4 rows; give one that": lambda: reader().load_state_dict(reader().state_dict() | {"rows": -4}),
+    "ahead must be at least 0; got -1": lambda: reader(ahead=-1),
     "steps count from 0; got -1": lambda: reader().batch(-1),
     "rows_per_batch must be at least 1; got 0": lambda: reader(rows_per_batch=0),
     "replicas must be at least 1; got 0": lambda: reader(replicas=0),

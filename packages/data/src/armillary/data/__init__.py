@@ -1,6 +1,7 @@
 """Token rows for sharded sequences: each rank gets the tokens, labels and positions of its layout."""
 
 from armillary.data.batch import IGNORE, Batch
+from armillary.data.batches import Batches
 from armillary.data.corpus import Document, python_corpus, read_documents
 from armillary.data.formats import is_store, open_store, verify_folder
 from armillary.data.packing import best_fit, greedy, one_per_row
@@ -12,6 +13,7 @@ from armillary.data.tokens import ByteTokenizer, Tokenizer
 __all__ = [
     "IGNORE",
     "Batch",
+    "Batches",
     "ByteTokenizer",
     "Document",
     "PackedSequences",

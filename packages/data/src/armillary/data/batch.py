@@ -23,6 +23,7 @@ class Batch:
         documents: for each row the boundaries of its documents (0, end of the first, ..., N), the same on all shards:
             what an attention mask takes. Padding at the end of a row is a document of its own.
         layout: which tokens of the rows each shard holds.
+        rows: numbers of the B rows among all rows ever read; none where they have no numbers.
     """
 
     tokens: Tensor
@@ -30,6 +31,7 @@ class Batch:
     positions: Tensor
     documents: tuple[tuple[int, ...], ...]
     layout: SequenceLayout
+    rows: range = range(0)
 
     @property
     def labelled(self) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Self, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from armillary.core import SequenceLayout
 from armillary.data.batch import Batch
+from armillary.data.batches import Batches
 from armillary.data.epochs import Epochs, Row, Waste, read_shard
 from armillary.data.order import interleaved, turns_until
 from armillary.data.packing import Packing, greedy
-from armillary.data.prefetch import Prefetch
 from armillary.data.store import TokenStore
 
 Documents = tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ ORDER = 1
 """Changes when the same stores, weights, N, packing and seed come to give other rows."""
 
 
-class PackedSequences:
+class PackedSequences(Batches):
     """Batches of rows of exactly N tokens, packed from one or several stores; this rank's shard of them.
 
     An epoch reads every document once, shuffled and packed anew. Several stores are mixed row by row, each by its
@@ -74,14 +74,11 @@ class PackedSequences:
     ) -> None:
         self._stores = [stores] if isinstance(stores, TokenStore) else list(stores)
         check_vocabularies(self._stores)
-        _check_rows(rows_per_batch, replica, replicas, ahead)
-        self._layout, self._layout_for, self._shard = layout, layout_for, shard
-        self._rows_per_batch, self._replica, self._replicas = rows_per_batch, replica, replicas
-        self._positions, self._reset_positions = layout.positions(shard), reset_positions
+        self._layout_for, self._reset_positions = layout_for, reset_positions
         keys = [f"store {i}, seed {seed}" for i in range(len(self._stores))]
         self._epochs = [Epochs(s, layout.length, packing, k) for s, k in zip(self._stores, keys, strict=True)]
         self._weights = _fractions(weights, [epochs.rows for epochs in self._epochs])
-        self._settings = {
+        settings = {
             "version": ORDER,
             "stores": [store.content for store in self._stores],
             "weights": [str(weight) for weight in self._weights],
@@ -89,8 +86,7 @@ class PackedSequences:
             "packing": _name_of(packing),
             "seed": seed,
         }
-        self._rows_read, self._ahead = 0, ahead
-        self._prefetch = Prefetch(self._batch_from)
+        super().__init__(layout, shard, rows_per_batch, replica, replicas, ahead, settings)
 
     # -- how much there is ----------------------------------------------------------------------------------------
 
@@ -104,72 +100,21 @@ class PackedSequences:
         """What the packing costs in an epoch of each store."""
         return [epochs.waste() for epochs in self._epochs]
 
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of one step, all replicas together."""
-        return self._rows_per_batch * self._replicas
-
-    @property
-    def tokens_per_batch(self) -> int:
-        """Tokens of one step, all replicas and shards together."""
-        return self.rows_per_step * self._layout.length
-
     # -- batches --------------------------------------------------------------------------------------------------
 
-    def batch(self, step: int) -> Batch:
-        """The batch of any step, counted from 0, however far iteration has come. Epochs follow without end.
-
-        Raises:
-            ValueError: a step below 0.
-        """
-        if step < 0:
-            raise ValueError(f"steps count from 0; got {step}")
-        return self._batch_from(step * self.rows_per_step)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next batch. If reading it fails, the one after that error is the same one again."""
-        numbers = [self._rows_read + i * self.rows_per_step for i in range(1 + self._ahead)]
-        batch = self._prefetch.get(numbers[0], numbers[1:])
-        self._rows_read += self.rows_per_step
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many rows iteration has given out, on all ranks together, and what decides which ones those are."""
-        return {"rows": self._rows_read, **self._settings}
-
-    def load_state_dict(self, state: dict[str, Any]) -> Self:
-        """Goes on where `state` was taken, on any mesh and with any number of rows to a step.
-
-        Raises:
-            ValueError: the state is of other rows (other stores, weights, N, packing or seed), or not a state.
-        """
-        for name, value in self._settings.items():
-            if state.get(name) != value:
-                raise ValueError(f"this state was taken with {name} {state.get(name)}, not {value}; rows would differ")
-        rows = state.get("rows")
-        if not isinstance(rows, int) or rows < 0:
-            raise ValueError(f"this state was taken after {rows!r} rows; give one that state_dict made")
-        self._rows_read = rows
-        return self
-
-    def _batch_from(self, first: int) -> Batch:
-        """This rank's part of the global batch whose first row is number `first` of all rows."""
-        first += self._replica * self._rows_per_batch
-        rows = [self.row(number) for number in range(first, first + self._rows_per_batch)]
-        documents = tuple(row.ends for row in rows)
+    def _made_of(self, rows: range) -> Batch:
+        made = [self.row(number) for number in rows]
+        documents = tuple(row.ends for row in made)
         layout = self._layout if self._layout_for is None else self._chosen_layout(documents)
-        shape = len(rows), layout.sizes[self._shard]
+        shape = len(made), layout.sizes[self._shard]
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
         starts = np.zeros(shape, np.int64) if self._reset_positions else None
-        for i, row in enumerate(rows):
+        for i, row in enumerate(made):
             read_shard(row, layout.spans(self._shard), tokens[i], labels[i], None if starts is None else starts[i])
         positions = self._positions if layout is self._layout else layout.positions(self._shard)
         # Copies: whoever changes a batch in place must not change what is read next.
-        own = positions.repeat(len(rows), 1) if starts is None else positions - torch.from_numpy(starts)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), own, documents, layout)
+        own = positions.repeat(len(made), 1) if starts is None else positions - torch.from_numpy(starts)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), own, documents, layout, rows)
 
     def _chosen_layout(self, documents: Documents) -> SequenceLayout:
         layout, asked = cast(Callable[[Documents], SequenceLayout], self._layout_for)(documents), self._layout
@@ -181,6 +126,14 @@ class PackedSequences:
         """What row `number` of all rows is made of."""
         source, turn = interleaved(number, self._weights)
         return self._epochs[source].row(turn)
+
+    def describe(self, row: int) -> str:
+        made = self.row(row)
+        # Not by documents' numbers: those of a part of a store are not those in its files.
+        begins = [int(made.store.starts[piece.document]) + piece.start for piece in made.pieces]
+        parts = [f"{at}..{at + piece.length - 1}" for at, piece in zip(begins, made.pieces, strict=True)]
+        more = f" and {len(parts) - 8} more parts" if len(parts) > 8 else ""
+        return f"{made.store.name}, tokens {', '.join(parts[:8])}{more}"
 
 
 def check_vocabularies(stores: Sequence[TokenStore]) -> None:
@@ -208,14 +161,3 @@ def _name_of(packing: Packing) -> str:
     if not name.isidentifier():
         raise ValueError(f"packing {packing} has no name that a state could be told by; give a function made with def")
     return name
-
-
-def _check_rows(rows_per_batch: int, replica: int, replicas: int, ahead: int) -> None:
-    if rows_per_batch < 1:
-        raise ValueError(f"rows_per_batch must be at least 1; got {rows_per_batch}")
-    if replicas < 1:
-        raise ValueError(f"replicas must be at least 1; got {replicas}")
-    if not 0 <= replica < replicas:
-        raise ValueError(f"replica {replica} is not one of the {replicas} replicas 0..{replicas - 1}")
-    if ahead < 0:
-        raise ValueError(f"ahead must be at least 0; got {ahead}")

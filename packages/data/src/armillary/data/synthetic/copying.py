@@ -8,9 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from armillary.data.batch import IGNORE
+from armillary.data.batches import check_least
 from armillary.data.order import Index
 from armillary.data.synthetic.draws import draw
-from armillary.data.synthetic.task import check_least, checked, tensor
+from armillary.data.synthetic.task import checked, tensor
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,3 @@ def checked(length: int, row: int, positions: Tensor) -> Index:
 def tensor(numbers: Index) -> Tensor:
     """int64, on the CPU, in memory of its own."""
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
-
-
-def check_least(least: int, **values: int) -> None:
-    """Raises ValueError where one of `values` is below `least`."""
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
