@@ -127,7 +127,9 @@ def test_a_state_tells_layouts_apart_that_decide_places():
 
 REFUSED = {
     "this state was taken with first_row None, not 0": lambda: reader().load_state_dict({"rows": 8}),
-    "this state was taken after -4 rows; give one that": lambda: reader().load_state_dict(reader().state_dict() | {"rows": -4}),
+    "this state was taken after -4 rows; give one that": lambda: reader().load_state_dict(
+        reader().state_dict() | {"rows": -4}
+    ),
     "ahead must be at least 0; got -1": lambda: reader(ahead=-1),
     "steps count from 0; got -1": lambda: reader().batch(-1),
     "rows_per_batch must be at least 1; got 0": lambda: reader(rows_per_batch=0),

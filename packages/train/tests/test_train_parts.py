@@ -1,15 +1,11 @@
 """What needs no ranks: configuration, axes, schedule, log line, stopwatch."""
 
-from itertools import pairwise
-from math import isclose
-
 import pytest
 import torch
 
-from armillary.train import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.check import check
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
-from armillary.train.optimizer import learning_rate
 from armillary.train.parallel import choose_axes, choose_device
 from armillary.train.parsing import parse
 
@@ -75,6 +71,25 @@ def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
         ("--optimizer.lr inf", "--optimizer.lr inf: must be above 0"),
         ("--train.timeout-minutes inf", "--train.timeout-minutes inf: must be above 0, and at most 1,000,000"),
         ("--data.path a b --data.weights 1 0", "--data.weights 1.0 0.0: all must be above 0"),
+        ("--optimizer.eps 0", "--optimizer.eps 0.0: must be above 0"),
+        (
+            "--optimizer.decay-steps 5",
+            "--optimizer.decay-steps 5: of --optimizer.schedule wsd, not cosine",
+        ),
+        (
+            "--optimizer.schedule wsd --optimizer.decay-steps 71",
+            "--optimizer.decay-steps 71: must lie in 1..70, what the warm-up leaves of 80",
+        ),
+        ("--optimizer.lr 1e-5", "--optimizer.min-lr 0.0001: must be at most --optimizer.lr 1e-05"),
+        ("--data.task copy --data.path x", "--data.task copy and --data.path x: train on a task or on text"),
+        (
+            "--validation.tasks recall --data.pairs 17",
+            "--data.pairs 17 have a key each; make --data.symbols 16 as many",
+        ),
+        (
+            "--data.rows 4 --parallel.shard 2 --train.accumulation 4",
+            "--data.rows 4 cannot be shared by replicate 1 x shard 2, 4 times in a step; make it a multiple of 8",
+        ),
         (
             "--data.rows 3 --parallel.shard 2",
             "--data.rows 3 cannot be shared by replicate 1 x shard 2; make it a multiple of 2",
@@ -141,16 +156,6 @@ def test_ranks_of_a_machine_with_too_few_gpus_agree_on_the_cpu(machine):
             assert choose_device(TrainConfig()) == torch.device("cpu")
             with pytest.raises(ValueError, match=f"4 ranks on this machine, which has {gpus} GPUs; use cpu or auto"):
                 choose_device(TrainConfig(device="cuda"))
-
-
-def test_the_learning_rate_warms_up_and_decays_to_its_minimum():
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
-    rates = [learning_rate(step, 20, config) for step in range(1, 21)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(a > b for a, b in pairwise(rates[3:]))
-    assert isclose(rates[11], 0.55)
-    assert isclose(rates[-1], 0.1)
-    assert learning_rate(2, 2, config) == 1.0
 
 
 def test_the_log_line_has_the_format_that_people_parse():

@@ -37,3 +37,10 @@ class Batch:
     def labelled(self) -> int:
         """Tokens of this shard that have a label."""
         return int((self.labels != IGNORE).sum())
+
+    def of_row(self, i: int) -> Batch:
+        """Row `i` of the B by itself."""
+        row = slice(i, i + 1)
+        return Batch(
+            self.tokens[row], self.labels[row], self.positions[row], self.documents[row], self.layout, self.rows[row]
+        )

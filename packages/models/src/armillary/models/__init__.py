@@ -10,6 +10,7 @@ from armillary.models.linear_loss import linear_token_loss
 from armillary.models.llama import Llama
 from armillary.models.loss import token_loss
 from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
+from armillary.models.predictions import linear_predictions
 from armillary.models.pretrained import load_pretrained, pretrained_config
 from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.sampling import Sampling
@@ -30,6 +31,7 @@ __all__ = [
     "generate",
     "in_pieces",
     "initialize",
+    "linear_predictions",
     "linear_token_loss",
     "load_pretrained",
     "parallelize",

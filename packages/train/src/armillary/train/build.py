@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Method, build_attention
-from armillary.core import Axis, build_mesh, start_process_group
+from armillary.core import Axis, build_mesh, start_process_group, wide
 from armillary.core.mesh import world_size
-from armillary.data import Batch, PackedSequences
+from armillary.data import Batch, Batches
+from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, Llama
 from armillary.models.parallel import parallelize
 from armillary.train.check import check, check_log
@@ -25,6 +26,7 @@ from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
+from armillary.train.tasks import load_task, task_tokens
 
 
 @dataclass
@@ -36,8 +38,10 @@ class Run:
     data: Axis
     model: Llama | GPT
     optimizer: AdamW
-    training: PackedSequences
-    validation: PackedSequences
+    training: Batches
+    validation: Batches
+    tasks: dict[str, TaskRows]
+    """Rows of `validation.tasks`, by name."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,16 +77,21 @@ def prepare(config: Config, device: torch.device) -> Run:
     timeout = timedelta(minutes=config.train.timeout_minutes)
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
     stores = open_stores(config.data, config.model.pretrained)
-    vocab_size = vocabulary_size(stores, config.model)
+    vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
     write_config(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
-    training, validation = load_rows(config, stores, attention, replica, replicas)
+    place = attention, replica, replicas
+    if config.data.task is None:
+        training, validation = load_rows(config, stores, *place)
+    else:
+        training, validation = (load_task(config.data.task, config, vocab_size, *place, held) for held in (False, True))
+    tasks = {name: load_task(name, config, vocab_size, *place, held_out=True) for name in config.validation.tasks}
     model.to_empty(device="cpu" if config.optimizer.on_host else device)
     fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
-    return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation)
+    return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation, tasks)
 
 
 def build_model(
@@ -94,7 +103,7 @@ def build_model(
         ValueError: sizes that make no model, or do not fit the mesh or the attention method.
     """
     attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
-    model = meta_model(model_config(config.model, vocab_size, config.data.sequence_length))
+    model = meta_model(model_config(config.model, vocab_size, config.data.sequence_length)).to(wide(precision))
     parallelize(
         model,
         mesh,
@@ -108,8 +117,8 @@ def build_model(
 
 
 def precision(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward; master weights, gradients and the optimizer are float32 always."""
+    """The dtype of forward and backward; master weights, gradients and the optimizer have `wide` of it."""
     chosen = config.train.precision
     if chosen == "auto":
         chosen = "bfloat16" if device.type == "cuda" else "float32"
-    return torch.bfloat16 if chosen == "bfloat16" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[chosen]

@@ -8,7 +8,7 @@ from math import inf, isfinite
 import torch
 
 from armillary.attention.build import names
-from armillary.train.config import Config, LogConfig
+from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.model import model_config
 
 
@@ -22,6 +22,8 @@ def check(config: Config) -> None:
     check_numbers(config)
     check_data(config)
     check_parallel(config)
+    check_tasks(config)
+    check_schedule(config.optimizer, config.train.steps)
     if config.model.pretrained is None and config.model.dim % config.model.heads and config.model.head_dim is None:
         raise ValueError(
             f"--model.dim {config.model.dim} is not a multiple of --model.heads {config.model.heads}; "
@@ -57,6 +59,8 @@ def check_counts(config: Config) -> None:
         "save.keep-last": (config.save.keep_last, 1),
         "save.keep-every": (config.save.keep_every, 1),
         "log.every": (config.log.every, 1),
+        "data.pairs": (data.pairs, 1),
+        "data.symbols": (data.symbols, 1),
         "train.steps": (train.steps, 1),
         "train.accumulation": (train.accumulation, 1),
         "train.bad-steps": (train.bad_steps, 1),
@@ -72,6 +76,7 @@ def check_numbers(config: Config) -> None:
     for name, value, largest in (
         ("train.timeout-minutes", config.train.timeout_minutes, 1e6),
         ("optimizer.lr", optimizer.lr, inf),
+        ("optimizer.eps", optimizer.eps, inf),
         ("model.rope-theta", model.rope_theta, inf),
         ("model.rope-factor", model.rope_factor, inf),
     ):
@@ -118,6 +123,26 @@ def check_parallel(config: Config) -> None:
             f"--data.sequence-length {length}: a sequence of {length} tokens is shorter than its {shards} shards; make "
             "it longer, or use fewer ranks on ring and ulysses"
         )
+
+
+def check_tasks(config: Config) -> None:
+    """Tasks that have rows."""
+    data = config.data
+    if data.task is not None and data.path:
+        raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
+    if "recall" in (data.task, *config.validation.tasks) and data.pairs > data.symbols:
+        raise ValueError(f"--data.pairs {data.pairs} have a key each; make --data.symbols {data.symbols} as many")
+
+
+def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
+    """Learning rates that fit into the run."""
+    decay, left = optimizer.decay_steps, steps - min(optimizer.warmup_steps, steps)
+    if decay is not None and optimizer.schedule != "wsd":
+        raise ValueError(f"--optimizer.decay-steps {decay}: of --optimizer.schedule wsd, not {optimizer.schedule}")
+    if decay is not None and not 1 <= decay <= left:
+        raise ValueError(f"--optimizer.decay-steps {decay}: must lie in 1..{left}, what the warm-up leaves of {steps}")
+    if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"--optimizer.min-lr {optimizer.min_lr}: must be at most --optimizer.lr {optimizer.lr}")
 
 
 def check_log(config: LogConfig, steps: int, device: torch.device) -> None:

@@ -14,7 +14,8 @@ from armillary.train.trainer import train
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, trains, and exits: 2 for what cannot be started, with one line that says why."""
+    """Parses the command line and trains. Exits with one line that says why: 2 for what cannot be started, 1 for losses
+    that are not finite."""
     try:
         command, told = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if dist.get_rank() == 0:
                 print(*told, sep="\n", flush=True)
             train(run)
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"{rank}armillary-train: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -90,6 +90,13 @@ class DataConfig:
     """Which positions each sequence rank holds; balanced is chosen for each batch by its documents."""
     validation_fraction: float = 0.05
     """Share of documents that are kept for validation."""
+    task: Literal["recall", "needle", "copy"] | None = None
+    """Train on a long-context task with a known answer instead of text. No question of recall can be answered from the
+    tokens of the rank that has it."""
+    pairs: int = 8
+    """Keys with a value that a row of recall holds, and asks for at its end; at most symbols."""
+    symbols: int = 16
+    """Different keys, values and fillers of the tasks, or tokens to copy; at most those that the model has room for."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,13 @@ class OptimizerConfig:
     """Steps at the end in which wsd comes down to min-lr, on a line; by default a tenth of all steps."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
+    decay_embeddings: bool = True
+    """Of embedding tables too, as GPT-2's and LLaMA's heirs mostly have it; without, as OLMo 2 has it, rows of rare
+    tokens don't shrink."""
     beta1: float = 0.9
     beta2: float = 0.95
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     on_host: bool = False
@@ -125,7 +137,8 @@ class ValidationConfig:
     batches: int = 4
     """Batches of held-out rows, the same each time."""
     tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
-    """Long-context tasks with a known answer, as long as a row; the share of right answers is shown."""
+    """Long-context tasks with a known answer, as long as a row and never trained on; the share of right answers is
+    shown."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,7 @@ class TrainConfig:
     bad_step: Literal["stop", "skip"] = "stop"
     """What to do about a loss or gradient that is not finite: stop, or leave the weights as they are and go on."""
     bad_steps: int = 3
-    """Skipped steps in a row after which the run stops all the same."""
+    """Bad steps in a row after which the run stops all the same: the last of them isn't skipped."""
     timeout_minutes: float = 10.0
     """How long any collective, and any step, may take before the run names the ranks that are missing and ends."""
     output: Path = Path("outputs")

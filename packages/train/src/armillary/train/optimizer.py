@@ -1,8 +1,6 @@
-"""AdamW and its groups, its learning rate by step, and clipping over all ranks."""
+"""AdamW and its groups, and clipping over all ranks."""
 
 from __future__ import annotations
-
-from math import cos, pi
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,13 +11,13 @@ from armillary.train.config import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW; weight decay on matrices only."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    """AdamW in one pass over all parameters of a kind; weight decay on matrices only."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    spared = set[int]() if config.decay_embeddings else tables
+    decayed = [p for p in model.parameters() if p.ndim > 1 and id(p) not in spared]
+    kept = [p for p in model.parameters() if p.ndim <= 1 or id(p) in spared]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
@@ -28,15 +26,6 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     clip_grads_with_norm_(model.parameters(), limit, norm)
     return norm
-
-
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of step `step` = 1..steps: linear warm-up to the peak, then half a cosine down to the minimum."""
-    warmup = min(config.warmup_steps, steps)
-    if step <= warmup:
-        return config.lr * step / warmup
-    progress = (step - warmup) / (steps - warmup)
-    return config.min_lr + (config.lr - config.min_lr) * (1 + cos(pi * progress)) / 2
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

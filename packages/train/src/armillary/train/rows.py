@@ -39,6 +39,8 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
     Raises:
         ValueError: something that cannot be read, is not finished, or holds no text; bytes for a model of other tokens.
     """
+    if config.task is not None:
+        return []
     if not config.path:
         return [TokenStore.of(python_corpus(), tokenizer_of(pretrained), "Python's own text")]
     stores = [open_path(path, pretrained) for path in config.path]
@@ -84,13 +86,16 @@ def has_tokenizer(folder: Path | None) -> bool:
     return folder is not None and any((folder / name).exists() for name in TOKENIZERS)
 
 
-def vocabulary_size(stores: list[TokenStore], model: ModelConfig) -> int:
+def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:
     """Tokens that a model of these stores knows: as the pretrained folder or the flag has it, else as the stores say.
+
+    Args:
+        task: tokens of a task that is trained on, where there are no stores.
 
     Raises:
         ValueError: fewer than a store has, or nobody says.
     """
-    known = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=None)
+    known = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=task)
     asked = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
     if asked is None and known is None:
         raise ValueError(f"{stores[0].name} does not say how large its vocabulary is; set --model.vocab-size")
@@ -105,7 +110,7 @@ def vocabulary_size(stores: list[TokenStore], model: ModelConfig) -> int:
 def load_rows(
     config: Config, stores: list[TokenStore], attention: Method, replica: int, replicas: int
 ) -> tuple[PackedSequences, PackedSequences]:
-    """Rows for training and for validation, from documents that neither shares with the other.
+    """Rows of text for training and for validation, from documents that neither shares with the other.
 
     Raises:
         ValueError: documents that cannot be split, or mixed.

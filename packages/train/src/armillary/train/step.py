@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,15 +15,21 @@ from torch import Tensor
 from armillary.data import Batch
 from armillary.models import linear_token_loss
 from armillary.train.build import Run
-from armillary.train.optimizer import clip_gradients, learning_rate, set_learning_rate
+from armillary.train.optimizer import clip_gradients, set_learning_rate
+from armillary.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss and gradient norm (before clipping) over all ranks. A step that is not `good` has changed no weights."""
+    """Loss and gradient norm (before clipping) over all ranks. A step that is not `good` has changed no weights.
+
+    Args:
+        bad_rows: of a bad step, by rank, the numbers of rows whose tokens there have no finite loss.
+    """
 
     loss: float
     grad_norm: float
+    bad_rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @property
     def good(self) -> bool:
@@ -34,29 +42,48 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     The loss is the sum over all labelled tokens of all parts and ranks, divided by their number: gradients are summed,
     and neither meshes nor parts change them. A loss or norm that is not finite leaves the weights as they are.
     """
-    rate = learning_rate(step, run.config.train.steps, run.config.optimizer)
-    set_learning_rate(run.optimizer, rate)
-    labelled = summed(run, sum(batch.labelled for batch in batches))
-    loss = torch.zeros((), device=run.device)
-    for batch in batches:
-        total, _ = local_loss(run, batch)
-        share = total / labelled.clamp(min=1)  # padding alone has no loss
-        share.backward()
-        loss = loss + share.detach()
+    set_learning_rate(run.optimizer, learning_rate(step, run.config.train.steps, run.config.optimizer))
+    labelled = summed(run, sum(batch.labelled for batch in batches)).clamp(min=1)  # padding alone has no loss
+    losses = [backward(run, batch, labelled) for batch in batches]
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
-    result = StepResult(summed(run, loss).item(), norm.item())
+    result = StepResult(summed(run, torch.stack(losses).sum()).item(), norm.item())
     if result.good:
         run.optimizer.step()
+    else:
+        result = replace(result, bad_rows=bad_rows(run, batches))
     run.optimizer.zero_grad()
     return result
 
 
+def backward(run: Run, batch: Batch, labelled: Tensor) -> Tensor:
+    """Adds the gradients of one part of a step; returns what its tokens here add to the loss."""
+    total, _ = local_loss(run, batch)
+    share = total / labelled
+    share.backward()
+    return share.detach()
+
+
+@torch.no_grad()
+def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
+    """By rank, the rows whose loss is not finite there, looked at one by one. Every rank must call it."""
+    parts = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
+    mine = [part.rows.start for part in parts if not local_loss(run, part)[0].isfinite()]
+    found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    return {rank: rows for rank, rows in enumerate(found) if rows}
+
+
 def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     """(sum of the losses of this rank's labelled tokens, their number)."""
+    return forward(run, batch, linear_token_loss)
+
+
+def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
+    """What `head` makes of the model's hidden states at this rank's tokens and of their `labels`."""
     tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
     # Counted from the start of the row they are the same in each.
     positions = (batch.positions if run.config.data.reset_positions else batch.positions[0]).to(run.device)
-    head = partial(linear_token_loss, labels=labels)
+    head = partial(head, labels=labels)
     return run.model(tokens, positions=positions, mask=run.mask(batch), layout=batch.layout, head=head)
 
 

@@ -1,18 +1,13 @@
-"""Ending before the last step: when asked to, and when the numbers go bad."""
+"""Ending before the last step, when asked to."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-
-from armillary.data import Batch
-from armillary.train.config import TrainConfig
-from armillary.train.step import StepResult
 
 
 class StopSignal:
@@ -42,23 +37,3 @@ class StopSignal:
         heard = torch.tensor(float(self.heard), device=device)
         dist.all_reduce(heard)
         return heard.item() > 0
-
-
-class BadSteps:
-    """Decides what a step without a finite loss or gradient means.
-
-    Raises (from `count`):
-        FloatingPointError: the configuration says to stop, or too many such steps came in a row. Names the batch.
-    """
-
-    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
-        self.config, self.say, self.in_a_row = config, say, 0
-
-    def count(self, step: int, result: StepResult, batches: list[Batch]) -> None:
-        self.in_a_row = 0 if result.good else self.in_a_row + 1
-        if result.good:
-            return
-        said = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
-        if self.config.bad_step == "stop" or self.in_a_row >= self.config.bad_steps:
-            raise FloatingPointError(said)
-        self.say(f"{said}; skipped, the weights are as they were")

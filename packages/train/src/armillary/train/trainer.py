@@ -8,13 +8,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from armillary.data import Batch
+from armillary.train.bad_steps import BadSteps
 from armillary.train.build import Run
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
 from armillary.train.step import StepResult, train_step
-from armillary.train.stopping import BadSteps, StopSignal
+from armillary.train.stopping import StopSignal
 from armillary.train.validation import validate
 
 
@@ -64,7 +65,7 @@ def train(run: Run) -> Summary:
         report.resumed(step)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
         summary = Summary(first_step=step + 1)
-        bad, watch = BadSteps(config.train, report.say), Stopwatch()
+        bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
             with profiler.step(step):
@@ -78,7 +79,7 @@ def train(run: Run) -> Summary:
                 if step % config.validation.every == 0 or step == steps:
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
-                if step % config.save.every == 0 and step < steps:
+                if step % config.save.every == 0 and step < steps and result.good:
                     saved.start(step)
         summary.checkpoint = saved.finish(step)
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)

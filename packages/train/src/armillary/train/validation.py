@@ -1,19 +1,45 @@
-"""Looking at a model between steps: the loss on held-out rows."""
+"""Looking at a model between steps: the loss on held-out rows, and how often it has long-context tasks right."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 
+from armillary.data import Batch, Batches
+from armillary.data.synthetic import accuracy
+from armillary.models import linear_predictions
 from armillary.train.build import Run
-from armillary.train.step import local_loss, summed
+from armillary.train.step import forward, local_loss, summed
 
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """By name: "loss", the mean over the first batches of the validation rows, which are the same at every call."""
-    losses: list[torch.Tensor] = []
-    for i in range(run.config.validation.batches):
-        total, count = local_loss(run, run.validation.batch(i))
-        total, count = summed(run, torch.stack([total, count.to(total.dtype)]))
-        losses.append(total / count.clamp(min=1))
-    return {"loss": torch.stack(losses).mean().item()}
+    """By name: "loss", the mean over all tokens of held-out rows, and for each task the share of right answers.
+
+    They are the first rows of their kind: the same at every call, on every mesh and in any number of parts.
+    """
+    answers = {name: right_answers(run, rows) for name, rows in run.tasks.items()}
+    return {"loss": mean_loss(run), **answers}
+
+
+def mean_loss(run: Run) -> float:
+    losses = [torch.stack([x.double() for x in local_loss(run, batch)]) for batch in looked_at(run, run.validation)]
+    total, count = summed(run, torch.stack(losses).sum(0)).tolist()
+    return total / max(count, 1.0)
+
+
+def right_answers(run: Run, rows: Batches) -> float:
+    """Of all ranks' questions, the share to which the likeliest token is the answer."""
+    found = [
+        torch.stack(accuracy(forward(run, batch, linear_predictions), batch.labels.to(run.device)))
+        for batch in looked_at(run, rows)
+    ]
+    right, asked = summed(run, torch.stack(found).sum(0)).tolist()
+    return right / asked
+
+
+def looked_at(run: Run, rows: Batches) -> Generator[Batch]:
+    """The first `validation.batches` batches of the rows of a step; with accumulation in as many parts as a step's."""
+    for i in range(run.config.validation.batches * run.config.train.accumulation):
+        yield rows.batch(i)

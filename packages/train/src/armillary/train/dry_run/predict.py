@@ -25,6 +25,7 @@ from armillary.train.plan.fit import Room
 from armillary.train.plan.presets import cluster_of
 from armillary.train.plan.quantity import quantity
 from armillary.train.rows import open_stores, vocabulary_size
+from armillary.train.tasks import task_tokens
 
 RESERVE, HOST_RESERVE = quantity("5GiB"), quantity("100GB")
 """Of each device and of each node, for what is not torch's tensors; as `armillary-plan memory` has it."""
@@ -152,7 +153,8 @@ def vocabulary(config: Config) -> int:
     known = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
     if known is not None and not config.data.path:
         return known
-    return vocabulary_size(open_stores(config.data, config.model.pretrained), config.model)
+    stores = open_stores(config.data, config.model.pretrained)
+    return vocabulary_size(stores, config.model, task_tokens(config.data))
 
 
 def memory_of(config: Config, job: Job, local_parameters: int) -> Estimate:

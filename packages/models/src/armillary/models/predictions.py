@@ -1,0 +1,59 @@
+"""The likeliest next tokens, where they are asked for, so that logits [T, V] never exist."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core import Axis, filled, gather_dealt, start_gather_seq
+from armillary.models.linear_loss import check, chunk_rows
+from armillary.models.vocabulary import Vocabulary
+
+
+@torch.no_grad()
+def linear_predictions(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore: int = -100,
+    axis: DeviceMesh | Axis | None = None,
+    vocabulary: int | None = None,
+) -> Tensor:
+    """The token with the largest logit at each label, `ignore` elsewhere: int64 [B, T]; it fits a model's `head`.
+
+    Only where there are labels are logits computed, as many at a time as `chunk_rows` has it. Of equal ones the first
+    token counts. Arguments as in `linear_token_loss`; with an axis the result is the same on all its ranks.
+
+    Bytes sent over R ranks, kind "all_gather": (R - 1) n E e for n tokens of each rank, and 2 w (R - 1) for each label.
+
+    Raises:
+        ValueError: shapes or dtypes that do not match, or rows that are not this rank's part of `vocabulary`. Raised
+            before any communication.
+    """
+    ranks = 1 if axis is None else Axis.of(axis).size
+    check(hidden, weight, filled(labels, ranks, ignore) if labels.ndim == 2 else labels, None, None, ranks)
+    rows = Vocabulary.of(len(weight), axis, vocabulary)
+    asked = labels != ignore
+    if not rows.alone:
+        hidden = gather_dealt(hidden, rows.axis)[:, : labels.shape[1]]
+    chosen = hidden[asked]
+    chunk = chunk_rows(len(chosen), hidden.shape[-1], rows.whole, hidden.element_size(), ranks)
+    found = [likeliest(part, weight, rows) for part in chosen.split(chunk)]
+    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(asked, torch.cat(found))
+
+
+def likeliest(hidden: Tensor, weight: Tensor, rows: Vocabulary) -> Tensor:
+    """The likeliest token of all ranks' rows for each of hidden [C, E]: int64 [C]."""
+    logits = F.linear(hidden, weight)
+    if rows.alone:
+        return logits.argmax(1)
+    if not len(weight):
+        logits = logits.new_full((len(hidden), 1), -torch.inf)
+    best = logits.max(1)
+    # Both in float64, which is exact for tokens too: one message instead of two.
+    mine = torch.stack([best.values.double(), (best.indices + rows.first).double()], 1).unsqueeze(0)
+    values, tokens = start_gather_seq(mine, rows.axis, [1] * rows.axis.size, 0).wait().unbind(2)
+    return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()

@@ -1,0 +1,63 @@
+"""The likeliest tokens: those of whole logits, which are never made, however the vocabulary is cut."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_models_linear_loss import Allocations
+from test_models_vocabulary import axis_of, rows_of
+
+from armillary.core import own_dealt
+from armillary.models import linear_predictions
+
+
+def inputs(tokens, vocabulary, dtype=torch.float32):
+    """Hidden states, weight, labels of which two in three are ignored, and the tokens that are right to predict."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(2, tokens, 8, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, 8, generator=generator).to(dtype)
+    labels = torch.randint(vocabulary, (2, tokens), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.66] = -100
+    return hidden, weight, labels, F.linear(hidden, weight).argmax(2).where(labels != -100, -100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tokens_are_those_of_whole_logits_where_labels_stand(dtype):
+    hidden, weight, labels, expected = inputs(50, 31, dtype)
+    found = linear_predictions(hidden, weight, labels)
+    assert torch.equal(found, expected) and found.dtype == torch.int64
+    assert 0 < (found != -100).sum() < found.numel()
+
+
+def test_no_tensor_is_as_large_as_the_logits():
+    hidden, weight, labels, expected = inputs(3000, 20_000)
+    with Allocations() as seen:
+        found = linear_predictions(hidden, weight, labels)
+    assert torch.equal(found, expected)
+    assert seen.largest < 2 * 3000 * 20_000 / 5
+
+
+def test_where_nothing_is_asked_nothing_is_predicted():
+    hidden, weight, labels, _ = inputs(5, 7)
+    assert linear_predictions(hidden, weight, labels.fill_(-1), ignore=-1).tolist() == [[-1] * 5] * 2
+
+
+def over_ranks(tokens, vocabulary, ties):
+    hidden, weight, labels, expected = inputs(tokens, vocabulary)
+    if ties:  # all tokens are as likely: the first of them counts, on whatever rank it is
+        weight, expected = torch.ones_like(weight), torch.zeros_like(labels).where(labels != -100, -100)
+    axis = axis_of()
+    found = linear_predictions(own_dealt(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary)
+    return torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("tokens, vocabulary, ties", [(9, 31, False), (8, 3, False), (7, 31, True)])
+def test_every_rank_gets_those_of_the_whole_vocabulary(worlds, tokens, vocabulary, ties):
+    assert worlds(4).run(over_ranks, tokens, vocabulary, ties) == [True] * 4  # of 3 rows one rank has none
+
+
+def test_what_does_not_fit_is_refused():
+    hidden, weight, labels, _ = inputs(5, 7)
+    with pytest.raises(ValueError, match=r"hidden \[B, T, E\], weight \[V, E\].* are needed; got \(2, 5, 8\)"):
+        linear_predictions(hidden, weight, labels[:, :4])
+    assert not dist.is_initialized()

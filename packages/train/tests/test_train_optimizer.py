@@ -1,0 +1,144 @@
+"""Schedules in closed form, AdamW's groups, and clipping by the norm over all axes."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from armillary.attention import build_attention
+from armillary.core.testing import mesh
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models.parallel import parallelize
+from armillary.train import OptimizerConfig
+from armillary.train.optimizer import build_optimizer, clip_gradients
+from armillary.train.schedule import learning_rate
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def rates(schedule, steps=20, warmup=4, decay=None, lr=1.0):
+    config = OptimizerConfig(lr=lr, min_lr=0.1, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
+    return [learning_rate(step, steps, config) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_every_schedule_warms_up_on_a_line_and_never_rises_after_that(schedule):
+    found = rates(schedule)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a >= b for a, b in pairwise(found[3:]))
+    assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+def test_cosine_is_halfway_in_the_middle_and_flat_at_both_ends():
+    found = rates("cosine")
+    assert found[11] == pytest.approx(0.55)
+    assert found[4] > 0.99 and found[-2] < 0.11
+
+
+def test_linear_loses_as_much_in_every_step():
+    assert [a - b for a, b in pairwise(rates("linear")[3:])] == pytest.approx([0.9 / 16] * 16)
+
+
+def test_wsd_stays_at_the_peak_until_its_last_steps():
+    assert rates("wsd")[3:18] == [1.0] * 15  # by default a tenth of 20 steps come down
+    assert rates("wsd")[18:] == pytest.approx([0.55, 0.1])
+    assert rates("wsd", decay=3)[16:] == pytest.approx([1.0, 0.7, 0.4, 0.1])
+    assert rates("wsd", decay=16)[3:] == pytest.approx(rates("linear")[3:])
+    assert rates("wsd", steps=3, warmup=0) == pytest.approx([1.0, 1.0, 0.1])  # a tenth is less than one step
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_without_warm_up_the_first_step_is_on_the_schedule(schedule):
+    found = rates(schedule, warmup=0)
+    assert 0.9 < found[0] <= 1.0 and len(found) == 20
+    assert rates(schedule, steps=1, warmup=0) == pytest.approx([1.0 if schedule == "constant" else 0.1])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [5, 99])
+def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(schedule, warmup):
+    assert rates(schedule, steps=5, warmup=warmup) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, qkv_bias=True, qk_norm=True)
+LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=4, max_positions=16)
+NOT_DECAYED = {
+    "llama": {"norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}
+    | {f"{x}_norm.weight" for x in "qk"}
+    | {f"{x}_proj.bias" for x in "qkv"},
+    "gpt": {f"{x}.{kind}" for x in ("ln_1", "ln_2", "ln_f") for kind in ("weight", "bias")}
+    | {f"{x}_proj.bias" for x in "qkvc"}
+    | {"c_fc.bias"},
+}
+TABLES = {"llama": {"embed_tokens.weight"}, "gpt": {"wte.weight", "wpe.weight"}}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_matrices_are_decayed_and_norms_and_biases_are_not(name, embeddings):
+    model = Llama(LLAMA) if name == "llama" else GPT(LEARNED)
+    config = OptimizerConfig(weight_decay=0.3, decay_embeddings=embeddings, eps=1e-6, beta1=0.8, beta2=0.7)
+    optimizer = build_optimizer(model, config)
+    kept = {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    names = {".".join(n.split(".")[-2:]) for n, p in model.named_parameters() if id(p) in kept}
+    assert names == NOT_DECAYED[name] | (set() if embeddings else TABLES[name])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    assert (optimizer.defaults["eps"], optimizer.defaults["betas"], optimizer.defaults["fused"]) == (
+        1e-6,
+        (0.8, 0.7),
+        True,
+    )
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Whole, on every rank."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    return torch.cat([g.flatten().double() for g in gradients]).norm().item()
+
+
+def clipped(axes: dict[str, int], dtype: torch.dtype) -> tuple[float, float, float, int]:
+    """Of one step on a mesh: norm as reported, norm of the whole gradients, norm after clipping, parameters."""
+    over = mesh(**{"shard": 1} | axes)
+    attention = build_attention("usp", over)
+    with torch.device("meta"):
+        model = Llama(LLAMA).to(dtype)
+    parallelize(model, over, attention=attention, precision=dtype)
+    model.to_empty(device="cpu")
+    initialize(model, 0)
+    replicas = over["replicate"].size() * over["shard"].size()
+    replica = over["replicate"].get_local_rank() * over["shard"].size() + over["shard"].get_local_rank()
+    tokens = torch.randint(LLAMA.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0))
+    own = tokens[replica::replicas]
+    layout = attention.layout(16)
+    ids, labels = (layout.take(x, attention.shard) for x in (own[:, :-1], own[:, 1:]))
+    positions = layout.positions(attention.shard)
+    head = lambda *args, **kwargs: linear_token_loss(*args, labels=labels, **kwargs)  # noqa: E731
+    model(ids, positions=positions, layout=layout, head=head)[0].backward()
+    before = gradients_of(model)
+    reported = clip_gradients(model, 0.1).item()
+    return reported, norm_of(before), norm_of(gradients_of(model)), len(before)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"tp": 2, "shard": 2}, {"ring": 2, "ulysses": 2}, {"shard": 2, "replicate": 2}], ids=str
+)
+def test_the_norm_is_that_of_the_whole_gradients_and_clipping_is_to_the_limit(worlds, axes):
+    for dtype, close in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+        (alone,) = worlds(1).run(clipped, {}, dtype)
+        for reported, whole, after, count in worlds(4).run(clipped, axes, dtype):
+            assert reported == pytest.approx(whole, rel=close)
+            assert reported == pytest.approx(alone[0], rel=close * (10 if dtype == torch.float32 else 1))
+            assert after == pytest.approx(0.1, rel=2e-5)  # torch adds 1e-6 to the norm
+            assert count == alone[3] > 20

@@ -1,0 +1,314 @@
+"""Training itself: parts of a step, precisions, bad steps, and tasks with known answers."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from armillary.models.initialize import write
+from armillary.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Run,
+    SaveConfig,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train.bad_steps import BadSteps
+from armillary.train.cli import main
+from armillary.train.step import StepResult, train_step
+from armillary.train.validation import validate
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Config:
+    """Documents of many lengths, so that parts of a step differ in how many tokens have labels; one holds a Z."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(60):
+        text = f"document {i} of sixty: {'tick tock ' * (i % 7)}"
+        (folder / f"{i:02}.txt").write_text("a Zebra" if i == 33 else text)
+    return Config(
+        model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
+        data=DataConfig(path=(folder,), sequence_length=50, rows=8),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        train=TrainConfig(steps=5, device="cpu", output=tmp_path_factory.mktemp("out")),
+    )
+
+
+def on(config: Config, **train_options: Any) -> Config:
+    return replace(config, train=replace(config.train, **train_options))
+
+
+def meshed(config: Config, **axes: int) -> Config:
+    return replace(config, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
+
+
+def built(config: Config) -> Run:
+    with process_group(config) as device:
+        return prepare(config, device)
+
+
+def step(run: Run, number: int) -> StepResult:
+    return train_step(run, number, [next(run.training) for _ in range(run.config.train.accumulation)])
+
+
+def losses_of(configs: list[Config]) -> list[list[float]]:
+    runs = [built(config) for config in configs]
+    return [[step(run, i + 1).loss for i in range(run.config.train.steps)] for run in runs]
+
+
+def furthest(losses: list[float], others: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+# -- accumulation -----------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_step_give_the_losses_of_the_whole(worlds, small):
+    ((whole,),) = worlds(1).run(losses_of, [small])
+    configs = [on(meshed(small, **axes), accumulation=n) for n in (2, 4) for axes in ({"ring": 2}, {"shard": 2})]
+    for found in worlds(2).run(losses_of, configs):
+        assert len(found) == 4 and len(whole) == 5
+        assert max(furthest(losses, whole) for losses in found) < 1e-5
+
+
+def rows_and_validation(config: Config) -> tuple[list[range], dict[str, float]]:
+    run = built(config)
+    return [next(run.training).rows for _ in range(config.train.accumulation)], validate(run)
+
+
+def test_parts_are_the_rows_of_the_step_and_validation_sees_as_many(worlds, small):
+    ((_, whole),) = worlds(1).run(rows_and_validation, small)
+    found = worlds(2).run(rows_and_validation, on(meshed(small, shard=2), accumulation=2))
+    assert [rows for rows, _ in found] == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    assert all(values["loss"] == pytest.approx(whole["loss"], abs=1e-6) for _, values in found)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+class Sent(TorchDispatchMode):
+    """The dtypes of what collectives are given, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+            self.dtypes.setdefault(func.overloadpacket.__name__.strip("_"), set()).update(x.dtype for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def dtypes_of(config: Config) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
+    """What is sent in a step, and of what parameters and the optimizer's state are."""
+    run = built(config)
+    with Sent() as sent:
+        step(run, 1)
+    state = [x for x in run.optimizer.state.values() for x in x.values() if x.ndim > 0]
+    return sent.dtypes, {x.dtype for x in [*run.model.parameters(), *state]}
+
+
+def test_bfloat16_keeps_masters_and_sums_of_gradients_in_float32_and_tracks_float32(worlds, small):
+    small = meshed(on(small, steps=10), shard=2)
+    half = on(small, precision="bfloat16")
+    for sent, kept in worlds(2).run(dtypes_of, half):
+        reduced = {dtype for name, dtypes in sent.items() if "reduce_scatter" in name for dtype in dtypes}
+        gathered = {dtype for name, dtypes in sent.items() if "allgather" in name for dtype in dtypes}
+        assert reduced == {torch.float32} == kept
+        assert torch.bfloat16 in gathered
+    for losses, exact in worlds(2).run(losses_of, [half, small]):
+        assert 1e-6 < furthest(losses, exact) < 1e-2
+
+
+def test_float64_is_float64_everywhere_and_meshes_agree_to_its_last_digits(worlds, small):
+    wide, narrow = on(small, precision="float64"), small
+    ((alone, rough),) = worlds(1).run(losses_of, [wide, narrow])
+    configs = [meshed(wide, **axes) for axes in ({"ring": 2}, {"ulysses": 2}, {"shard": 2}, {"tp": 2})]
+    for found in worlds(2).run(losses_of, configs):
+        assert max(furthest(losses, alone) for losses in found) < 1e-12
+    for sent, kept in worlds(2).run(dtypes_of, configs[3]):
+        floats = {dtype for dtypes in sent.values() for dtype in dtypes if dtype.is_floating_point}
+        assert floats == {torch.float64} == kept
+    assert 1e-9 < furthest(alone, rough) < 1e-4  # float32 is something else
+
+
+# -- bad steps --------------------------------------------------------------------------------------------------------
+
+
+def poison(run: Run, token: int) -> None:
+    """Whoever reads this token gets NaN from now on."""
+    table = run.model.get_submodule("model.embed_tokens").weight
+    with torch.no_grad():
+        whole = table.full_tensor()
+        whole[token] = torch.nan
+        write(whole, table)
+
+
+def bits(run: Run) -> list[Tensor]:
+    """All weights and the optimizer's state, as this rank holds them, so that NaN equals NaN."""
+    state = [x for states in run.optimizer.state.values() for x in states.values()]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in [*run.model.parameters(), *state]]
+    return [x.detach().flatten().clone().view(torch.uint8) for x in local]
+
+
+def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[float], list[int]]:
+    """For each step whether it was good and whether all bits stayed; what was said; rates; rows with a Z."""
+    run, said = built(config), list[str]()
+    poison(run, ord("Z"))
+    bad, kept, rates = BadSteps(config.train, run.training, said.append), list[tuple[bool, bool]](), list[float]()
+    held = [i for i in range(8 * config.train.steps) if has_z(run, i)]
+    for number in range(1, config.train.steps + 1):
+        before = bits(run)
+        batches = [next(run.training) for _ in range(config.train.accumulation)]
+        result = train_step(run, number, batches)
+        bad.count(number, result, batches)
+        kept.append((result.good, all(map(torch.equal, before, bits(run)))))
+        rates.append(run.optimizer.param_groups[0]["lr"])
+    return kept, said, rates, held
+
+
+def has_z(run: Run, number: int) -> bool:
+    row = run.training.row(number)
+    return any(ord("Z") in row.store.read(p.document, p.start, p.start + p.length) for p in row.pieces)
+
+
+def test_a_skipped_step_changes_no_bit_and_names_the_rows_and_the_rank(worlds, small):
+    config = on(meshed(small, shard=2), bad_step="skip", steps=12, accumulation=2)
+    found = worlds(2).run(bad_run, config)
+    kept, said, rates, held = found[0]
+    bad = sorted({row // 8 for row in held})
+    assert 0 < len(bad) < 12
+    assert [good for good, _ in kept] == [number not in bad for number in range(12)]
+    assert all(same == (not good) for good, same in kept)
+    assert all(a != b for a, b in pairwise(rates))
+    for row, line in zip(held, said, strict=True):  # of each 4 rows that are read at once, 2 are on each rank
+        assert line.startswith(
+            f"step {row // 8 + 1}: loss nan, gradient norm nan; no finite loss on rank {row % 4 // 2}"
+        )
+        assert f" in row {row} ({config.data.path[0]}, tokens " in line
+        assert line.endswith("; skipped, the weights are as they were")
+    assert found[1][1] == said
+
+
+def stopped(config: Config) -> str:
+    run = built(config)
+    poison(run, ord(" "))
+    with redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError) as error:
+        train(run)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("policy, steps", [("stop", 1), ("skip", 3)])
+def test_too_many_bad_steps_end_the_run_on_every_rank_and_save_nothing(worlds, small, tmp_path, policy, steps):
+    config = on(meshed(small, ring=2), bad_step=policy, steps=9, output=tmp_path)
+    messages = worlds(2).run(stopped, replace(config, save=SaveConfig(every=1)))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"step {steps}: loss nan, gradient norm nan; no finite loss on ranks 0, 1 in row")
+    assert not list((tmp_path / "checkpoint").glob("step-*"))
+
+
+def exit_of(argv: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with redirect_stderr(said), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
+        main(argv)
+    return stop.value.code, said.getvalue()
+
+
+def test_a_run_that_blows_up_exits_with_one_and_keeps_its_last_good_checkpoint(worlds, small, tmp_path):
+    flags = {
+        "train.device": "cpu",
+        "train.bad-step": "skip",
+        "train.output": str(tmp_path),
+        "data.path": str(small.data.path[0]),
+        "data.sequence-length": "50",
+        "optimizer.lr": "1e30",
+        "optimizer.warmup-steps": "0",
+        "save.every": "1",
+        "save.keep-last": "1",
+    }
+    argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    for code, said in worlds(2).run(exit_of, argv):
+        assert code == 1
+        last = said.splitlines()[-1]
+        assert (
+            last.startswith("armillary-train: step 4: loss 5.5") and "gradient norm nan" in last
+        )  # norms hide the rest
+        assert last.endswith("; losses are finite on every rank, in rows 12..15, as for 3 steps in a row")
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()] == ["step-1"]
+
+
+# -- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def answers(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    run = built(config)
+    step(run, 1)
+    return validate(run), [rows.state_dict() for rows in (run.training, run.validation, *run.tasks.values())]
+
+
+def whole_answers(config: Config) -> dict[str, float]:
+    """Answers by logits of all tokens, counted by hand."""
+    run, shares = built(config), {}
+    step(run, 1)
+    for name, rows in run.tasks.items():
+        batches = [rows.batch(i) for i in range(config.validation.batches)]
+        right = [run.model(b.tokens).argmax(2)[b.labels != -100] == b.labels[b.labels != -100] for b in batches]
+        shares[name] = torch.cat(right).double().mean().item()
+    return shares
+
+
+def test_right_answers_are_counted_exactly_on_every_mesh(worlds, small):
+    config = replace(on(small, precision="float64"), data=replace(small.data, path=(), task="copy", symbols=3))
+    config = replace(config, validation=ValidationConfig(batches=2, tasks=("copy", "needle")))
+    ((values, states),) = worlds(1).run(answers, config)
+    (expected,) = worlds(1).run(whole_answers, config)
+    assert {name: values[name] for name in expected} == expected
+    assert 0 < values["copy"] < 1
+    for axes in ({"ring": 2}, {"tp": 2}, {"shard": 2}):
+        for found, _ in worlds(2).run(answers, meshed(config, **axes)):
+            assert found == pytest.approx(values, abs=1e-12)
+            assert {name: found[name] for name in expected} == expected
+    assert [state["first_row"] for state in states] == [0, 2**40, 2**40, 2**40]
+    assert [state["rows"] for state in states] == [8, 0, 0, 0]
+    assert all(state["task"].startswith("Copy(length=50, symbols=3") for state in states[:3])
+
+
+def test_a_task_of_several_shards_asks_for_what_another_shard_holds(worlds, small):
+    data = replace(small.data, path=(), task="recall", pairs=4, symbols=9)
+    config = meshed(replace(small, data=data, validation=ValidationConfig(tasks=("recall",))), ring=2)
+    for values, states in worlds(2).run(answers, config):
+        assert set(values) == {"loss", "recall"}
+        assert all("pairs=4, queries=4, keys=9, values=9" in state["task"] for state in states)
+        assert all("across=2 shards #" in state["task"] for state in states)
+
+
+def test_tasks_of_a_model_of_text_have_as_many_symbols_as_it_knows_and_are_shown(worlds, small, tmp_path):
+    config = replace(on(small, steps=1, output=tmp_path), data=replace(small.data, symbols=200))
+    config = replace(config, validation=ValidationConfig(tasks=("needle", "copy", "recall")))
+    ((_, states),) = worlds(1).run(answers, config)
+    shown = [state["task"] for state in states[2:]]
+    assert "values=85, fillers=85" in shown[0] and "symbols=200" in shown[1] and "keys=85" in shown[2]
+    (printed,) = worlds(1).run(printed_by, config)
+    assert "validation: step: 1 loss: " in printed and " needle: 0." in printed and " recall: 0." in printed
+
+
+def printed_by(config: Config) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        train(built(config))
+    return printed.getvalue()
