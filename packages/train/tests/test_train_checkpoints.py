@@ -206,7 +206,9 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     (place.with_name("step-2")).mkdir()  # damaged: what is refused must not touch it
     never = replace(config, save=SaveConfig(resume="never"))
     cases = {
-        "made by another model: hidden_size is 32 there and 64 here": replace(config, model=ModelConfig(64, 1, 4, 2)),
+        "made by another model: hidden_size is 32 there and 64 here": replace(
+            config, model=ModelConfig(dim=64, layers=1, heads=4, kv_heads=2)
+        ),
         "rope_theta is 10000.0 there and 500.0 here": replace(config, model=replace(SMALL.model, rope_theta=500.0)),
         f"{place}: this state was taken with seed 0, not 1": at(config, tmp_path / "run", seed=1),
         f"--save.resume never: {place.with_name('step-2')} is there; name another --train.output": never,
