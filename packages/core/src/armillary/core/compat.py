@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -36,6 +37,26 @@ def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of this name, `group.group_name`."""
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group found each other."""
+    return cast(Any, dist.distributed_c10d)._get_default_store()
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The latest collectives of this process, oldest first, as torch's flight recorder keeps them; none where it can't.
+
+    Among an entry's keys: process_group (name, description), collective_seq_id (rises by one in a group),
+    profiling_name, is_p2p, retired (whether it has ended).
+    """
+    private: Any = cast(Any, torch)._C._distributed_c10d
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(private, name, None)
+        if dump is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return entries
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
+from armillary.core.meeting import meet
 
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that talks most sits on the fastest links (USP, arXiv 2405.07719, tip 7)."""
@@ -77,13 +78,19 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too
 
     Args:
         host_too: collectives of tensors in the host's memory will be needed beside those of the device's.
+
+    Raises:
+        ValueError: a device type without a backend.
+        TimeoutError: other ranks have not come.
     """
     if device_type not in BACKENDS:
         raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
     both = ",".join(f"{device}:{backend}" for device, backend in BACKENDS.items())
     backend = both if host_too and device_type != "cpu" else BACKENDS[device_type]
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+        ours = meet(store, rank, ranks, timeout)
+        dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

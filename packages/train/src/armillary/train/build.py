@@ -60,9 +60,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     check_log(config.log, config.train.steps, device)
     mine = not dist.is_initialized()
     if mine:
-        start_process_group(
-            device.type, timedelta(minutes=config.train.timeout_minutes), host_too=config.optimizer.on_host
-        )
+        start_process_group(device.type, patience(config), host_too=config.optimizer.on_host)
     yield device
     if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
         dist.destroy_process_group()
@@ -74,8 +72,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     Raises:
         ValueError: something in the configuration does not fit; raised before the first step.
     """
-    timeout = timedelta(minutes=config.train.timeout_minutes)
-    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=timeout)
+    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
@@ -92,6 +89,11 @@ def prepare(config: Config, device: torch.device) -> Run:
     fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation, tasks)
+
+
+def patience(config: Config) -> timedelta:
+    """How long a collective may wait: longer than a step may take, so that the watchdog speaks first."""
+    return timedelta(minutes=1.5 * config.train.timeout_minutes)
 
 
 def build_model(

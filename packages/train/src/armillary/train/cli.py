@@ -7,15 +7,23 @@ import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.train.build import prepare, process_group
 from armillary.train.command import read_command
+from armillary.train.stopping import StopSignal
 from armillary.train.trainer import train
+from armillary.train.watchdog import Watchdog
 
 
+@record
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and trains. Exits with one line that says why: 2 for what cannot be started, 1 for losses
-    that are not finite."""
+    """Parses the command line and trains.
+
+    Exit codes: 0 trained to the last step, or stopped and saved as asked by a signal; 1 failed on the way, after a line
+    that names rank, step and error; 2 cannot be started, with one line that says why.
+    """
+    dog: Watchdog | None = None
     try:
         command, told = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
@@ -23,12 +31,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             show_dry_run(command.run, command.ranks, command.cluster, command.mfu, command.json)
             return
-        with process_group(command.run) as device:
-            run = prepare(command.run, device)
-            if dist.get_rank() == 0:
-                print(*told, sep="\n", flush=True)
-            train(run)
-    except (ValueError, FloatingPointError) as error:
+        # Before the group is there a signal may end this rank: there is nothing to lose, and nobody to tell.
+        with process_group(command.run) as device, StopSignal() as stop:
+            dog = Watchdog(command.run.train)
+            with dog:
+                run = prepare(command.run, device)
+                if dist.get_rank() == 0:
+                    print(*told, sep="\n", flush=True)
+                train(run, stop, dog)
+    except ValueError as error:
+        if dog is not None and dog.under_way:
+            raise
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"{rank}armillary-train: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(2)

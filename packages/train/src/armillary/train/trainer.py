@@ -17,6 +17,7 @@ from armillary.train.report import Reporter
 from armillary.train.step import StepResult, train_step
 from armillary.train.stopping import StopSignal
 from armillary.train.validation import validate
+from armillary.train.watchdog import Watchdog
 
 
 @dataclass
@@ -57,10 +58,21 @@ class Summary:
         return "\n".join([*lines, f"  checkpoint   {self.checkpoint}"])
 
 
-def train(run: Run) -> Summary:
-    """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it."""
+def train(run: Run, stop: StopSignal | None = None, dog: Watchdog | None = None) -> Summary:
+    """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it.
+
+    Args:
+        stop: has listened for signals already; by default they are heard from here on.
+        dog: is told what is worked on; by default nobody watches, and what hangs ends by the timeout of its group.
+    """
     config, steps = run.config, run.config.train.steps
-    with Reporter(config) as report, StopSignal() as stop, Checkpoints(run, report.say, report.event) as saved:
+    dog = dog or Watchdog(config.train)
+    with (
+        Reporter(config) as report,
+        stop or StopSignal() as stop,
+        Checkpoints(run, report.say, report.event) as saved,
+    ):
+        dog.begins("restoring", 0)
         step = saved.restore()
         report.resumed(step)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
@@ -68,6 +80,7 @@ def train(run: Run) -> Summary:
         bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
+            dog.begins("training", step)
             with profiler.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
                 result = train_step(run, step, batches)
@@ -77,14 +90,20 @@ def train(run: Run) -> Summary:
             report.step(measure(run, step, batches, result, watch.last_seconds, saved.tokens(step)))
             with watch.paused():
                 if step % config.validation.every == 0 or step == steps:
+                    dog.begins("validating", step)
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
                 if step % config.save.every == 0 and step < steps and result.good:
+                    dog.begins("saving", step)
                     saved.start(step)
-        summary.checkpoint = saved.finish(step)
+        dog.begins("saving", step)
+        summary.checkpoint = saved.finish(step) if step else None  # nothing to save before the first step
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
-        report.say(summary.text(dist.get_world_size()))
+        if summary.losses or step == steps:
+            report.say(summary.text(dist.get_world_size()))
+        if step < steps:
+            report.say(f"stopped after step {step} of {steps}, as asked by a signal; the same command goes on")
     return summary
 
 

@@ -1,0 +1,111 @@
+"""Several hosts on one machine: network namespaces, joined by a switch that nothing else is connected to.
+
+with Namespaces(2) as hosts:
+    for i in range(2):
+        hosts.run(i, ["torchrun", "--nnodes", "2", "--local-addr", hosts.addresses[i], ...])
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count as counting
+from typing import Any, Self
+
+_numbers = counting()
+"""Tells apart what one process makes; its process id tells it from what others make."""
+
+
+class Namespaces:
+    """`count` network namespaces that reach each other through their interface `INTERFACE`, and nothing outside.
+
+    Use as a context manager: they go when it ends, however it ends, with all processes that still run in them. Their
+    traffic can be slowed down: `run(i, ["tc", "qdisc", "add", "dev", Namespaces.INTERFACE, ...])`.
+
+    Args:
+        count: how many hosts, 1 to 250.
+
+    Raises:
+        ValueError: another number, or a machine where this does not work; see `obstacle`.
+    """
+
+    INTERFACE = "eth0"
+
+    def __init__(self, count: int) -> None:
+        if not 1 <= count <= 250:
+            raise ValueError(f"{count} namespaces: between 1 and 250 can be joined")
+        if (why := obstacle()) is not None:
+            raise ValueError(why)
+        prefix = f"armillary-{os.getpid()}-{next(_numbers)}"
+        self.names = [f"{prefix}-{i}" for i in range(count)]
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        self._switch = f"{prefix}-switch"
+
+    def __enter__(self) -> Self:
+        try:
+            self._create()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, i: int, argv: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
+        """Starts a program on host `i`, as `subprocess.Popen(argv, **kwargs)` does; gloo and NCCL find their way."""
+        given: Mapping[str, str] = kwargs.pop("env", None) or os.environ
+        names = {"GLOO_SOCKET_IFNAME": self.INTERFACE, "NCCL_SOCKET_IFNAME": self.INTERFACE}
+        return subprocess.Popen(["ip", "netns", "exec", self.names[i], *argv], env={**given, **names}, **kwargs)
+
+    def kill(self, i: int) -> None:
+        """Ends all that runs on host `i`, at once and without a word, as a power cut would."""
+        for pid in _ip("netns", "pids", self.names[i]).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends all that still runs there and removes the namespaces. May be called again."""
+        there = {line.split()[0] for line in _ip("netns", "list").splitlines() if line}
+        for i, name in enumerate(self.names):
+            if name in there:
+                self.kill(i)
+        for name in (*self.names, self._switch):
+            if name in there:
+                _ip("netns", "delete", name)
+
+    def _create(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            port = f"port{i}"
+            _ip("netns", "add", name)
+            pair = ("link", "add", "name", self.INTERFACE, "type", "veth", "peer", "name", port, "netns", self._switch)
+            _ip("-n", name, *pair)
+            _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", self.INTERFACE)
+            for device in ("lo", self.INTERFACE):
+                _ip("-n", name, "link", "set", device, "up")
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot have `Namespaces`; None where it can."""
+    if shutil.which("ip") is None:
+        return "network namespaces need the program ip; install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"armillary-{os.getpid()}-probe"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode != 0:
+        return f"network namespaces cannot be made here: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return None
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

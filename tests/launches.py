@@ -1,0 +1,84 @@
+"""Starting torchrun in a test, watching what it prints, and reaching for its ranks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+PATIENCE = 300.0
+"""Seconds after which whoever waits gives up. No test expects to wait so long."""
+
+
+def environment() -> dict[str, str]:
+    """This environment's programs first, no GPU, and none of torchrun's variables."""
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{ours['PATH']}"
+    return {**ours, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, *flags: str) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(ranks), "-m", "armillary.train", *flags]
+
+
+class Launch:
+    """A command that runs in `folder`, what it prints in a file. Whatever is left of it is killed at the end."""
+
+    def __init__(self, command: list[str], folder: Path, popen: Callable[..., subprocess.Popen] = subprocess.Popen):
+        self.path = folder / f"launch-{time.monotonic_ns()}.txt"
+        with self.path.open("w") as file:
+            options = {"cwd": folder, "env": environment(), "stdout": file, "stderr": subprocess.STDOUT}
+            self.process = popen(command, start_new_session=True, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [self.process.pid, *self.ranks().values()] if self.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def printed(self) -> str:
+        return self.path.read_text(errors="replace")
+
+    def wait(self) -> int:
+        """The exit code, when it has ended."""
+        try:
+            return self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running:\n{self.printed}") from None
+
+    def wait_for(self, pattern: str, after: int = 0) -> int:
+        """Waits until something that matches is printed after character `after`; returns where the match ends."""
+        end = time.monotonic() + PATIENCE
+        while (match := re.compile(pattern, re.MULTILINE).search(self.printed, after)) is None:
+            assert self.process.poll() is None, f"ended without {pattern!r}:\n{self.printed}"
+            assert time.monotonic() < end, f"never printed {pattern!r}:\n{self.printed}"
+            time.sleep(0.05)
+        return match.end()
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the ranks that torchrun has started and that still run, by rank."""
+        found = {}
+        for pid in children(self.process.pid):
+            try:
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found |= {int(value[5:]): pid for value in variables if value.startswith(b"RANK=")}
+        return found
+
+    def signal(self, number: signal.Signals, *ranks: int) -> None:
+        """To these ranks, or to torchrun itself."""
+        started = self.ranks()
+        for pid in [started[rank] for rank in ranks] or [self.process.pid]:
+            os.kill(pid, number)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
