@@ -14,7 +14,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count as counting
+from pathlib import Path
+from socket import gethostname
 from typing import Any, Self
+
+CONFIGURED = Path("/etc/netns")
+"""Where `ip netns exec` finds files that a namespace sees in /etc."""
 
 _numbers = counting()
 """Tells apart what one process makes; its process id tells it from what others make."""
@@ -48,6 +53,8 @@ class Namespaces:
     def __enter__(self) -> Self:
         try:
             self._create()
+            for i in range(len(self.names)):
+                self._name_hosts(i)
         except BaseException:
             self.close()
             raise
@@ -75,6 +82,7 @@ class Namespaces:
             if name in there:
                 self.kill(i)
         for name in (*self.names, self._switch):
+            shutil.rmtree(CONFIGURED / name, ignore_errors=True)
             if name in there:
                 _ip("netns", "delete", name)
 
@@ -91,6 +99,13 @@ class Namespaces:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", self.INTERFACE)
             for device in ("lo", self.INTERFACE):
                 _ip("-n", name, "link", "set", device, "up")
+
+    def _name_hosts(self, i: int) -> None:
+        """Host `i` knows all hosts by name, this machine's being its own: who asks for names must not wait for DNS."""
+        lines = ["127.0.0.1 localhost", f"{self.addresses[i]} {gethostname()}"]
+        lines += [f"{address} host-{j}" for j, address in enumerate(self.addresses)]
+        (CONFIGURED / self.names[i]).mkdir(parents=True)
+        (CONFIGURED / self.names[i] / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def obstacle() -> str | None:

@@ -1,0 +1,66 @@
+"""A small run on 4 ranks under torchrun, and what it leaves behind when nobody disturbs it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launches import Launch, torchrun
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+STEPS = 24
+SMALL = (
+    "--model.dim 32 --model.layers 1 --model.heads 4 --model.kv-heads 2 --model.hidden-dim 64 --data.path text.txt "
+    "--data.sequence-length 64 --data.rows 4 --data.validation-fraction 0.5 --validation.batches 1 --log.every 1 "
+    f"--validation.every 12 --save.every 4 --train.device cpu --train.steps {STEPS}"
+).split()
+
+
+def folder(parent: Path, name: str) -> Path:
+    """A folder to run in, with a text to train on."""
+    made = parent / name
+    made.mkdir()
+    (made / "text.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(2000)))
+    return made
+
+
+def training(*torchrun_flags: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """torchrun with 4 ranks."""
+    command = torchrun(4, *SMALL, *flags)
+    return [command[0], *torchrun_flags, *command[1:]]
+
+
+def losses(printed: str) -> dict[int, str]:
+    """By step, as printed last: of a step that was trained twice, the second time."""
+    return {int(step): loss for step, loss in re.findall(r"^step: (\d+) loss: (\S+)", printed, re.MULTILINE)}
+
+
+def weights(where: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint: weights and the optimizer's state."""
+    dcp_to_torch_save(where / f"outputs/checkpoint/step-{STEPS}", where / "last.pt")
+    return dict(tensors("", torch.load(where / "last.pt", weights_only=False)))
+
+
+def tensors(name: str, value: object):
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from tensors(f"{name}.{key}", inner)
+
+
+def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) -> None:
+    """Every loss is that of the undisturbed run, and so is every number that training has left behind."""
+    expected, found = weights(undisturbed[0]), weights(where)
+    assert losses(printed) == losses(undisturbed[1])
+    assert expected.keys() == found.keys() and len(expected) > 20
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[Path, str]:
+    """A run that nobody disturbs: its folder, and what it printed."""
+    where = folder(tmp_path_factory.mktemp("recovery"), "undisturbed")
+    with Launch(training(), where) as launch:
+        assert launch.wait() == 0, launch.printed
+        assert list(losses(launch.printed)) == list(range(1, STEPS + 1))
+        return where, launch.printed

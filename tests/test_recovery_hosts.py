@@ -1,0 +1,42 @@
+"""Two hosts, each a network namespace of this machine: one of them loses its power in the middle of a run."""
+
+import os
+import re
+from functools import partial
+
+import pytest
+from launches import Launch
+from recovery import SMALL, assert_same_end, folder, undisturbed
+
+from armillary.core.testing.namespaces import Namespaces, obstacle
+
+__all__ = ["undisturbed"]
+
+
+def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
+    """torchrun with 2 of 4 ranks on host `i`; all meet at host 0."""
+    meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {hosts.addresses[0]}:29400"
+    return (
+        f"torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 {meeting} --local-addr {hosts.addresses[i]}".split()
+    )
+
+
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_a_run_on_two_hosts_goes_on_when_one_of_them_has_died_and_come_back(undisturbed, tmp_path):
+    where = folder(tmp_path, "hosts")
+
+    def start(i: int) -> Launch:
+        return Launch([*torchrun_on(hosts, i), "-m", "armillary.train", *SMALL], where, partial(hosts.run, i))
+
+    with Namespaces(2) as hosts, start(0) as first:
+        with start(1) as second:
+            printed = first.wait_for("^step: 9 ")
+            hosts.kill(1)
+            assert second.wait() != 0
+        seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no sign of life since step", printed)
+        with start(1) as again:
+            first.wait_for("going on from", seen)
+            assert (first.wait(), again.wait()) == (0, 0), first.printed + again.printed
+        printed = first.printed
+    assert_same_end(where, printed, undisturbed)
+    assert not re.search(f"armillary-{os.getpid()}-", os.popen("ip netns list").read())
