@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-PATIENCE = 300.0
+PATIENCE = 900.0
 """Seconds after which whoever waits gives up. No test expects to wait so long."""
 
 

@@ -12,7 +12,7 @@ STEPS = 24
 SMALL = (
     "--model.dim 32 --model.layers 1 --model.heads 4 --model.kv-heads 2 --model.hidden-dim 64 --data.path text.txt "
     "--data.sequence-length 64 --data.rows 4 --data.validation-fraction 0.5 --validation.batches 1 --log.every 1 "
-    f"--validation.every 12 --save.every 4 --train.device cpu --train.steps {STEPS}"
+    f"--validation.every 12 --save.every 4 --log.no-plot --train.device cpu --train.steps {STEPS}"
 ).split()
 
 

@@ -1,10 +1,10 @@
 """The commands of the README, as a user types them, with fewer steps."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from launches import environment, torchrun
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEP = re.compile(
@@ -16,14 +16,7 @@ STEP = re.compile(
 
 def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command in `folder` without a terminal, as one of this environment's programs."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-
-
-def torchrun(ranks: int, *flags: str) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(ranks), "-m", "armillary.train", *flags]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=900)
 
 
 def test_the_main_command_trains_on_four_ranks(tmp_path):

@@ -62,6 +62,7 @@ class Watchdog:
         longer = 1 if phase == "training" and self.under_way else LONGER
         self.under_way = self.under_way or phase == "training"
         self.step, self.phase, self._allowed, self._since = step, phase, longer * self.limit, time.monotonic()
+        self._wake.set()
 
     def __enter__(self) -> Self:
         self._board = Board(dist.get_rank(), dist.get_world_size())
