@@ -56,7 +56,7 @@ def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) ->
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory) -> tuple[Path, str]:
     """A run that nobody disturbs: its folder, and what it printed."""
     where = folder(tmp_path_factory.mktemp("recovery"), "undisturbed")

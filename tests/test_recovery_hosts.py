@@ -15,10 +15,10 @@ __all__ = ["undisturbed"]
 
 def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
     """torchrun with 2 of 4 ranks on host `i`; all meet at host 0."""
+    again = "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # else no new torchrun can join one that stayed
     meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {hosts.addresses[0]}:29400"
-    return (
-        f"torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 {meeting} --local-addr {hosts.addresses[i]}".split()
-    )
+    ranks = f"--nnodes 2 --nproc-per-node 2 --max-restarts 3 --local-addr {hosts.addresses[i]}"
+    return f"{again} torchrun {meeting} {ranks}".split()
 
 
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
