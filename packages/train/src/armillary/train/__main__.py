@@ -1,3 +1,5 @@
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from armillary.train.cli import main
 
-main()
+record(main)()  # an error goes where torchrun looks for the cause of a failure

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.train.build import prepare, process_group
 from armillary.train.command import read_command
@@ -16,7 +15,6 @@ from armillary.train.trainer import train
 from armillary.train.watchdog import Watchdog
 
 
-@record
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and trains.
 
