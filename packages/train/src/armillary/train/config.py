@@ -193,8 +193,8 @@ class TrainConfig:
     bad_steps: int = 3
     """Bad steps in a row after which the run stops all the same: the last of them isn't skipped."""
     timeout_minutes: float = 10.0
-    """How long a step may take before every rank says which one is missing, and the run ends. A collective may wait half
-    as long again; the first step, validation and saving may take five times as long."""
+    """How long a step may take before every rank says which one is missing, and the run ends. A collective may wait
+    half as long again; the first step, validation and saving may take five times as long."""
     output: Path = Path("outputs")
     """Folder for all that a run writes; every rank must see the same one."""
 
