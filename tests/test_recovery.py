@@ -5,7 +5,7 @@ import re
 import signal
 import time
 
-from launches import Launch
+from launches import Launch, torchrun
 from recovery import SMALL, STEPS, assert_same_end, folder, losses, training, undisturbed
 
 __all__ = ["undisturbed"]
@@ -104,3 +104,13 @@ def test_hung_ranks_are_named_by_all_others_and_the_run_starts_again(tmp_path):
     stacks = (where / "outputs/hang/rank-1.txt").read_text()
     assert 'asleep.py", line 10 in train_step' in stacks
     assert "TimeoutError: step 6 takes longer than 6 s" in second  # torchrun's account of the cause
+
+
+def test_losses_that_are_not_finite_end_a_run_with_1_and_a_line_that_says_where(tmp_path):
+    where = folder(tmp_path, "burst")
+    with Launch(torchrun(2, *SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"), where) as launch:
+        assert launch.wait() == 1
+        printed = launch.printed
+    failed = r"^\[rank [01]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
+    assert re.search(failed, printed, re.MULTILINE), printed
+    assert re.search(r"^ *FloatingPointError: step \d+: loss (nan|inf)", printed.partition("Root Cause")[2], re.MULTILINE)
