@@ -6,11 +6,9 @@ from functools import partial
 
 import pytest
 from launches import Launch
-from recovery import SMALL, assert_same_end, folder, undisturbed
+from recovery import SMALL, assert_same_end, folder
 
 from armillary.core.testing.namespaces import Namespaces, obstacle
-
-__all__ = ["undisturbed"]
 
 
 def torchrun_on(hosts: Namespaces, i: int) -> list[str]:

@@ -1,0 +1,3 @@
+from recovery import undisturbed
+
+__all__ = ["undisturbed"]
