@@ -24,7 +24,7 @@ from armillary.core import compat
 from armillary.train.config import TrainConfig
 from armillary.train.signs import Sign, main_stack, missing, recorded_calls, waits, where
 
-SILENCE = 4.0
+SILENCE = 6.0
 """Seconds without a sign of life after which a rank is taken for dead or stopped."""
 
 LONGER = 5
