@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -22,10 +28,33 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks."""
-    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = gradient_norm(gradients).to(gradients[0].dtype)
     clip_grads_with_norm_(model.parameters(), limit, norm)
     return norm
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of whole gradients of which each rank has a part: float64, with the same bits on every rank.
+
+    Where bits differed, so would copies of a weight after a few steps. What several ranks have copies of counts once.
+    """
+    parts = defaultdict[int, list[Tensor]](list)
+    for gradient in gradients:
+        parts[copies_of(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    total = torch.stack([get_total_norm(held).double().square() / copies for copies, held in parts.items()]).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def copies_of(x: Tensor) -> int:
+    """How many ranks hold what this rank holds of `x`."""
+    ranks = dist.get_world_size()
+    if not isinstance(x, DTensor):
+        return ranks
+    mesh = x.device_mesh
+    copied = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
+    return prod(copied) * ranks // mesh.size()
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

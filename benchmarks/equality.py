@@ -1,0 +1,231 @@
+"""The same training on every mesh: loss curves against that of one rank, and recall of what other ranks hold.
+
+    uv run python benchmarks/equality.py                          # both parts, 200 steps; about a quarter of an hour
+    uv run python benchmarks/equality.py --only curves --steps 20
+
+`curves` trains on Python's own text with every method on 4 ranks, in float32 and float64. All curves must lie within
+1e-3 and 1e-8 of one rank's. `recall` trains on questions whose answers other ranks hold: every method must learn them,
+and attention that ends with its own shard must not.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from argparse import ArgumentParser
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Local
+from armillary.core import SequenceLayout
+from armillary.core.testing import World
+from armillary.models.block import Block
+from armillary.train import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Run,
+    Summary,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+import report
+
+SMALL = Config(
+    model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden_dim=96),
+    data=DataConfig(sequence_length=250, rows=4),
+    validation=ValidationConfig(every=10**6, batches=2),
+    log=LogConfig(every=10**6, plot=False),
+    train=TrainConfig(device="cpu"),
+)
+LIMITS = {"float32": 1e-3, "float64": 1e-8}
+"""Furthest that any step's loss may be from one rank's."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """4 ranks, or one, and what attends over them."""
+
+    name: str
+    attention: str = "usp"
+    axes: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.axes else 1
+
+    def config(self, config: Config, **train_options: Any) -> Config:
+        parallel = ParallelConfig(**{"ring": 1, "ulysses": 1} | self.axes, attention=self.attention)
+        return replace(config, parallel=parallel, train=replace(config.train, **train_options))
+
+
+MESHES = [
+    Mesh("one rank"),
+    Mesh("Ring", "ring", {"ring": 4}),
+    Mesh("USP, zigzag", "usp", {"ring": 2, "ulysses": 2}),
+    Mesh("WallFacer", "wallfacer", {"ring": 4}),
+    Mesh("TokenRing", "token_ring", {"ring": 4}),
+    Mesh("UPipe", "upipe", {"ulysses": 4}),
+    Mesh("tp 2 x Ring 2", "ring", {"tp": 2, "ring": 2}),
+    Mesh("FSDP, shard 4", "local", {"shard": 4}),
+]
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--steps", type=int, default=None, help="fewer than each part has by itself")
+    options = parser.parse_args()
+    good = [PARTS[name](options.steps) for name in options.only]
+    sys.exit(0 if all(good) else 1)
+
+
+def trained(config: Config, broken: bool = False) -> Summary:
+    """On one rank of a world."""
+    with redirect_stdout(io.StringIO()), process_group(config) as device:
+        run = prepare(config, device)
+        if broken:
+            end_with_shard(run)
+        return train(run)
+
+
+def on(world: World, config: Config, broken: bool = False) -> Summary:
+    with TemporaryDirectory() as folder:
+        config = replace(config, train=replace(config.train, output=Path(folder)))
+        return world.run(trained, config, broken, timeout=3600)[0]
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def curves(steps: int | None) -> bool:
+    losses: dict[str, dict[str, list[float]]] = {}
+    for ranks in (1, 4):
+        with World(ranks) as world:
+            for mesh in (mesh for mesh in MESHES if mesh.ranks == ranks):
+                for precision in LIMITS:
+                    config = mesh.config(SMALL, steps=steps or 200, precision=precision)
+                    losses.setdefault(precision, {})[mesh.name] = on(world, config).losses
+                    print(f"{mesh.name}, {precision}: {losses[precision][mesh.name][-1]:.6f}", flush=True)
+    furthest = {precision: {name: max(apart(found, name)) for name in found} for precision, found in losses.items()}
+    rows = [
+        {
+            "mesh": mesh.name,
+            "last loss, float32": f"{losses['float32'][mesh.name][-1]:.6f}",
+            **{f"furthest, {p}": f"{furthest[p][mesh.name]:.1e}" if mesh.axes else None for p in LIMITS},
+        }
+        for mesh in MESHES
+    ]
+    notes = [
+        f"LLaMA of dim 64, 2 layers, 8 and 4 heads, {SMALL.data.rows} rows of {SMALL.data.sequence_length} bytes of "
+        f"Python's own text a step, {steps or 200} steps of AdamW",
+        "furthest: the largest difference of any step's loss from one rank's, in nats",
+        *[f"limit in {precision}: {limit:g}" for precision, limit in LIMITS.items()],
+    ]
+    print(report.write("equality", "Loss curves on 4 ranks and on one", rows, notes))
+    draw(losses, report.RESULTS / "equality.png")
+    return all(value <= LIMITS[precision] for precision, found in furthest.items() for value in found.values())
+
+
+def apart(losses: dict[str, list[float]], name: str) -> list[float]:
+    """How far each step's loss is from one rank's."""
+    return [abs(a - b) for a, b in zip(losses[name], losses[MESHES[0].name], strict=True)]
+
+
+def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Curves over each other, as figure 6 of USP (arXiv 2405.07719); below them how far each is from one rank's."""
+    figure = Figure((9, 7.5), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    for i, (name, found) in enumerate(losses["float32"].items()):
+        steps = range(1, len(found) + 1)
+        # Thinner from curve to curve, so that those underneath are seen.
+        above.plot(steps, found, color=f"C{i}", linewidth=6 - 0.7 * i, label=name)
+        for precision, style in {"float32": "-", "float64": ":"}.items() if i else ():
+            differences = [max(x, 1e-18) for x in apart(losses[precision], name)]
+            below.plot(steps, differences, style, color=f"C{i}", linewidth=1)
+    for precision, limit in LIMITS.items():
+        below.axhline(limit, color="0.4", linewidth=0.8, linestyle="--")
+        below.annotate(f"limit, {precision}", (1, limit), xytext=(0, 2), textcoords="offset points", fontsize=8)
+    above.set_ylabel("loss (nats a token), float32")
+    above.legend(frameon=False)
+    below.set_yscale("log")
+    below.set_ylabel("from one rank's\n(solid float32, dotted float64)")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=130)
+
+
+# -- recall -----------------------------------------------------------------------------------------------------------
+
+RECALL = replace(
+    SMALL,
+    # RoPE of few, fast frequencies: a head that looks one token back is soon found.
+    model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
+    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, rows=64),
+    optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
+    validation=ValidationConfig(every=10**6, batches=8, tasks=("recall",)),
+)
+METHODS = [
+    *(Mesh(name, name, {"ring": 4}) for name in ("ring", "token_ring", "wallfacer", "all_gather")),
+    *(Mesh(name, name, {"ulysses": 4}) for name in ("ulysses", "upipe")),
+    Mesh("usp", "usp", {"ring": 2, "ulysses": 2}),
+    Mesh("tp 2 x ring 2", "ring", {"tp": 2, "ring": 2}),
+]
+BROKEN = Mesh("own shard alone", "ring", {"ring": 4})
+
+
+class OwnShard:
+    """What attention is where keys of other ranks are forgotten: causal among the tokens of this rank."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor:
+        return Local()(q, k, v, mask=AttentionMask())
+
+
+def end_with_shard(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, Block):
+            module.attention = OwnShard()
+
+
+def recall(steps: int | None) -> bool:
+    rows: list[dict[str, Any]] = []
+    with World(4) as world:
+        for mesh in [*METHODS, BROKEN]:
+            config = mesh.config(RECALL, steps=steps or 500)
+            summary = on(world, config, broken=mesh is BROKEN)
+            shown = {"right answers": summary.validation["recall"], "last loss": summary.losses[-1]}
+            rows.append({"attention": mesh.name, **shown})
+            print(rows[-1], flush=True)
+    data = RECALL.data
+    chance = 1 / data.symbols
+    notes = [
+        f"rows of {data.sequence_length} tokens on 4 ranks with {data.pairs} (key, value) pairs, each asked for on a "
+        f"rank that holds none of it; {data.symbols} values, so chance is {chance:.3f}; held-out rows",
+        f"{steps or 500} steps of {data.rows} rows; own shard alone: Ring whose ranks see their own keys alone",
+    ]
+    print(report.write("equality-recall", "Recall across ranks", rows, notes))
+    *methods, broken = [row["right answers"] for row in rows]
+    return min(methods) > 0.95 and broken < 2 * chance
+
+
+PARTS = {"curves": curves, "recall": recall}
+
+if __name__ == "__main__":
+    main()

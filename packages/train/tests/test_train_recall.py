@@ -1,0 +1,64 @@
+"""A model that is trained on 2 ranks learns to recall what the other rank holds, and only by way of attention."""
+
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import pytest
+
+from armillary.attention import AttentionMask, Local
+from armillary.models.block import Block
+from armillary.train import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Run,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+
+RECALL = Config(
+    # RoPE of few, fast frequencies: a head that looks one token back is soon found.
+    model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
+    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, rows=64),
+    parallel=ParallelConfig(ring=2, ulysses=1, attention="ring"),
+    optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
+    validation=ValidationConfig(every=1000, batches=4, tasks=("recall",)),
+    log=LogConfig(plot=False),
+    train=TrainConfig(steps=300, device="cpu"),
+)
+
+
+class OwnShard:
+    """Forgets the keys of other ranks: causal attention among the tokens of this rank."""
+
+    def __call__(self, q, k, v, *, mask, layout):
+        return Local()(q, k, v, mask=AttentionMask())
+
+
+def forget_others(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, Block):
+            module.attention = OwnShard()
+
+
+def right_answers(config: Config, broken: bool) -> float:
+    with redirect_stdout(io.StringIO()), process_group(config) as device:
+        run = prepare(config, device)
+        if broken:
+            forget_others(run)
+        return train(run).validation["recall"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_another_rank_holds_is_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
+    config = replace(RECALL, train=replace(RECALL.train, output=tmp_path))
+    shares = worlds(2).run(right_answers, config, broken)
+    assert shares[0] == shares[1]
+    assert shares[0] < 2 / 8 if broken else shares[0] > 0.95  # who guesses is right once in 8 times
