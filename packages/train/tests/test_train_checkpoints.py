@@ -203,6 +203,7 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1), save=SaveConfig(every=1))
     config, place = at(config, tmp_path / "run", steps=1), tmp_path / "run/checkpoint/step-1"
     worlds(2).run(trained, config, 0)
+    written = (tmp_path / "run/config.json").read_bytes()
     (place.with_name("step-2")).mkdir()  # damaged: what is refused must not touch it
     never = replace(config, save=SaveConfig(resume="never"))
     cases = {
@@ -216,6 +217,7 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     for message, changed in cases.items():
         assert all(message in said for said in worlds(2).run(refusal, [changed]))
         assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
+        assert (tmp_path / "run/config.json").read_bytes() == written
     apart = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
     for said in worlds(2).run(refusal, apart):
         assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in said

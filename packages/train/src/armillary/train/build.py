@@ -20,7 +20,7 @@ from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, Llama
 from armillary.models.parallel import parallelize
 from armillary.train.check import check, check_log
-from armillary.train.checkpoint import write_config
+from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
@@ -76,7 +76,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
-    write_config(config)
+    check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
     place = attention, replica, replicas

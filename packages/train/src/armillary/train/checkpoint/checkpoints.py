@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.output import check_shared, checkpoint_folder
+from armillary.train.checkpoint.output import check_shared, checkpoint_folder, write_config
 from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.checkpoint.restoring import restore
 from armillary.train.checkpoint.saving import Background, save
@@ -68,12 +68,15 @@ class Checkpoints:
     def restore(self) -> int:
         """Puts the run where its newest whole checkpoint left it; the step that is, 0 where there is none.
 
+        Then config.json is that of this run.
+
         Raises:
             ValueError: ranks that see other folders, no checkpoint that is whole, or the newest is of another model or
                 other rows. On every rank.
         """
         check_shared(self.folder.path, self.ranks)
         manifest = restore(self.run, self.folder, self.ranks, self.say)
+        self.ranks.on_first(lambda: write_config(self.run.config))  # only now: what is refused leaves what is there
         if manifest is None:
             return 0
         self.newest, self._began, self._tokens_before = manifest.step, manifest.step, manifest.tokens
