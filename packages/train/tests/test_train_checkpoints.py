@@ -228,6 +228,24 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
 
 
+def test_ranks_that_were_told_other_things_or_read_other_data_are_refused(worlds, tmp_path):
+    config = at(replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), tmp_path / "out")
+    for said in worlds(2).run(refusal, [config, replace(config, save=SaveConfig(every=3))]):
+        assert said == "the configuration must be the same on all ranks: --save.every is 3 on rank 1 and 2 on rank 0"
+    texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for text in texts:
+        text.write_text(f"on this host it is {text.stem} " * 50)
+    apart = [replace(config, data=replace(config.data, path=(text,))) for text in texts]
+    for said in worlds(2).run(refusal, apart):
+        assert said.startswith("data must be the same on all ranks: stores is ['") and " on rank 1 and ['" in said
+    texts[1].write_text(texts[0].read_text())  # under another name
+    assert all(len(summary.losses) == 6 for summary, *_ in worlds(2).run(trained_on, apart))
+
+
+def trained_on(configs: list[Config]):
+    return trained(configs[dist.get_rank()], 0)
+
+
 # -- saves that overlap, and saves that fail --------------------------------------------------------------------------
 
 
