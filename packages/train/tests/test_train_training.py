@@ -30,6 +30,7 @@ from armillary.train import (
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
 from armillary.train.step import StepResult, train_step
+from armillary.train.stopping import StopSignal
 from armillary.train.validation import validate
 
 
@@ -251,6 +252,41 @@ def test_a_run_that_blows_up_exits_with_one_and_keeps_its_last_good_checkpoint(w
         )  # norms hide the rest
         assert last.endswith("; losses are finite on every rank, in rows 12..15, as for 3 steps in a row")
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()] == ["step-1"]
+
+
+class StopAfter(StopSignal):
+    """As if a signal had come in step `steps`."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def asked(self, device: torch.device) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def ended(config: Config, steps: int) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        train(built(config), StopAfter(steps))
+    return printed.getvalue()
+
+
+def test_a_run_that_is_told_to_end_after_a_bad_step_keeps_older_checkpoints_and_exports_nothing(
+    worlds, small, tmp_path
+):
+    blown_up = replace(small.optimizer, lr=1e30, warmup_steps=0)
+    config = replace(on(small, output=tmp_path, bad_step="skip"), optimizer=blown_up)
+    config = replace(config, save=SaveConfig(every=1, keep_last=1, export=True))
+    (printed,) = worlds(1).run(ended, config, 3)
+    assert "step 2: loss" in printed and "step 3: loss" in printed and "stopped after step 3 of 5" in printed
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
+    assert not (tmp_path / "export").exists()
+    # With fewer steps than are made there is nothing to do but what belongs to the last one.
+    (printed,) = worlds(1).run(ended, on(config, steps=2), 9)
+    assert printed.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
+    assert (tmp_path / "export/step-3").exists()
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------------

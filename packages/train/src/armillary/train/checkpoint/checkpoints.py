@@ -102,16 +102,19 @@ class Checkpoints:
         work = partial(self._try_to_save, step, copy, self._manifest(step))
         self._writing = Background(f"step-{step}", work)
 
-    def finish(self, step: int) -> Path:
-        """Makes sure that the run as it is after `step` is saved, and exported if so configured; where.
+    def finish(self, step: int, prune: bool = True) -> Path:
+        """Makes sure that the run as it is after `step` is saved, the last step exported if so configured; where.
+
+        Args:
+            prune: older checkpoints may be removed for it.
 
         Raises:
             OSError: it cannot be saved or exported; on every rank.
         """
         self._settle()
         if self.newest != step:
-            self._save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step))
-        if self.config.export:
+            self._save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step), prune)
+        if self.config.export and step >= self.run.config.train.steps:
             self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
         return self.folder.place(step)
 
@@ -125,7 +128,7 @@ class Checkpoints:
         except OSError as error:
             self.say(f"step-{step} WAS NOT SAVED: {error}; training goes on, and the checkpoints before it stay")
 
-    def _save(self, step: int, state: State, manifest: Manifest) -> None:
+    def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # a new thread has the first one
         self.report("saving", step)
@@ -135,7 +138,7 @@ class Checkpoints:
             raise OSError(f"{self.folder.place(step)}: {error}") from error
         self.newest = step
         self.report("saved", step)
-        if self.ranks.rank == 0:
+        if prune and self.ranks.rank == 0:
             self._prune()
 
     def _prune(self) -> None:
