@@ -203,6 +203,7 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1), save=SaveConfig(every=1))
     config, place = at(config, tmp_path / "run", steps=1), tmp_path / "run/checkpoint/step-1"
     worlds(2).run(trained, config, 0)
+    written = (tmp_path / "run/config.json").read_bytes()
     (place.with_name("step-2")).mkdir()  # damaged: what is refused must not touch it
     never = replace(config, save=SaveConfig(resume="never"))
     cases = {
@@ -216,6 +217,7 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     for message, changed in cases.items():
         assert all(message in said for said in worlds(2).run(refusal, [changed]))
         assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
+        assert (tmp_path / "run/config.json").read_bytes() == written
     apart = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
     for said in worlds(2).run(refusal, apart):
         assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in said
@@ -224,6 +226,24 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
         assert f"no checkpoint in {place.parent} is whole (step-2: manifest.json cannot be read" in said
         assert "step-1: file __1_0.distcp has 7 of " in said
     assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
+
+
+def test_ranks_that_were_told_other_things_or_read_other_data_are_refused(worlds, tmp_path):
+    config = at(replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), tmp_path / "out")
+    for said in worlds(2).run(refusal, [config, replace(config, save=SaveConfig(every=3))]):
+        assert said == "the configuration must be the same on all ranks: --save.every is 3 on rank 1 and 2 on rank 0"
+    texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for text in texts:
+        text.write_text(f"on this host it is {text.stem} " * 50)
+    apart = [replace(config, data=replace(config.data, path=(text,))) for text in texts]
+    for said in worlds(2).run(refusal, apart):
+        assert said.startswith("data must be the same on all ranks: stores is ['") and " on rank 1 and ['" in said
+    texts[1].write_text(texts[0].read_text())  # under another name
+    assert all(len(summary.losses) == 6 for summary, *_ in worlds(2).run(trained_on, apart))
+
+
+def trained_on(configs: list[Config]):
+    return trained(configs[dist.get_rank()], 0)
 
 
 # -- saves that overlap, and saves that fail --------------------------------------------------------------------------

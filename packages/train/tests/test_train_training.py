@@ -30,6 +30,7 @@ from armillary.train import (
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
 from armillary.train.step import StepResult, train_step
+from armillary.train.stopping import StopSignal
 from armillary.train.validation import validate
 
 
@@ -224,13 +225,14 @@ def test_too_many_bad_steps_end_the_run_on_every_rank_and_save_nothing(worlds, s
 
 
 def failure_of(argv: list[str]) -> tuple[str, str]:
+    """What training failed with, and what was said of it."""
     said = io.StringIO()
-    with redirect_stderr(said), redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError) as failure:
+    with redirect_stderr(said), redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError) as error:
         main(argv)
-    return str(failure.value), said.getvalue()
+    return str(error.value), said.getvalue()
 
 
-def test_a_run_that_blows_up_says_where_and_keeps_its_last_good_checkpoint(worlds, small, tmp_path):
+def test_a_run_that_blows_up_fails_with_a_line_and_keeps_its_last_good_checkpoint(worlds, small, tmp_path):
     flags = {
         "train.device": "cpu",
         "train.bad-step": "skip",
@@ -246,8 +248,43 @@ def test_a_run_that_blows_up_says_where_and_keeps_its_last_good_checkpoint(world
     for rank, (failure, said) in enumerate(worlds(2).run(failure_of, argv)):
         assert failure.startswith("step 4: loss 5.5") and "gradient norm nan" in failure  # norms hide the rest
         assert failure.endswith("; losses are finite on every rank, in rows 12..15, as for 3 steps in a row")
-        assert f"[rank {rank}] armillary-train: failed in step 4: FloatingPointError: step 4: loss 5.5" in said
+        assert f"[rank {rank}] armillary-train: failed in step 4: FloatingPointError: {failure}\n" in said
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()] == ["step-1"]
+
+
+class StopAfter(StopSignal):
+    """As if a signal had come in step `steps`."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def asked(self, device: torch.device) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def ended(config: Config, steps: int) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        train(built(config), StopAfter(steps))
+    return printed.getvalue()
+
+
+def test_a_run_that_is_told_to_end_after_a_bad_step_keeps_older_checkpoints_and_exports_nothing(
+    worlds, small, tmp_path
+):
+    blown_up = replace(small.optimizer, lr=1e30, warmup_steps=0)
+    config = replace(on(small, output=tmp_path, bad_step="skip"), optimizer=blown_up)
+    config = replace(config, save=SaveConfig(every=1, keep_last=1, export=True))
+    (printed,) = worlds(1).run(ended, config, 3)
+    assert "step 2: loss" in printed and "step 3: loss" in printed and "stopped after step 3 of 5" in printed
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
+    assert not (tmp_path / "export").exists()
+    # With fewer steps than are made there is nothing to do but what belongs to the last one.
+    (printed,) = worlds(1).run(ended, on(config, steps=2), 9)
+    assert printed.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
+    assert (tmp_path / "export/step-3").exists()
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from armillary.data import Batch, Batches
 from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, Llama
 from armillary.models.parallel import parallelize
+from armillary.train.alike import check_alike, settings
 from armillary.train.check import check, check_log
-from armillary.train.checkpoint import write_config
+from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
@@ -70,13 +71,15 @@ def prepare(config: Config, device: torch.device) -> Run:
     """Builds mesh, data, model and optimizer. Every rank must call it.
 
     Raises:
-        ValueError: something in the configuration does not fit; raised before the first step.
+        ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
+            first step.
     """
+    check_alike("the configuration", settings(config))
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
-    write_config(config)
+    check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     replicas = mesh["replicate"].size() * mesh["shard"].size()
     place = attention, replica, replicas
@@ -84,6 +87,7 @@ def prepare(config: Config, device: torch.device) -> Run:
         training, validation = load_rows(config, stores, *place)
     else:
         training, validation = (load_task(config.data.task, config, vocab_size, *place, held) for held in (False, True))
+    check_alike("data", training.state_dict())
     tasks = {name: load_task(name, config, vocab_size, *place, held_out=True) for name in config.validation.tasks}
     model.to_empty(device="cpu" if config.optimizer.on_host else device)
     fill(model, config.model, config.train.seed)

@@ -75,7 +75,7 @@ class Reporter:
 
     def finished(self, step: int) -> Path | None:
         """The run ends after `step`, be it the last one or not; where the picture of it is, if one was drawn."""
-        self.event("finished" if step == self.config.train.steps else "stopped", step)
+        self.event("finished" if step >= self.config.train.steps else "stopped", step)
         if not (self._sinks and self.config.log.plot):
             return None
         for sink in self._sinks:

@@ -97,10 +97,11 @@ def train(run: Run, stop: StopSignal | None = None, dog: Watchdog | None = None)
                     dog.begins("saving", step)
                     saved.start(step)
         dog.begins("saving", step)
-        summary.checkpoint = saved.finish(step) if step else None  # nothing to save before the first step
+        # There is nothing to save before the first step. After a bad one, what led to it may be in the weights.
+        summary.checkpoint = saved.finish(step, prune=not bad.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
-        if summary.losses or step == steps:
+        if summary.losses or step >= steps:
             report.say(summary.text(dist.get_world_size()))
         if step < steps:
             report.say(f"stopped after step {step} of {steps}, as asked by a signal; the same command goes on")

@@ -14,6 +14,6 @@ export.py       Hugging Face folders
 """
 
 from armillary.train.checkpoint.checkpoints import Checkpoints
-from armillary.train.checkpoint.output import write_config
+from armillary.train.checkpoint.output import check_output
 
-__all__ = ["Checkpoints", "write_config"]
+__all__ = ["Checkpoints", "check_output"]

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.output import check_shared, checkpoint_folder
+from armillary.train.checkpoint.output import check_shared, checkpoint_folder, write_config
 from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.checkpoint.restoring import restore
 from armillary.train.checkpoint.saving import Background, save
@@ -68,12 +68,15 @@ class Checkpoints:
     def restore(self) -> int:
         """Puts the run where its newest whole checkpoint left it; the step that is, 0 where there is none.
 
+        Then config.json is that of this run.
+
         Raises:
             ValueError: ranks that see other folders, no checkpoint that is whole, or the newest is of another model or
                 other rows. On every rank.
         """
         check_shared(self.folder.path, self.ranks)
         manifest = restore(self.run, self.folder, self.ranks, self.say)
+        self.ranks.on_first(lambda: write_config(self.run.config))  # only now: what is refused leaves what is there
         if manifest is None:
             return 0
         self.newest, self._began, self._tokens_before = manifest.step, manifest.step, manifest.tokens
@@ -99,16 +102,19 @@ class Checkpoints:
         work = partial(self._try_to_save, step, copy, self._manifest(step))
         self._writing = Background(f"step-{step}", work)
 
-    def finish(self, step: int) -> Path:
-        """Makes sure that the run as it is after `step` is saved, and exported if so configured; where.
+    def finish(self, step: int, prune: bool = True) -> Path:
+        """Makes sure that the run as it is after `step` is saved, the last step exported if so configured; where.
+
+        Args:
+            prune: older checkpoints may be removed for it.
 
         Raises:
             OSError: it cannot be saved or exported; on every rank.
         """
         self._settle()
         if self.newest != step:
-            self._save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step))
-        if self.config.export:
+            self._save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step), prune)
+        if self.config.export and step >= self.run.config.train.steps:
             self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
         return self.folder.place(step)
 
@@ -122,7 +128,7 @@ class Checkpoints:
         except OSError as error:
             self.say(f"step-{step} WAS NOT SAVED: {error}; training goes on, and the checkpoints before it stay")
 
-    def _save(self, step: int, state: State, manifest: Manifest) -> None:
+    def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # a new thread has the first one
         self.report("saving", step)
@@ -132,7 +138,7 @@ class Checkpoints:
             raise OSError(f"{self.folder.place(step)}: {error}") from error
         self.newest = step
         self.report("saved", step)
-        if self.ranks.rank == 0:
+        if prune and self.ranks.rank == 0:
             self._prune()
 
     def _prune(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
-
-import torch.distributed as dist
 
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.ranks import Ranks
@@ -18,23 +19,38 @@ def checkpoint_folder(config: Config) -> CheckpointFolder:
     return CheckpointFolder(config.train.output / "checkpoint")
 
 
-def write_config(config: Config) -> None:
-    """Writes the resolved configuration to config.json in the output folder, and so proves that it can be written to.
+def check_output(config: Config) -> None:
+    """Refuses an output folder that cannot be written to; makes it if need be, and changes nothing in it.
 
     Raises:
         ValueError: it cannot, or has the checkpoints of a run that must not be gone on with; on the ranks that see it.
     """
-    folder = config.train.output
     if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
         raise ValueError(
             f"--save.resume never: {checkpoint_folder(config).place(steps[-1])} is there; name another --train.output"
         )
-    try:
+    with writing_to(config.train.output) as folder:
         folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
-            partial = folder / "config.json.partial"
-            partial.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
-            partial.replace(folder / "config.json")
+        TemporaryFile(dir=folder).close()
+
+
+def write_config(config: Config) -> None:
+    """Writes the resolved configuration to config.json in the output folder. On one rank, of a run that may begin.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    with writing_to(config.train.output) as folder:
+        partial = folder / "config.json.partial"
+        partial.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+        partial.replace(folder / "config.json")
+
+
+@contextmanager
+def writing_to(folder: Path) -> Generator[Path]:
+    """Says of an error that it is the output folder's."""
+    try:
+        yield folder
     except OSError as error:
         raise ValueError(
             f"--train.output {folder}: cannot be written to ({error.strerror}); name another folder"
