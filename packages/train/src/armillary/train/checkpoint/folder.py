@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +66,8 @@ class CheckpointFolder:
         sync_folder(partial)
         partial.rename(self.place(manifest.step))
         sync_folder(self.path)
-        remove(self.damaged(manifest.step))
+        with suppress(OSError):  # the checkpoint is whole without that
+            remove(self.damaged(manifest.step))
 
     def discard(self, step: int) -> None:
         """Removes what was written of a checkpoint that did not come to its end."""

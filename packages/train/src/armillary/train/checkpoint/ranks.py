@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 R = TypeVar("R")
 Failure = tuple[type[Exception], str]
@@ -69,3 +71,16 @@ def combined(failures: dict[int, Failure]) -> Exception:
     if kind is ValueError:  # mostly the same on all
         return ValueError("; ".join(dict.fromkeys(text for _, text in failures.values())))
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
+
+
+@contextmanager
+def errors_as_ours() -> Generator[None]:
+    """DCP's error of several ranks, which is no `Exception`, as one that is."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise combined({rank: failure(found) for rank, (found, _) in error.failures.items()}) from error
+
+
+def failure(error: BaseException) -> Failure:
+    return (OSError, str(error)) if isinstance(error, OSError) else (RuntimeError, f"{type(error).__name__}: {error}")

@@ -9,11 +9,10 @@ from datetime import UTC, datetime
 from threading import Thread
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, Written
-from armillary.train.checkpoint.ranks import Failure, Ranks, combined
+from armillary.train.checkpoint.ranks import Ranks, errors_as_ours
 from armillary.train.checkpoint.state import State
 from armillary.train.checkpoint.writer import CheckedWriter
 
@@ -41,15 +40,9 @@ def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Rank
 def write(folder: CheckpointFolder, state: State, step: int, ranks: Ranks) -> dict[str, Written]:
     """Each rank writes its files; those of all ranks."""
     writer = CheckedWriter(folder.partial(step), ranks)
-    try:
+    with errors_as_ours():
         dcp.save(state, storage_writer=writer, process_group=ranks.group)
-    except CheckpointException as error:
-        raise combined({rank: failure(found) for rank, (found, _) in error.failures.items()}) from error
     return {name: file for files in ranks.agree(lambda: writer.files.written) for name, file in files.items()}
-
-
-def failure(error: BaseException) -> Failure:
-    return (OSError, str(error)) if isinstance(error, OSError) else (RuntimeError, f"{type(error).__name__}: {error}")
 
 
 class Background(Thread):

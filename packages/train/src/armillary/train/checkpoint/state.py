@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
-from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.checkpoint.ranks import Ranks, errors_as_ours
 
 if TYPE_CHECKING:
     from armillary.train.build import Run
@@ -54,7 +54,8 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
     mine = f"rank-{ranks.rank}"
     if manifest.ranks == ranks.size:
         state["random"] = {mine: b""}
-    dcp.load(state, checkpoint_id=place, process_group=ranks.group)
+    with errors_as_ours():
+        dcp.load(state, checkpoint_id=place, process_group=ranks.group)
     optimizer = {**state["optimizer"], "param_groups": groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
     if "random" in state:
