@@ -11,10 +11,12 @@ and attention that ends with its own shard must not.
 from __future__ import annotations
 
 import io
+import math
 import sys
 from argparse import ArgumentParser
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -147,23 +149,23 @@ def apart(losses: dict[str, list[float]], name: str) -> list[float]:
 
 
 def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Curves over each other, as figure 6 of USP (arXiv 2405.07719); below them how far each is from one rank's."""
+    """Curves over each other, as figure 6 of USP (arXiv 2405.07719); below them how far each was from one rank's."""
     figure = Figure((9, 7.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
     for i, (name, found) in enumerate(losses["float32"].items()):
         steps = range(1, len(found) + 1)
         # Thinner from curve to curve, so that those underneath are seen.
-        above.plot(steps, found, color=f"C{i}", linewidth=6 - 0.7 * i, label=name)
+        above.plot(steps, found, color=f"C{i}", linewidth=11 - 1.4 * i, label=name)
         for precision, style in {"float32": "-", "float64": ":"}.items() if i else ():
-            differences = [max(x, 1e-18) for x in apart(losses[precision], name)]
-            below.plot(steps, differences, style, color=f"C{i}", linewidth=1)
+            furthest = [x or math.nan for x in accumulate(apart(losses[precision], name), max)]
+            below.plot(steps, furthest, style, color=f"C{i}", linewidth=1.5)
     for precision, limit in LIMITS.items():
         below.axhline(limit, color="0.4", linewidth=0.8, linestyle="--")
         below.annotate(f"limit, {precision}", (1, limit), xytext=(0, 2), textcoords="offset points", fontsize=8)
     above.set_ylabel("loss (nats a token), float32")
     above.legend(frameon=False)
     below.set_yscale("log")
-    below.set_ylabel("from one rank's\n(solid float32, dotted float64)")
+    below.set_ylabel("furthest from one rank's so far\n(solid float32, dotted float64)")
     below.set_xlabel("step")
     for axes in (above, below):
         axes.grid(alpha=0.25)
