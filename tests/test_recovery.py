@@ -106,10 +106,10 @@ def test_hung_ranks_are_named_by_all_others_and_the_run_starts_again(tmp_path):
 
 def test_losses_that_are_not_finite_end_a_run_with_1_and_a_line_that_says_where(tmp_path):
     where = folder(tmp_path, "burst")
-    with Launch(torchrun(2, *SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"), where) as launch:
+    with Launch(torchrun(4, *SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"), where) as launch:
         assert launch.wait() == 1
         printed = launch.printed
-    failed = r"^\[rank [01]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
+    failed = r"^\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
     assert re.search(failed, printed, re.MULTILINE), printed
     cause = printed.partition("Root Cause")[2]  # as torchrun tells it
     assert re.search(r"^ *FloatingPointError: step \d+: loss (nan|inf)", cause, re.MULTILINE)

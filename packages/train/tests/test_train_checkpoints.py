@@ -341,9 +341,8 @@ def test_a_save_that_fails_loses_nothing_and_the_next_one_tries_again(worlds, tm
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if disk and (os.geteuid() or subprocess.run(mount, capture_output=True).returncode):
         pytest.skip("mounting a small disk takes root")
-    config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
     try:
-        for said in worlds(2).run(saves_without_room, at(config, tmp_path), disk):
+        for said in worlds(4).run(saves_without_room, at(SMALL, tmp_path), disk):
             (line,) = [line for line in said if "waited" not in line]
             assert line.startswith(f"step-2 WAS NOT SAVED: {tmp_path}/checkpoint/step-2: rank ")
             assert line.endswith("; training goes on, and the checkpoints before it stay")

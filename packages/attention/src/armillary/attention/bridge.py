@@ -1,16 +1,16 @@
 """The one bridge to autograd: a `torch.library` op that runs any method's forward, and one for its backward.
 
 An op rather than an `autograd.Function`, so that selective checkpointing can keep its results instead of attending
-twice. An op takes tensors and numbers only, so the method and the call reach it as the handle of a `Plan`.
+twice. An op takes tensors and numbers only, so the method and the call reach it as the number of a `Plan`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -24,29 +24,39 @@ if TYPE_CHECKING:
     from armillary.attention.method import Method
 
 
+_numbers = count()
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A method, a call, and what waits for what the method has sent already: found by number as long as somebody holds
-    the plan, which is the caller, or the autograd graph.
-
-    Numbers are never used twice, so that a stale one is an error and not another plan.
-    """
+    """A method, a call, and what waits for what the method has sent already."""
 
     method: Method
     call: Call
     with_lse: bool
     started: list[Any] = field(default_factory=list[Any])
-    handle: int = field(default_factory=count().__next__)
 
-    alive: ClassVar[WeakValueDictionary[int, Plan]] = WeakValueDictionary()
+    at_hand: ClassVar[dict[int, Plan]] = {}
 
-    def __post_init__(self) -> None:
-        self.alive[self.handle] = self
+    @contextmanager
+    def numbered(self) -> Generator[int]:
+        """A number by which an op finds the plan, within the block; it is never used again.
+
+        Not a weak reference: a plan that the autograd graph alone holds may lose those, though it lives, when another
+        thread collects garbage during backward.
+        """
+        number = next(_numbers)
+        self.at_hand[number] = self
+        try:
+            yield number
+        finally:
+            del self.at_hand[number]
 
 
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """The plan on local tensors, differentiable: (out [B, T, H, Dv], lse [B, T, H]; empty unless `with_lse`)."""
-    out, lse, *_ = _forward(q, k, v, sinks, plan.handle)
+    with plan.numbered() as number:
+        out, lse, *_ = _forward(q, k, v, sinks, number)
     while plan.started:  # the op has not run: a checkpoint had its results
         plan.started.pop()()
     return out, lse
@@ -54,7 +64,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 @torch.library.custom_op("armillary::attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[Tensor]:
-    return forward(Plan.alive[plan], q, k, v, sinks)
+    return forward(Plan.at_hand[plan], q, k, v, sinks)
 
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
@@ -85,7 +95,7 @@ def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[Tensor]:
-    return forward_like(Plan.alive[plan], q, k, v, sinks)
+    return forward_like(Plan.at_hand[plan], q, k, v, sinks)
 
 
 def forward_like(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
@@ -99,7 +109,7 @@ def forward_like(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(Plan.alive[plan], dout, Saved(q, k, v, out, lse))
+    return backward(Plan.at_hand[plan], dout, Saved(q, k, v, out, lse))
 
 
 def backward(plan: Plan, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +124,7 @@ def backward(plan: Plan, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Te
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = Plan.alive[plan]
+    found = Plan.at_hand[plan]
     batch, tokens, heads, _ = dout.shape
     key_shape = (batch, found.method.key_tokens(found.call), 1 + max(found.call.key_heads))
     return (
@@ -127,7 +137,7 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int], output: Sequence[Tensor]) -> None:
     q, k, v, sinks, plan = inputs
     out, lse, *saved = output
-    ctx.plan = Plan.alive[plan]
+    ctx.plan = Plan.at_hand[plan]
     ctx.set_materialize_grads(False)
     local = (out, lse, sinks) if sinks is not None else ()
     ctx.save_for_backward(*(saved or (q, k, v, out, lse)), *local)
@@ -139,7 +149,8 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | N
     if dout is None:
         return None, None, None, None, None
     q, k, v, out, lse, *local = ctx.saved_tensors
-    dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.plan.handle)
+    with ctx.plan.numbered() as number:
+        dq, dk, dv = _backward(dout, q, k, v, out, lse, number)
     return dq, dk, dv, sinks_gradient(dout, *local) if local else None, None
 
 

@@ -53,8 +53,8 @@ class ProjectedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: ProjectedPlan, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
         ctx.plan, ctx.autocast = plan, as_now(x.device.type)
-        with ctx.autocast():
-            out, lse, local_lse = _forward(x, sinks, plan.handle)
+        with ctx.autocast(), plan.numbered() as number:
+            out, lse, local_lse = _forward(x, sinks, number)
         ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
         return out
 
@@ -85,7 +85,7 @@ def backward(
 @torch.library.custom_op("armillary::projected_attention", mutates_args=())
 def _forward(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse of this rank's heads, lse of its own tokens; the last is empty without sinks)."""
-    return forward(cast(ProjectedPlan, Plan.alive[plan]), x, sinks)
+    return forward(cast(ProjectedPlan, Plan.at_hand[plan]), x, sinks)
 
 
 def forward(plan: ProjectedPlan, x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +101,7 @@ def forward(plan: ProjectedPlan, x: Tensor, sinks: Tensor | None) -> tuple[Tenso
 
 @_forward.register_fake
 def _(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
-    found = cast(ProjectedPlan, Plan.alive[plan])
+    found = cast(ProjectedPlan, Plan.at_hand[plan])
     q, _, v = one_token(x, found.projections)
     return forward_like(found.upipe, found.call, x, q, v, sinks)
 
