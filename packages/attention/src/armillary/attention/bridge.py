@@ -42,8 +42,8 @@ class Plan:
     def numbered(self) -> Generator[int]:
         """A number by which an op finds the plan, within the block; it is never used again.
 
-        Not a weak reference: a plan that the autograd graph alone holds may lose those, though it lives, when another
-        thread collects garbage during backward.
+        Held there, and not by a weak reference for as long as the graph lives: in a long run, with other threads beside
+        it, one to a plan that lived was gone in backward.
         """
         number = next(_numbers)
         self.at_hand[number] = self
