@@ -327,11 +327,13 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
                 saved.start(2)
                 saved._settle()
             assert saved.folder.names() == ["step-1"] and saved.folder.fault(1) is None
+            dist.barrier()  # all have looked
             saved.start(3)
             saved._settle()
             with no_room(config, disk), pytest.raises(OSError, match=r"checkpoint/step-4: .*(No space|too large)"):
                 saved.finish(4)
             assert sorted(saved.folder.names()) == ["step-1", "step-3"] and saved.folder.fault(3) is None
+            dist.barrier()  # all have looked
             assert saved.finish(5) == saved.folder.place(5)
     return said
 
