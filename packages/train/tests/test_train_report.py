@@ -1,4 +1,4 @@
-"""What a run shows and keeps: lines, the bar, metrics.jsonl, boards; and that none of it can stop a run."""
+"""What a run shows and keeps: lines, the bar, metrics.jsonl, trackers; and that none of it can stop a run."""
 
 import gzip
 import io

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
-from armillary.core.meeting import meet
+from armillary.core.rendezvous import rendezvous
 
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that talks most sits on the fastest links (USP, arXiv 2405.07719, tip 7)."""
@@ -89,7 +89,7 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too
     backend = both if host_too and device_type != "cpu" else BACKENDS[device_type]
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
-        ours = meet(store, rank, ranks, timeout)
+        ours = rendezvous(store, rank, ranks, timeout)
         dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

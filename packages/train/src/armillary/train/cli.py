@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 0 trained to the last step, or stopped and saved as asked by a signal; 1 failed on the way, after a line
     that names rank, step and error; 2 cannot be started, with one line that says why.
     """
-    dog: Watchdog | None = None
+    watchdog: Watchdog | None = None
     try:
         command, told = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
@@ -31,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         # Before the group is there a signal may end this rank: there is nothing to lose, and nobody to tell.
         with process_group(command.run) as device, StopSignal() as stop:
-            dog = Watchdog(command.run.train)
-            with dog:
+            watchdog = Watchdog(command.run.train)
+            with watchdog:
                 run = prepare(command.run, device)
                 if dist.get_rank() == 0:
                     print(*told, sep="\n", flush=True)
-                train(run, stop, dog)
+                train(run, stop, watchdog)
     except ValueError as error:
-        if dog is not None and dog.under_way:
+        if watchdog is not None and watchdog.under_way:
             raise
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"{rank}armillary-train: {error}", file=sys.stderr, flush=True)

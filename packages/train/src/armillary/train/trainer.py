@@ -58,21 +58,21 @@ class Summary:
         return "\n".join([*lines, f"  checkpoint   {self.checkpoint}"])
 
 
-def train(run: Run, stop: StopSignal | None = None, dog: Watchdog | None = None) -> Summary:
+def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = None) -> Summary:
     """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it.
 
     Args:
         stop: has listened for signals already; by default they are heard from here on.
-        dog: is told what is worked on; by default nobody watches, and what hangs ends by the timeout of its group.
+        watchdog: is told what is worked on; by default nobody watches, and what hangs ends by the timeout of its group.
     """
     config, steps = run.config, run.config.train.steps
-    dog = dog or Watchdog(config.train)
+    watchdog = watchdog or Watchdog(config.train)
     with (
         Reporter(config) as report,
         stop or StopSignal() as stop,
         Checkpoints(run, report.say, report.event) as saved,
     ):
-        dog.begins("restoring", 0)
+        watchdog.begins("restoring", 0)
         step = saved.restore()
         report.resumed(step)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
@@ -80,7 +80,7 @@ def train(run: Run, stop: StopSignal | None = None, dog: Watchdog | None = None)
         bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
-            dog.begins("training", step)
+            watchdog.begins("training", step)
             with profiler.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
                 result = train_step(run, step, batches)
@@ -90,13 +90,13 @@ def train(run: Run, stop: StopSignal | None = None, dog: Watchdog | None = None)
             report.step(measure(run, step, batches, result, watch.last_seconds, saved.tokens(step)))
             with watch.paused():
                 if step % config.validation.every == 0 or step == steps:
-                    dog.begins("validating", step)
+                    watchdog.begins("validating", step)
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
                 if step % config.save.every == 0 and step < steps and result.good:
-                    dog.begins("saving", step)
+                    watchdog.begins("saving", step)
                     saved.start(step)
-        dog.begins("saving", step)
+        watchdog.begins("saving", step)
         # There is nothing to save before the first step. After a bad one, what led to it may be in the weights.
         summary.checkpoint = saved.finish(step, prune=not bad.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
 from armillary.train.config import TrainConfig
-from armillary.train.signs import Sign, main_stack, missing, recorded_calls, waits, where
+from armillary.train.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
 
 SILENCE = 6.0
 """Seconds without a sign of life after which a rank is taken for dead or stopped."""
@@ -65,7 +65,7 @@ class Watchdog:
         self._wake.set()
 
     def __enter__(self) -> Self:
-        self._board = Board(dist.get_rank(), dist.get_world_size())
+        self._heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size())
         self._thread.start()
         return self
 
@@ -84,9 +84,9 @@ class Watchdog:
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._failing = True
         if self.under_way or not isinstance(error, ValueError):  # whoever refuses to start has a line of its own
-            self._print(f"failed in {self._sign().at}: {failure}")
+            self._print(f"failed in {self._heartbeat().at}: {failure}")
         if about_others(error):
-            self._alarm = f"in {self._sign().at} another rank does not answer"
+            self._alarm = f"in {self._heartbeat().at} another rank does not answer"
         else:
             self._failure = failure
         self._wake.set()
@@ -109,39 +109,39 @@ class Watchdog:
     def _wait_for_trouble(self) -> str | None:
         """Why the ranks are to tell where they stand; None when training has ended, well or not, by itself."""
         while not self._over:
-            self._board.post(self._sign())
+            self._heartbeats.post(self._heartbeat())
             if self._failure is not None:
                 return None
             if self._alarm is None and time.monotonic() - self._since > self._allowed:
-                self._alarm = f"{self._sign().at} takes longer than {self._allowed:g} s ({self.flag})"
-            if (reason := self._board.alarm(self._alarm)) is not None:
+                self._alarm = f"{self._heartbeat().at} takes longer than {self._allowed:g} s ({self.flag})"
+            if (reason := self._heartbeats.alarm(self._alarm)) is not None:
                 return reason
             self._wake.wait(min(1.0, self.limit / 20))
             self._wake.clear()
         return None
 
-    def _sign(self) -> Sign:
-        return Sign(self.step, self.phase, failure=self._failure)
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.step, self.phase, failure=self._failure)
 
     def _tell(self, reason: str) -> list[str]:
         """Tells where this rank stands, waits for the others to do so, and says who is missing."""
         stack, calls = main_stack(), recorded_calls()
         waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
-        self._board.post(Sign(self.step, self.phase, where=where(stack), waits=waiting, calls=calls))
-        signs, silent = self._board.gather()
-        found = [f"missing: rank {rank}: {what}" for rank, what in missing(signs, silent).items()]
+        self._heartbeats.post(Heartbeat(self.step, self.phase, where=where(stack), waits=waiting, calls=calls))
+        beats, silent = self._heartbeats.gather()
+        found = [f"missing: rank {rank}: {what}" for rank, what in missing(beats, silent).items()]
         said = [reason, *(found or ["no rank is missing: all wait for each other"])]
         if not self._failing:
             _record("; ".join(said))
-        return [*said, self._write(said, signs)]
+        return [*said, self._write(said, beats)]
 
-    def _write(self, said: list[str], signs: dict[int, Sign | None]) -> str:
+    def _write(self, said: list[str], beats: dict[int, Heartbeat | None]) -> str:
         """Writes all that is known to a file; returns a line that says where."""
-        path = self.folder / f"rank-{self._board.rank}.txt"
+        path = self.folder / f"rank-{self._heartbeats.rank}.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:
-                file.write("\n".join([*said, "", *(f"rank {rank}: {sign}" for rank, sign in signs.items()), "", ""]))
+                file.write("\n".join([*said, "", *(f"rank {rank}: {beat}" for rank, beat in beats.items()), "", ""]))
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
@@ -158,7 +158,7 @@ class Watchdog:
         os._exit(1)
 
     def _print(self, *lines: str) -> None:
-        rank = self._board.rank
+        rank = self._heartbeats.rank
         sys.stderr.write("".join(f"[rank {rank}] armillary-train: {line}\n" for line in lines))
         sys.stderr.flush()
 
@@ -177,8 +177,8 @@ def about_others(error: Exception) -> bool:
     return inside or isinstance(error, (TimeoutError, dist.DistError))
 
 
-class Board:
-    """Where ranks leave their signs for each other: the store of the process group, on a connection of its own.
+class Heartbeats:
+    """Where ranks leave their heartbeats for each other: the store of the process group, on a connection of its own.
 
     For one thread; calls raise a RuntimeError when the store is gone.
     """
@@ -190,10 +190,10 @@ class Board:
         self._store.set_timeout(timedelta(seconds=3 * SILENCE))
         self._count = 0
 
-    def post(self, sign: Sign) -> None:
-        """Replaces this rank's sign by this one."""
+    def post(self, beat: Heartbeat) -> None:
+        """Replaces this rank's heartbeat by this one."""
         self._count += 1
-        self._store.set(f"rank-{self.rank}", f"{self._count} {sign.text()}")
+        self._store.set(f"rank-{self.rank}", f"{self._count} {beat.text()}")
 
     def alarm(self, reason: str | None) -> str | None:
         """Raises the alarm if there is a reason; the reason of whoever raised it first, None while all is well."""
@@ -201,7 +201,7 @@ class Board:
             return self._store.compare_set("alarm", "", reason).decode()
         return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
 
-    def gather(self) -> tuple[dict[int, Sign | None], set[int]]:
+    def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
         """The last sign of each rank, and the ranks that give no more; waits for all others to tell of themselves."""
         posts = dict.fromkeys(range(self.ranks), "")
         since = dict.fromkeys(posts, time.monotonic())
@@ -211,18 +211,18 @@ class Board:
                 post, now = self._last(rank), time.monotonic()
                 if post != posts[rank]:
                     posts[rank], since[rank] = post, now
-                if (sign := _sign(post)) is not None and (sign.where or sign.failure):
+                if (beat := _heartbeat(post)) is not None and (beat.where or beat.failure):
                     awaited.discard(rank)
                 elif now - since[rank] > SILENCE:
                     awaited.discard(rank)
                     silent.add(rank)
             time.sleep(0.05)
-        return {rank: _sign(post) for rank, post in posts.items()}, silent
+        return {rank: _heartbeat(post) for rank, post in posts.items()}, silent
 
     def _last(self, rank: int) -> str:
         key = f"rank-{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-def _sign(post: str) -> Sign | None:
-    return Sign.read(post.partition(" ")[2]) if post else None
+def _heartbeat(post: str) -> Heartbeat | None:
+    return Heartbeat.read(post.partition(" ")[2]) if post else None

@@ -12,7 +12,7 @@ PAUSE = 0.05
 """Seconds between two looks at the store."""
 
 
-def meet(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
+def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
     """The part of `store` that belongs to these processes alone; every rank must call it.
 
     torchrun starts ranks again with the store of those that have failed, where the old ones' addresses still stand, and

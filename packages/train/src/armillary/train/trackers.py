@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, where they are installed and asked for."""
+"""Experiment trackers: TensorBoard and Weights & Biases, where they are installed and asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.train.metrics import StepMetrics
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """What boards show of a step, by name; memory in GiB, rates of each device."""
+    """What trackers show of a step, by name; memory in GiB, rates of each device."""
     known = {
         "train/loss": metrics.loss,
         "train/grad_norm": metrics.grad_norm,

@@ -23,7 +23,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """A sign of life of a rank: `step` and `phase` are what it works on.
 
     The rest is told only when something is wrong: `failure` is how its training failed, `where` the lines of Python at
@@ -41,7 +41,7 @@ class Sign:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str | bytes) -> Sign:
+    def read(cls, text: str | bytes) -> Heartbeat:
         fields = json.loads(text)
         fields["calls"] = {group: Calls(**calls) for group, calls in fields["calls"].items()}
         return cls(**fields)
@@ -52,44 +52,44 @@ class Sign:
         return f"step {self.step}" + ("" if self.phase == "training" else f" ({self.phase})")
 
 
-def missing(signs: Mapping[int, Sign | None], silent: set[int]) -> dict[int, str]:
+def missing(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> dict[int, str]:
     """The ranks that the others wait for, with what is known of each; none where all wait for each other.
 
     In this order: ranks that failed, or give no sign of life; ranks that are not in any communication while others
     are; ranks that have entered fewer collectives of a group than those that wait in it.
 
     Args:
-        signs: the last one of each rank; None from a rank that never gave one.
-        silent: ranks that give no more signs.
+        beats: the last one of each rank; None from a rank that never gave one.
+        silent: ranks that give no more heartbeats.
     """
-    lost = {rank: sign for rank, sign in signs.items() if rank in silent or sign is None or sign.failure}
+    lost = {rank: beat for rank, beat in beats.items() if rank in silent or beat is None or beat.failure}
     if lost:
-        return {rank: _lost(sign) for rank, sign in lost.items()}
-    known = {rank: sign for rank, sign in signs.items() if sign is not None}
-    elsewhere = {rank: sign for rank, sign in known.items() if not sign.waits}
+        return {rank: _lost(beat) for rank, beat in lost.items()}
+    known = {rank: beat for rank, beat in beats.items() if beat is not None}
+    elsewhere = {rank: beat for rank, beat in known.items() if not beat.waits}
     if 0 < len(elsewhere) < len(known):
-        return {rank: f"in {sign.at}, at {sign.where}" for rank, sign in elsewhere.items()}
+        return {rank: f"in {beat.at}, at {beat.where}" for rank, beat in elsewhere.items()}
     return _behind(known)
 
 
-def _lost(sign: Sign | None) -> str:
-    if sign is None:
+def _lost(beat: Heartbeat | None) -> str:
+    if beat is None:
         return "has never given a sign of life"
-    return f"failed in {sign.at}: {sign.failure}" if sign.failure else f"no sign of life since {sign.at}"
+    return f"failed in {beat.at}: {beat.failure}" if beat.failure else f"no sign of life since {beat.at}"
 
 
-def _behind(signs: Mapping[int, Sign]) -> dict[int, str]:
+def _behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
     """Ranks that have not come to a collective that another rank waits in."""
     found: dict[int, str] = {}
-    for group in sorted({group for sign in signs.values() for group in sign.calls}):
-        calls = {rank: sign.calls[group] for rank, sign in signs.items() if group in sign.calls}
+    for group in sorted({group for beat in beats.values() for group in beat.calls}):
+        calls = {rank: beat.calls[group] for rank, beat in beats.items() if group in beat.calls}
         most = max(call.count for call in calls.values())
         if not any(call.running and call.count == most for call in calls.values()):
             continue
         for rank, call in calls.items():
             if call.count < most:
                 entered = f"has entered {call.count} collectives of group {group!r}, others {most}"
-                found.setdefault(rank, f"in {signs[rank].at}, {entered}; at {signs[rank].where}")
+                found.setdefault(rank, f"in {beats[rank].at}, {entered}; at {beats[rank].where}")
     return found
 
 

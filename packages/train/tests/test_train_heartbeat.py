@@ -10,19 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.train.signs import Calls, Sign, main_stack, missing, waits, where
+from armillary.train.heartbeat import Calls, Heartbeat, main_stack, missing, waits, where
 from armillary.train.stopping import StopSignal
 from armillary.train.watchdog import about_others
 
-WAITING = Sign(7, "training", where="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)})
+WAITING = Heartbeat(
+    7, "training", where="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}
+)
 
 
 @pytest.mark.parametrize(
     ("two", "silent", "said"),
     [
         (None, set(), "has never given a sign of life"),
-        (Sign(5, "saving"), {2}, "no sign of life since step 5 (saving)"),
-        (Sign(7, "training", failure="KeyError: 'x'"), set(), "failed in step 7: KeyError: 'x'"),
+        (Heartbeat(5, "saving"), {2}, "no sign of life since step 5 (saving)"),
+        (Heartbeat(7, "training", failure="KeyError: 'x'"), set(), "failed in step 7: KeyError: 'x'"),
         (replace(WAITING, waits=False, where="rows.py:3 in read"), set(), "in step 7, at rows.py:3 in read"),
         (
             replace(WAITING, calls={"0": Calls(11, "gloo:broadcast", True)}),
@@ -32,9 +34,9 @@ WAITING = Sign(7, "training", where="step.py:60 in summed", waits=True, calls={"
     ],
 )
 def test_the_rank_that_others_wait_for_is_found(two, silent, said):
-    signs = {0: WAITING, 1: WAITING, 2: two, 3: WAITING}
-    assert missing(signs, silent) == {2: said}
-    assert two is None or Sign.read(two.text()) == two
+    beats = {0: WAITING, 1: WAITING, 2: two, 3: WAITING}
+    assert missing(beats, silent) == {2: said}
+    assert two is None or Heartbeat.read(two.text()) == two
 
 
 def test_no_rank_is_blamed_where_all_wait_for_each_other():
@@ -81,5 +83,5 @@ def test_outside_of_the_main_thread_nothing_is_heard_and_nothing_raised():
 
 def test_a_rank_knows_where_it_stands():
     stack = main_stack()
-    assert where(stack).startswith("signs.py:") and "main_stack" in where(stack)
+    assert where(stack).startswith("heartbeat.py:") and "main_stack" in where(stack)
     assert not waits(stack)

@@ -6,19 +6,19 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from armillary.core.meeting import meet
+from armillary.core.rendezvous import rendezvous
 
 
-def meeting(store: dist.Store, ranks: list[int], size: int, seconds: float) -> list[dist.Store]:
+def met(store: dist.Store, ranks: list[int], size: int, seconds: float) -> list[dist.Store]:
     """What each of `ranks` gets, all at once, out of `size` that are awaited."""
     with ThreadPoolExecutor(len(ranks)) as threads:
-        found = [threads.submit(meet, store, rank, size, timedelta(seconds=seconds)) for rank in ranks]
+        found = [threads.submit(rendezvous, store, rank, size, timedelta(seconds=seconds)) for rank in ranks]
         return [one.result() for one in found]
 
 
 def test_each_start_has_a_part_of_the_store_for_itself():
     store = dist.HashStore()
-    first, second = meeting(store, [0, 1, 2], 3, 60), meeting(store, [2, 1, 0], 3, 60)
+    first, second = met(store, [0, 1, 2], 3, 60), met(store, [2, 1, 0], 3, 60)
     for stores, text in ((first, "old"), (second, "new")):
         stores[0].set("address", text)
         assert [one.get("address") for one in stores] == [text.encode()] * 3
@@ -28,5 +28,5 @@ def test_each_start_has_a_part_of_the_store_for_itself():
 def test_a_rank_that_does_not_come_is_named_and_the_next_start_does_without_what_it_left():
     store = dist.HashStore()
     with pytest.raises(TimeoutError, match=r"ranks \[2\] of 4 have not come within 0:00:00.3"):
-        meeting(store, [0, 1, 3], 4, 0.3)
-    assert len(meeting(store, [3, 2, 1, 0], 4, 60)) == 4
+        met(store, [0, 1, 3], 4, 0.3)
+    assert len(met(store, [3, 2, 1, 0], 4, 60)) == 4
