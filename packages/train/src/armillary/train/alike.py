@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from armillary.train.config import Config
-from armillary.train.overlay import flat
+from armillary.train.overlay import flag, flat
 
 
 def check_alike(what: str, mine: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ def check_alike(what: str, mine: Mapping[str, Any]) -> None:
 
 def settings(config: Config) -> dict[str, Any]:
     """All fields by their flags. Of paths only that they are given: on another host the same may lie elsewhere."""
-    return {f"--{name}": "a path" if is_path(value) else value for name, value in flat(config)}
+    return {f"--{flag(name)}": "a path" if is_path(value) else value for name, value in flat(config)}
 
 
 def is_path(value: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -81,14 +82,13 @@ def prepare(config: Config, device: torch.device) -> Run:
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
     check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
-    replicas = mesh["replicate"].size() * mesh["shard"].size()
-    place = attention, replica, replicas
+    task = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
     if config.data.task is None:
-        training, validation = load_rows(config, stores, *place)
+        training, validation = load_rows(config, stores, attention, replica)
     else:
-        training, validation = (load_task(config.data.task, config, vocab_size, *place, held) for held in (False, True))
+        training, validation = (task(config.data.task, held_out=held_out) for held_out in (False, True))
     check_alike("data", training.state_dict())
-    tasks = {name: load_task(name, config, vocab_size, *place, held_out=True) for name in config.validation.tasks}
+    tasks = {name: task(name, held_out=True) for name in config.validation.tasks}
     model.to_empty(device="cpu" if config.optimizer.on_host else device)
     fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)

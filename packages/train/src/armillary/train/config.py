@@ -212,3 +212,13 @@ class Config:
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def replicas(self) -> int:
+        """Parts of a step's rows that are read by other ranks each."""
+        return self.parallel.replicate * self.parallel.shard
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows that a rank works on at a time, B."""
+        return self.data.rows // (self.replicas * self.train.accumulation)

@@ -71,7 +71,11 @@ def peak_flops(device: torch.device) -> float | None:
     """The device's peak in bfloat16 FLOP/s, or None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    return known_peak(torch.cuda.get_device_name(device))
+
+
+def known_peak(name: str) -> float | None:
+    """The peak of a device, or of a cluster's devices, of this name, as `PEAK_FLOPS` has it."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 

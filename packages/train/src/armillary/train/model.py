@@ -20,6 +20,7 @@ from armillary.models import (
     pretrained_config,
 )
 from armillary.train.config import ModelConfig
+from armillary.train.overlay import flag
 
 SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
 """What a pretrained folder says, as does `vocab_size`."""
@@ -105,11 +106,6 @@ def check_gpt(config: ModelConfig) -> None:
             raise ValueError(
                 f"--model.{flag(field.name)} {asked}: a GPT has none; leave it out, or use --model.family llama"
             )
-
-
-def flag(name: str) -> str:
-    """A field's name as it is typed."""
-    return name.replace("_", "-")
 
 
 def rope_scaling(config: ModelConfig) -> RopeScaling | None:

@@ -116,9 +116,14 @@ def nearest(key: str, known: list[str]) -> str:
 def differences(before: object, after: object) -> list[str]:
     """The fields that differ, as aligned lines such as "model.dim  128 -> 256"."""
     old = dict(flat(before))
-    changes = [(name.replace("_", "-"), old[name], value) for name, value in flat(after) if value != old[name]]
+    changes = [(flag(name), old[name], value) for name, value in flat(after) if value != old[name]]
     width = max((len(name) for name, *_ in changes), default=0)
     return [f"{name:{width}}  {shown(a)} -> {shown(b)}" for name, a, b in changes]
+
+
+def flag(name: str) -> str:
+    """A field's name as it is typed."""
+    return name.replace("_", "-")
 
 
 def shown(value: object) -> str:

@@ -108,9 +108,12 @@ def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | No
 
 
 def load_rows(
-    config: Config, stores: list[TokenStore], attention: Method, replica: int, replicas: int
+    config: Config, stores: list[TokenStore], attention: Method, replica: int
 ) -> tuple[PackedSequences, PackedSequences]:
     """Rows of text for training and for validation, from documents that neither shares with the other.
+
+    Args:
+        replica: the number of this rank's part of a step's rows.
 
     Raises:
         ValueError: documents that cannot be split, or mixed.
@@ -125,12 +128,12 @@ def load_rows(
             part,
             layout=attention.layout(length, kind),
             shard=attention.shard,
-            rows_per_batch=config.data.rows // (replicas * config.train.accumulation),
+            rows_per_batch=config.rows_per_batch,
             packing=PACKINGS[config.data.packing],
             weights=config.data.weights or None,
             seed=config.train.seed,
             replica=replica,
-            replicas=replicas,
+            replicas=config.replicas,
             reset_positions=config.data.reset_positions,
             layout_for=balanced if kind == "balanced" and config.data.document_mask else None,
         )

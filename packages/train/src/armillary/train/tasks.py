@@ -50,17 +50,15 @@ def task_tokens(data: DataConfig) -> int | None:
     return build_task(data.task, data, 0, SequenceLayout.contiguous(data.sequence_length, 1)).vocab_size
 
 
-def load_task(
-    name: str, config: Config, vocabulary: int, attention: Method, replica: int, replicas: int, held_out: bool
-) -> TaskRows:
+def load_task(name: str, config: Config, vocabulary: int, attention: Method, replica: int, held_out: bool) -> TaskRows:
     """Rows of the task for this rank: those to be trained on, or those `held_out`. Errors as in `build_task`."""
     layout = attention.layout(config.data.sequence_length, config.data.layout)
     return TaskRows(
         build_task(name, config.data, config.train.seed, layout, vocabulary),
         layout=layout,
         shard=attention.shard,
-        rows_per_batch=config.data.rows // (replicas * config.train.accumulation),
+        rows_per_batch=config.rows_per_batch,
         replica=replica,
-        replicas=replicas,
+        replicas=config.replicas,
         first_row=HELD_OUT if held_out else 0,
     )

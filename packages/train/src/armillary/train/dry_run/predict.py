@@ -19,16 +19,13 @@ from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, sh
 from armillary.train.memory import Job, fake_world
 from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.memory.estimate.held import Held
-from armillary.train.metrics import PEAK_FLOPS
+from armillary.train.metrics import known_peak
 from armillary.train.parallel import choose_axes
-from armillary.train.plan.fit import Room
+from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room
 from armillary.train.plan.presets import cluster_of
 from armillary.train.plan.quantity import quantity
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens
-
-RESERVE, HOST_RESERVE = quantity("5GiB"), quantity("100GB")
-"""Of each device and of each node, for what is not torch's tensors; as `armillary-plan memory` has it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ def predict(config: Config, ranks: int | None = None, cluster: str | None = None
     local = sum(local_part(parameter).numel() for parameter in model.parameters())
     tokens = config.data.rows * config.data.sequence_length
     flops = tokens * model.config.flops_per_token(config.data.sequence_length)
-    peak = None if machines is None else peak_of(machines)
+    peak = None if machines is None else known_peak(machines.name)
     return Prediction(
         axes=axes,
         cluster=machines,
@@ -112,7 +109,7 @@ def predict(config: Config, ranks: int | None = None, cluster: str | None = None
         largest=largest_of(model),
         tokens_per_step=tokens,
         memory=memory_of(config, job, local) if axes["tp"] == 1 else None,
-        room=None if machines is None else Room.of(machines, RESERVE, HOST_RESERVE),
+        room=None if machines is None else Room.of(machines, quantity(RESERVE), quantity(HOST_RESERVE)),
         flops=flops,
         seconds=None if peak is None else flops / (ranks * peak * mfu),
         mfu=mfu,
@@ -143,11 +140,6 @@ def machines_of(config: Config, ranks: int, cluster: str | None) -> Cluster | No
     return found
 
 
-def peak_of(cluster: Cluster) -> float | None:
-    """FLOP/s of an accelerator in bfloat16."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in cluster.name), None)
-
-
 def vocabulary(config: Config) -> int:
     """V. The data are opened if there are any, or if nothing else tells it."""
     known = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
@@ -173,13 +165,12 @@ def memory_of(config: Config, job: Job, local_parameters: int) -> Estimate:
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:
     """The step of one rank, as memory is estimated and simulated for."""
-    replicas = axes["replicate"] * axes["shard"]
     return Job(
         model=model,
         axes=axes,
         attention=AttentionChoice(config.parallel.attention, config.parallel.heads_per_stage),
         length=config.data.sequence_length,
-        rows=config.data.rows // (replicas * config.train.accumulation),
+        rows=config.rows_per_batch,
         checkpointing=config.checkpointing,
         on_host=config.optimizer.on_host,
         precision=dtype,

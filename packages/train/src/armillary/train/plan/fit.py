@@ -9,6 +9,9 @@ from armillary.core import Cluster
 from armillary.train.memory import StepMemory
 from armillary.train.memory.estimate import Estimate
 
+RESERVE, HOST_RESERVE = "5GiB", "100GB"
+"""Of each device and of each machine, for what is not torch's tensors, unless somebody knows better."""
+
 
 @dataclass(frozen=True)
 class Room:

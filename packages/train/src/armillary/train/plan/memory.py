@@ -10,7 +10,7 @@ from armillary.core import Cluster
 from armillary.models import Checkpointing
 from armillary.train.memory import Job, StepMemory, simulate
 from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.train.plan.fit import Fit, Room, longest
+from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
 from armillary.train.plan.presets import Model, cluster_of, model_of
 from armillary.train.plan.quantity import quantity
 
@@ -48,11 +48,11 @@ class MemoryPlan:
     )
     on_host: bool = True
     """Master weights, their gradients and the optimizer's state in the host's memory."""
-    reserve: str = "5GiB"
+    reserve: str = RESERVE
     """Of each device, for what is not torch's tensors: CUDA context, NCCL's buffers, libraries, fragments."""
     host_memory: str | None = None
     """Of each node; by default the cluster's."""
-    host_reserve: str = "100GB"
+    host_reserve: str = HOST_RESERVE
     """Of each node, for what is not torch's tensors: system, loaders, and pinned memory's rounding up."""
     json: bool = False
     """Print JSON."""
