@@ -131,7 +131,7 @@ def test_parts_of_a_step_keep_the_gradients_of_those_before():
     [
         ("--parallel.ring 3 --ranks 8", "= 6 ranks, but 8 are running"),
         ("--ranks 4 --cluster 8xh100", "--cluster 8xh100 has 8 ranks, and the run 4; make them the same"),
-        ("--cluster 8xtpu", "--cluster 8xtpu: known are 8xh100"),
+        ("--cluster 8xtpu", "--cluster 8xtpu: no cluster '8xtpu'; known: 8xh100"),
         ("--ranks 0", "--ranks 0: must be at least 1"),
         ("--mfu 2", "--mfu 2.0: must be above 0, and at most 1"),
         ("--ranks 32 --parallel.ulysses 16 --parallel.ring 2", "8 query heads cannot be split over 16 ranks"),

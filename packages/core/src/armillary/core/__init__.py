@@ -8,7 +8,7 @@ from armillary.core.all_to_all import (
     start_seq_to_head,
 )
 from armillary.core.balance import Visibility
-from armillary.core.cluster import Cluster
+from armillary.core.cluster import Accelerator, Cluster
 from armillary.core.collective import Collective, wide
 from armillary.core.dealt import filled, gather_dealt, own_dealt, sum_dealt
 from armillary.core.exchange import Exchange, Parcel, Parcels, start_exchange
@@ -23,12 +23,14 @@ from armillary.core.label import Label, current_label, label
 from armillary.core.layout import SequenceLayout, Spans, attention_balance, cut_at
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
+from armillary.core.network import Link, Send, Transit
 from armillary.core.pieces import Totals, pieces, rehearsing
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
 from armillary.core.recompute import Draws, as_now
 
 __all__ = [
     "AXES",
+    "Accelerator",
     "Axis",
     "Cluster",
     "Collective",
@@ -36,12 +38,15 @@ __all__ = [
     "Draws",
     "Exchange",
     "Label",
+    "Link",
     "PackedHeads",
     "Parcel",
     "Parcels",
+    "Send",
     "SequenceLayout",
     "Spans",
     "Totals",
+    "Transit",
     "Visibility",
     "as_now",
     "attention_balance",

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
+from armillary.core.machines import A100_80, H100, H200, L20
+
+PEAK_FLOPS = {"H200": H200.flops, "H100": H100.flops, "A100": A100_80.flops, "L20": L20.flops}
 """Dense bfloat16 FLOP/s, by a part of the device's name."""
 
 
@@ -71,11 +73,7 @@ def peak_flops(device: torch.device) -> float | None:
     """The device's peak in bfloat16 FLOP/s, or None where it is not known."""
     if device.type != "cuda":
         return None
-    return known_peak(torch.cuda.get_device_name(device))
-
-
-def known_peak(name: str) -> float | None:
-    """The peak of a device, or of a cluster's devices, of this name, as `PEAK_FLOPS` has it."""
+    name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from armillary.core import Cluster
 from armillary.core.mesh import check_axes
+from armillary.core.quantity import quantity
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import build_model, precision
 from armillary.train.check import check
@@ -19,11 +20,9 @@ from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, sh
 from armillary.train.memory import Job, fake_world
 from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.memory.estimate.held import Held
-from armillary.train.metrics import known_peak
 from armillary.train.parallel import choose_axes
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room
 from armillary.train.plan.presets import cluster_of
-from armillary.train.plan.quantity import quantity
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens
 
@@ -97,7 +96,7 @@ def predict(config: Config, ranks: int | None = None, cluster: str | None = None
     local = sum(local_part(parameter).numel() for parameter in model.parameters())
     tokens = config.data.rows * config.data.sequence_length
     flops = tokens * model.config.flops_per_token(config.data.sequence_length)
-    peak = None if machines is None else known_peak(machines.name)
+    peak = None if machines is None else machines.accelerator.flops
     return Prediction(
         axes=axes,
         cluster=machines,
@@ -133,7 +132,7 @@ def ranks_of(config: Config, ranks: int | None, cluster: str | None) -> int:
 def machines_of(config: Config, ranks: int, cluster: str | None) -> Cluster | None:
     """The cluster that was named, or one that may be meant."""
     if cluster is None:
-        return None if ranks % 8 or config.train.device == "cpu" else Cluster.h100(ranks // 8)
+        return None if ranks % 8 or config.train.device == "cpu" else Cluster.named(f"{ranks}xh100")
     found = cluster_of(cluster)
     if found.ranks != ranks:
         raise ValueError(f"--cluster {cluster} has {found.ranks} ranks, and the run {ranks}; make them the same")

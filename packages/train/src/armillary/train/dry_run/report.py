@@ -11,10 +11,10 @@ from math import prod
 from rich.console import Console
 from rich.table import Table
 
+from armillary.core.quantity import gib
 from armillary.models import GPTConfig
 from armillary.train.config import Config
 from armillary.train.dry_run.predict import Prediction, predict
-from armillary.train.plan.quantity import gib
 
 
 def show_dry_run(config: Config, ranks: int | None, cluster: str | None, mfu: float, as_json: bool) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 
 from armillary.core import Cluster
+from armillary.core.quantity import quantity
 from armillary.models import Checkpointing
 from armillary.train.memory import Job, StepMemory, simulate
 from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
 from armillary.train.plan.presets import Model, cluster_of, model_of
-from armillary.train.plan.quantity import quantity
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MemoryPlan:
     model: str = "llama3-8b"
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
-    """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, or more nodes of 8 of these."""
+    """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file that describes one."""
     tokens: str = "1M"
     """Length of a sequence: 5M, 128Ki, ... With --max-context, where to begin looking."""
     max_context: bool = False

@@ -1,4 +1,4 @@
-"""Models and clusters by the names that people type: the planner's only tables."""
+"""Models and clusters by the names that people type: the planner's only table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ MODELS: dict[str, Callable[[int], Model]] = {
 }
 """From the length of a sequence, which a model with learned positions must have as many of."""
 
-MACHINES: dict[str, Callable[[int], Cluster]] = {
-    "h100": Cluster.h100,
-    "h200": Cluster.h200,
-    "a100-40": lambda nodes: Cluster.a100(nodes, gigabytes=40),
-    "a100-80": Cluster.a100,
-}
-"""From a number of nodes, each with 8 accelerators."""
-
 
 def model_of(name: str, length: int) -> Model:
     """The model of a preset.
@@ -41,14 +33,12 @@ def model_of(name: str, length: int) -> Model:
 
 
 def cluster_of(name: str) -> Cluster:
-    """The cluster of a name such as "16xh100".
+    """The cluster of a name such as "16xh100", or of a TOML file as `Cluster.load` reads it.
 
     Raises:
-        ValueError: no such machine, or accelerators that do not fill nodes.
+        ValueError: no such machine, accelerators that do not fill nodes, or a file that describes none.
     """
-    count, _, machine = name.partition("x")
-    if machine not in MACHINES or not count.isdecimal() or int(count) < 1 or int(count) % 8:
-        raise ValueError(
-            f"--cluster {name}: known are 8xh100, 16xh100 and other multiples of 8 of {', '.join(MACHINES)}"
-        )
-    return MACHINES[machine](int(count) // 8)
+    try:
+        return Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--cluster {name}: {error}") from error

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from armillary.core.quantity import gib, short
 from armillary.train.plan.memory import Planned
-from armillary.train.plan.quantity import gib, short
 
 
 def as_json(planned: Planned) -> str:

@@ -1,0 +1,114 @@
+"""Machines by the names that people type. Bandwidths are what large messages attain, not what is printed on the box."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from armillary.core.cluster import Accelerator, Cluster
+from armillary.core.network import Link
+
+GB, GiB, TB = 10**9, 2**30, 10**12
+
+H100 = Accelerator(
+    name="H100 80 GB", memory=int(79.1 * GiB), flops=989e12, memory_bandwidth=3.35e12, host_bandwidth=50e9
+)
+H200 = replace(H100, name="H200 141 GB", memory=int(139.7 * GiB), memory_bandwidth=4.8e12)
+A100_80 = Accelerator(
+    name="A100 80 GB", memory=int(79.2 * GiB), flops=312e12, memory_bandwidth=2.0e12, host_bandwidth=22e9
+)
+A100_40 = replace(A100_80, name="A100 40 GB", memory=int(39.4 * GiB), memory_bandwidth=1.55e12)
+L20 = Accelerator(name="L20 48 GB", memory=int(47.5 * GiB), flops=119.5e12, memory_bandwidth=864e9, host_bandwidth=22e9)
+
+NVLINK_4 = Link(bandwidth=370e9, latency=8e-6, disturbs=0.1)
+NVLINK_3 = Link(bandwidth=240e9, latency=8e-6, disturbs=0.1)
+NDR = Link(bandwidth=46e9, latency=12e-6, disturbs=0.1)
+"""InfiniBand, 400 Gb/s for each rank."""
+HDR = Link(bandwidth=23e9, latency=12e-6, disturbs=0.1)
+"""InfiniBand, 200 Gb/s for each rank."""
+ETHERNET = Link(bandwidth=11e9, latency=50e-6, per="group", disturbs=0.1)
+"""100 Gb/s for each machine."""
+PCIE_SWITCH = Link(bandwidth=24e9, latency=10e-6, disturbs=0.5)
+HOST_BRIDGES = Link(bandwidth=40e9, latency=20e-6, per="group", disturbs=0.5)
+"""From switch to switch through the processors of a machine, all together."""
+
+_H100 = Cluster(
+    name="H100 80 GB", nodes=1, ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR
+)
+_A100 = Cluster(
+    name="A100 80 GB", nodes=1, ranks_per_node=8, accelerator=A100_80, host_memory=TB, within=NVLINK_3, between=HDR
+)
+_A100_40 = replace(_A100, name="A100 40 GB", accelerator=A100_40)
+_SLOW = "over Ethernet"
+
+MACHINES = {
+    "h100": _H100,
+    "h100-ethernet": replace(_H100, name=f"{_H100.name} {_SLOW}", between=ETHERNET),
+    "h200": replace(_H100, name="H200 141 GB", accelerator=H200),
+    "h200-ethernet": replace(_H100, name=f"H200 141 GB {_SLOW}", accelerator=H200, between=ETHERNET),
+    "a100-80": _A100,
+    "a100-80-ethernet": replace(_A100, name=f"{_A100.name} {_SLOW}", between=ETHERNET),
+    "a100-40": _A100_40,
+    "a100-40-ethernet": replace(_A100_40, name=f"{_A100_40.name} {_SLOW}", between=ETHERNET),
+    "a100-40x16-ethernet": replace(
+        _A100_40, name=f"A100 40 GB, 16 a machine, {_SLOW}", ranks_per_node=16, between=ETHERNET
+    ),
+    "l20": Cluster(
+        name="L20 48 GB on PCIe",
+        nodes=1,
+        ranks_per_node=8,
+        accelerator=L20,
+        host_memory=TB,
+        within=HOST_BRIDGES,
+        between=ETHERNET,
+        switch=PCIE_SWITCH,
+        switch_ranks=2,
+    ),
+}
+"""By kind; a number of accelerators before it makes a cluster, as in "16xh100"."""
+
+CORE = Accelerator(
+    name="share of a processor",
+    memory=GiB,
+    flops=4e9,
+    memory_bandwidth=2e9,
+    host_bandwidth=2e9,
+    matmul=1.0,
+    attention=1.0,
+    attention_backward=1.0,
+    step=2e-3,
+)
+"""Of 16 ranks on two cores; in float32. What one has really is measured where it matters."""
+
+_FAST = Link(bandwidth=64e6, latency=2e-4)
+_NODES = Cluster(
+    name="emulated: 4 nodes of 4, a card each rank",
+    nodes=4,
+    ranks_per_node=4,
+    accelerator=CORE,
+    host_memory=4 * GiB,
+    within=_FAST,
+    between=Link(bandwidth=8e6, latency=1e-3),
+)
+
+EMULATED = {
+    "emulated-4x4-card-per-rank": _NODES,
+    "emulated-4x4-card-per-node": replace(
+        _NODES,
+        name="emulated: 4 nodes of 4, a card each node",
+        between=Link(bandwidth=16e6, latency=1e-3, per="group"),
+    ),
+    "emulated-2x4-card-per-node": replace(
+        _NODES,
+        name="emulated: 2 nodes of 4, a card each node",
+        nodes=2,
+        between=Link(bandwidth=16e6, latency=1e-3, per="group"),
+    ),
+    "emulated-1x8-mesh": replace(
+        _NODES,
+        name="emulated: 8 ranks, a link each pair",
+        nodes=1,
+        ranks_per_node=8,
+        within=Link(bandwidth=4e6, latency=1e-3, per="pair"),
+    ),
+}
+"""Networks slow enough to be made of network namespaces on one machine."""

@@ -1,0 +1,104 @@
+"""How long sends take that are under way together: arithmetic on what each wire has to carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Wiring = Literal["rank", "pair", "group"]
+Port = tuple[str | int, ...]
+
+
+class Send(NamedTuple):
+    """So many bytes from one rank to another."""
+
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What ranks reach each other by.
+
+    Args:
+        bandwidth: bytes a second, each way, that large messages attain.
+        latency: seconds from the start of a send to the arrival of its first byte.
+        per: who has such a link: each "rank", into a switch; each "pair" of ranks (a full mesh); or a "group" of ranks
+            together, which share it: the network card of a node, or the bus within one.
+        disturbs: by how much computation beside an exchange takes longer, as a share of the time of the exchange: for
+            copies that take compute units or memory bandwidth.
+
+    Raises:
+        ValueError: no bandwidth, a negative number, or other wiring.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    per: Wiring = "rank"
+    disturbs: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0:
+            raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second")
+        if self.latency < 0 or self.disturbs < 0:
+            raise ValueError(f"latency={self.latency} and disturbs={self.disturbs} must not be below 0")
+        if self.per not in ("rank", "pair", "group"):
+            raise ValueError(f"per={self.per!r}; known: rank, pair, group")
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranks in groups, that reach each other by `link` where no smaller group has both.
+
+    Args:
+        ranks: of each group.
+        card: of a link for each "group": so many ranks share a card, in and out; None: all of the group share a bus.
+    """
+
+    name: str
+    ranks: int
+    link: Link
+    card: int | None = None
+
+    def ports(self, source: int, target: int) -> Iterator[Port]:
+        """What a send takes up; each of them has the link's bandwidth."""
+        if self.link.per == "pair":
+            yield (self.name, "pair", source, target)
+        elif self.link.per == "group" and self.card is None:
+            yield (self.name, "bus", source // self.ranks)
+        else:
+            sharing = (self.card or 1) if self.link.per == "group" else 1
+            yield (self.name, "out", source // sharing)
+            yield (self.name, "in", target // sharing)
+
+
+class Transit(NamedTuple):
+    """What some sends take together: seconds, and seconds by which they delay computation beside them."""
+
+    seconds: float
+    disturbance: float
+
+
+def transit(levels: tuple[Level, ...], sends: Iterable[Send]) -> Transit:
+    """Until all have arrived: what the busiest port carries by its bandwidth, and the longest latency on the way.
+
+    Args:
+        levels: from the smallest groups to all ranks.
+    """
+    loads, used = Counter[Port](), dict[Port, Level]()
+    latency = 0.0
+    for source, target, size in sends:
+        if source == target or not size:
+            continue
+        level = next(level for level in levels if source // level.ranks == target // level.ranks)
+        latency = max(latency, level.link.latency)
+        for port in level.ports(source, target):
+            loads[port] += size
+            used[port] = level
+    if not loads:
+        return Transit(0.0, 0.0)
+    times = [(load / used[port].link.bandwidth, used[port].link.disturbs) for port, load in loads.items()]
+    return Transit(latency + max(time for time, _ in times), max(time * disturbs for time, disturbs in times))
