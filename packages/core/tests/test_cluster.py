@@ -69,7 +69,17 @@ def bus_of(bandwidth: float) -> Cluster:
 
 def test_computation_is_disturbed_by_what_is_busiest():
     cluster = replace(NODES, between=Link(bandwidth=GB, disturbs=0.5))
-    assert cluster.transit([Send(0, 8, 2 * GB), Send(1, 2, GB)]).disturbance == pytest.approx(1.0)
+    transit = cluster.transit([Send(0, 8, 2 * GB), Send(1, 2, GB)])
+    assert transit.seconds == pytest.approx(2.0) and transit.disturbs == 0.5
+    assert transit.beside(0.0) == pytest.approx(2.0) and transit.beside(3.0) == pytest.approx(4.0)
+    assert cluster.transit([]).beside(3.0) == 3.0
+
+
+def test_a_port_that_serves_many_at_once_may_be_slower():
+    crowded = replace(NODES, within=Link(bandwidth=GB, crowding=1.0))
+    assert seconds(crowded, (0, 1, GB), (1, 0, GB)) == pytest.approx(1.0)
+    assert seconds(crowded, (0, 1, GB), (0, 2, GB)) == pytest.approx(4.0)
+    assert seconds(crowded, (1, 0, GB), (2, 0, GB)) == pytest.approx(4.0)
 
 
 def test_files_say_it_in_full_or_by_what_differs(tmp_path):

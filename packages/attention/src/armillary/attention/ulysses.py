@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.head_axis import Arriving, HeadMethod, split_heads
+from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
 from armillary.attention.method import Method
+from armillary.attention.schedule import Schedule, Step, Work, steps
 from armillary.core import Axis, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
 
 
@@ -26,8 +27,12 @@ class Ulysses(HeadMethod):
         axis: a 1-D mesh, such as `mesh["ulysses"]`.
         inner: any method over other axes.
 
-    Bytes sent, where U divides H and T tokens: (U - 1) / U * (2 H + 2 max(K, U)) B T D e forward and as much backward,
-    besides what `inner` sends for its T U tokens and H / U heads.
+    Bytes sent, for e bytes an element and a an accumulated gradient element, where U divides H and T tokens: forward
+    (U - 1) / U * (2 H + 2 max(K, U)) B T D e, backward (U - 1) / U * (2 H e + 2 max(K, U) c) B T D: dout there, dq and
+    dk, dv back, where c = e, or a if ranks share key heads (K < U), whose sums are not finished. In general rank u,
+    with h_u query heads and k_u key heads that these use, sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward
+    and B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, sums over the other ranks w. All of it all-to-all;
+    `inner` sends besides what it does for its T U tokens and H / U heads.
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
@@ -90,5 +95,25 @@ class Ulysses(HeadMethod):
     def _inside(self, call: Call) -> Call:
         """The call as `inner` sees it: this rank's heads only."""
         heads = split_heads(call.key_heads, self.axis.size)
-        queries, keys = heads.queries[self.axis.rank], heads.keys[self.axis.rank]
-        return replace(call, key_heads=tuple(call.key_heads[q] - keys.start for q in queries))
+        return replace(call, key_heads=heads.key_heads(call.key_heads, self.axis.rank))
+
+
+def schedule(work: Work, ranks: int, inner: Inside) -> Schedule:
+    """What `Ulysses` sends and computes on `ranks` ranks of the head axis, around a method on the sequence axis."""
+    moves = HeadMoves(work, ranks)
+    heads = moves.heads
+    queries, keys = (moves.tokens, heads.queries), (moves.keys, heads.keys)
+    q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e
+    summed = work.a if heads.shared else e
+    inside = moves.inside(inner, tuple(_inside(work, heads, u) for u in range(ranks)))
+    bring = Step((moves.to_heads(*queries, q * e), moves.to_heads(*keys, q * e), moves.to_heads(*keys, v * e)))
+    home = (moves.to_tokens(*queries, q * e), moves.to_tokens(*keys, q * summed), moves.to_tokens(*keys, v * summed))
+    return Schedule(
+        steps(bring, *inside.forward, Step((moves.to_tokens(*queries, v * e),))),
+        steps(Step((moves.to_heads(*queries, v * e),)), *inside.backward, Step(home)),
+    )
+
+
+def _inside(work: Work, heads: HeadShards, rank: int) -> Work:
+    """The work as `inner` sees it: the heads of one rank of the head axis."""
+    return replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))

@@ -6,29 +6,51 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import Method, WallFacer, build_attention
-from armillary.attention.build import HEAD_METHODS, largest_team
+from armillary.attention import Method, build_attention
+from armillary.attention.build import HEAD_METHODS, build_schedule, largest_team
+from armillary.attention.schedule import Schedule, Work
+from armillary.attention.teams import Placement, Teams
+from armillary.core import SequenceLayout
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The method `build_attention(name, mesh, heads_per_stage)`; calling it with a mesh builds it, as a `Job` wants.
+    """The method `build_attention(name, mesh, ...)`; calling it with a mesh builds it, as a `Job` wants.
 
     Args:
         name: such as "ring", "usp" or "upipe+wallfacer".
         heads_per_stage: of UPipe; by default one query head for each rank of the head axis.
         team: of WallFacer; by default the largest that fits.
+        placement: of WallFacer's teams.
     """
 
     name: str
     heads_per_stage: int | None = None
     team: int | None = None
+    placement: Placement = "collect_intra"
+
+    def __str__(self) -> str:
+        teams = "" if self.team is None else f" C={self.team} {self.placement}"
+        stages = "" if self.heads_per_stage is None else f", {self.heads_per_stage} heads a stage"
+        return f"{self.name}{teams}{stages}"
 
     def __call__(self, mesh: DeviceMesh) -> Method:
-        if self.team is None:
-            return build_attention(self.name, mesh, self.heads_per_stage)
-        inner = WallFacer(mesh["ring"], self.team)
-        return HEAD_METHODS[self.head](mesh["ulysses"], inner, self.heads_per_stage) if self.head else inner
+        return build_attention(
+            self.name, mesh, heads_per_stage=self.heads_per_stage, team=self.team, placement=self.placement
+        )
+
+    def layout(self, length: int, ranks: int) -> SequenceLayout:
+        """Zigzag, over so many ranks of the sequence axis; what `Method.layout` gives, not refined for a head axis."""
+        if self.sequence != "wallfacer":
+            return SequenceLayout.zigzag(length, ranks)
+        team = self.team_of(ranks)
+        return Teams(ranks, team, self.placement).seated(SequenceLayout.zigzag(length, ranks // team).refine(team))
+
+    def schedule(self, work: Work, ring: int, ulysses: int) -> Schedule:
+        """What it sends and computes on a mesh of ring x ulysses ranks."""
+        return build_schedule(
+            self.name, work, ring, ulysses, self.heads_per_stage, team=self.team, placement=self.placement
+        )
 
     @property
     def head(self) -> str:
