@@ -60,7 +60,8 @@ def start_parts(
     send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
     packed = pack(parts) if packed is None else packed
     buffer = packed.new_empty(sum(receive))
-    record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes)
+    others = sum(1 for rank, size in enumerate(send) if size and rank != axis.rank)
+    record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes, others)
     work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
     received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
     return Parts(packed, buffer, received, (cast(dist.Work, work),))

@@ -93,7 +93,7 @@ def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()))
+    record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()), len(send))
     operations = [
         dist.P2POp(operation, parcel.buffer, group=axis.group, group_peer=peer)
         for operation, parcels in ((dist.irecv, receive), (dist.isend, send))

@@ -39,7 +39,7 @@ def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     sent = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
     buffer = x.new_empty((axis.size, *shape))
-    record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes)
+    record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes, axis.size - 1)
     work = compat.all_gather(buffer.view(-1), sent.view(-1), axis.group)
 
     def assemble() -> Tensor:

@@ -154,7 +154,7 @@ def axes(attend: Method) -> list[Axis] | None:
 
 def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(axis.size)]
-    record(axis.name, "all_gather", (axis.size - 1) * x.nbytes)
+    record(axis.name, "all_gather", (axis.size - 1) * x.nbytes, axis.size - 1)
     dist.all_gather(parts, x, group=axis.group)
     return parts
 
