@@ -100,11 +100,6 @@ def _total(counts: Counter[Key], wanted: tuple[str | None, ...]) -> int:
     return sum(n for key, n in counts.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 
 
-def record(axis: str, kind: str, sent: int, messages: int) -> None:
-    """Called by each primitive with the bytes that it sends to other ranks, and to how many it sends any."""
-    CommLedger.add(axis, kind, sent, messages)
-
-
 def current_phase() -> str:
     """The phase in which this thread is."""
     return _phase.get()
