@@ -1,13 +1,15 @@
-"""The command line: `armillary-plan memory`."""
+"""The command line: `armillary-plan memory` and `armillary-plan bytes`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from armillary.train.parsing import parse
+from armillary.train.plan import bytes_report
+from armillary.train.plan.bytes import BytesPlan, plan_bytes
 from armillary.train.plan.memory import MemoryPlan, plan_memory
 from armillary.train.plan.report import as_json, show
 
@@ -15,6 +17,7 @@ USAGE = """usage: armillary-plan COMMAND [options]
 
 commands:
   memory   what a training step holds on each rank, and the longest sequence that fits; needs no GPU
+  bytes    what attention methods send, forward and backward, at any number of ranks; needs no GPU
 
 armillary-plan COMMAND --help lists the options."""
 
@@ -26,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(USAGE)
         return
     try:
-        if command != "memory":
-            raise ValueError(f"no command {command!r}; known: memory")
-        memory(rest)
+        if command not in COMMANDS:
+            raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
+        COMMANDS[command](rest)
     except ValueError as error:
         print(f"armillary-plan: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -44,3 +47,15 @@ def memory(argv: Sequence[str]) -> None:
         print(as_json(planned))
     else:
         show(planned, Console())
+
+
+def sent(argv: Sequence[str]) -> None:
+    """`armillary-plan bytes`."""
+    plan = parse(argv, BytesPlan, "armillary-plan bytes")
+    screen = Console(stderr=True)
+    with screen.status("counting") as status:
+        rows = plan_bytes(plan, lambda what: status.update(f"counting {what}"))
+    print((bytes_report.as_json if plan.json else bytes_report.as_text)(plan, rows))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"memory": memory, "bytes": sent}
