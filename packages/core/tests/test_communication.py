@@ -204,14 +204,3 @@ def one_rank_alone() -> tuple[bool, int]:
 
 def test_one_rank_communicates_nothing(worlds):
     assert worlds(1).run(one_rank_alone) == [(True, 0)]
-
-
-def test_ledgers_nest_and_stop_counting_when_closed():
-    with CommLedger() as outer:
-        CommLedger.add("ring", "p2p", 5)
-        with CommLedger() as inner:
-            CommLedger.add("ulysses", "all_to_all", 7)
-        CommLedger.add("ring", "p2p", 1)
-    CommLedger.add("ring", "p2p", 100)
-    assert (outer.bytes(), outer.bytes(axis="ring"), outer.bytes(kind="all_to_all")) == (13, 6, 7)
-    assert (inner.bytes(), inner.bytes(phase="backward")) == (7, 0)

@@ -431,6 +431,8 @@ def test_a_restart_goes_on_with_the_same_run_at_weights_and_biases(worlds, tmp_p
     [
         (LogConfig(wandb="long"), r"--log.wandb needs a package: pip install 'armillary-train\[wandb\]'"),
         (LogConfig(profile=(3, 11)), "--log.profile: there is no step 11; choose from 1 to 10"),
+        (LogConfig(trace=Path("trace.json"), trace_steps=(0,)), "--log.trace-steps: there is no step 0"),
+        (LogConfig(trace_steps=(2,)), "name the file too, as --log.trace FILE"),
         (LogConfig(memory_snapshot=(3,)), "only cuda's allocator keeps a history, and the device is cpu"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from armillary.attention.kernels import Backward, Forward
 from armillary.attention.mask import Window
 from armillary.attention.merge import Merge, Part, Sum
 from armillary.attention.tiles import tiles
+from armillary.core import span
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class Cell:
         """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
         calls = tuple(self._kernel_calls(q.shape[0]))
         pieces = (Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in calls)
-        for i, partial in self.call.kernel.forward_many(pieces, self.call.scores):
-            into.add(calls[i][0], *partial)
-            del partial  # so that the next one does not find it in memory
+        with self._span("forward"):
+            for i, partial in self.call.kernel.forward_many(pieces, self.call.scores):
+                into.add(calls[i][0], *partial)
+                del partial  # so that the next one does not find it in memory
 
     def backward(self, dout: Tensor, saved: Saved, dq: Sum, dk: Sum, dv: Sum) -> None:
         """Adds the cell's share to dq, dk and dv; `saved` and dout [B, T, H, Dv] are of these queries and keys."""
@@ -43,12 +46,17 @@ class Cell:
             Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
             for rows, columns, band in calls
         )
-        for i, shares in self.call.kernel.backward_many(pieces, self.call.scores):
-            rows, columns, _ = calls[i]
-            dq.add(rows, shares[0])
-            dk.add(columns, shares[1])
-            dv.add(columns, shares[2])
-            del shares
+        with self._span("backward"):
+            for i, shares in self.call.kernel.backward_many(pieces, self.call.scores):
+                rows, columns, _ = calls[i]
+                dq.add(rows, shares[0])
+                dk.add(columns, shares[1])
+                dv.add(columns, shares[2])
+                del shares
+
+    def _span(self, which: str) -> AbstractContextManager[object]:
+        """Shows the cell in a trace, if one is open."""
+        return span(f"{which} q{self.query} k{self.key}", query=self.query, key=self.key)
 
     def _kernel_calls(self, batch: int) -> Iterator[tuple[Part, Part, Window]]:
         """(part of the queries, part of the keys, band) of each kernel call."""

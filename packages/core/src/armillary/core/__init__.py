@@ -27,6 +27,7 @@ from armillary.core.network import Link, Send, Transit
 from armillary.core.pieces import Totals, pieces, rehearsing
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
 from armillary.core.recompute import Draws, as_now
+from armillary.core.trace import Trace, span
 
 __all__ = [
     "AXES",
@@ -46,6 +47,7 @@ __all__ = [
     "SequenceLayout",
     "Spans",
     "Totals",
+    "Trace",
     "Transit",
     "Visibility",
     "as_now",
@@ -65,6 +67,7 @@ __all__ = [
     "rehearsing",
     "scatter_sum",
     "seq_to_head",
+    "span",
     "start_exchange",
     "start_gather_seq",
     "start_head_to_parts",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core.exchange import finish
-from armillary.core.ledger import record
 from armillary.core.mesh import Axis
+from armillary.core.trace import record, watched
 
 R = TypeVar("R")
 
@@ -60,10 +60,11 @@ def start_parts(
     send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
     packed = pack(parts) if packed is None else packed
     buffer = packed.new_empty(sum(receive))
-    record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes)
+    others = sum(1 for rank, size in enumerate(send) if size and rank != axis.rank)
+    under_way = record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes, others)
     work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
     received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
-    return Parts(packed, buffer, received, (cast(dist.Work, work),))
+    return Parts(packed, buffer, received, watched([cast(dist.Work, work)], under_way))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library import custom_ops
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
@@ -57,6 +59,16 @@ def recorded_collectives() -> list[dict[str, Any]]:
         if dump is not None:
             entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     return entries
+
+
+def unboxed(group: Any) -> dist.ProcessGroup:
+    """The process group that an op of torch.distributed got as an argument."""
+    return cast(Any, dist.ProcessGroup).unbox(group)
+
+
+def function_of(op: OpOverload) -> Callable[..., Any]:
+    """The Python function that an op made by `torch.library.custom_op` runs."""
+    return cast(Any, custom_ops.OPDEFS[cast(Any, op)._schema.name])._init_fn
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:

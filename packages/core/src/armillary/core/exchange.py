@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.core.ledger import record
 from armillary.core.mesh import Axis
+from armillary.core.trace import record, span, watched
 
 ALIGNED = 16
 """Bytes: kernels on CUDA read rows that begin at multiples of it."""
@@ -93,20 +93,24 @@ def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()))
+    under_way = record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()), len(send))
     operations = [
         dist.P2POp(operation, parcel.buffer, group=axis.group, group_peer=peer)
         for operation, parcels in ((dist.irecv, receive), (dist.isend, send))
         for peer, parcel in parcels.items()
     ]
-    return Exchange(axis, send, receive, tuple(dist.batch_isend_irecv(operations)) if operations else ())
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Exchange(axis, send, receive, watched(works, under_way))
 
 
-def finish(works: Iterable[dist.Work], axis: Axis, waiting: str) -> None:
+def finish(works: Sequence[dist.Work], axis: Axis, waiting: str) -> None:
     """Waits for all of `works`; a timeout or a lost peer becomes a `TimeoutError` that says who was waited for."""
+    if not works:
+        return
     try:
-        for work in works:
-            work.wait() if axis.timeout is None else work.wait(axis.timeout)
+        with span(f"wait {axis.name}", "wait"):
+            for work in works:
+                work.wait() if axis.timeout is None else work.wait(axis.timeout)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise TimeoutError(

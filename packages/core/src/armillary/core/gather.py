@@ -19,8 +19,8 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.collective import Collective, Parts, start_parts, wide
-from armillary.core.ledger import record
 from armillary.core.mesh import Axis
+from armillary.core.trace import record, watched
 
 
 def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
@@ -39,7 +39,7 @@ def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     sent = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
     buffer = x.new_empty((axis.size, *shape))
-    record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes)
+    under_way = record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes, axis.size - 1)
     work = compat.all_gather(buffer.view(-1), sent.view(-1), axis.group)
 
     def assemble() -> Tensor:
@@ -47,7 +47,7 @@ def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
             return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(buffer, sizes, strict=True)], dim)
 
-    return Collective(axis, (sent, buffer), (work,), assemble)
+    return Collective(axis, (sent, buffer), watched([work], under_way), assemble)
 
 
 def start_scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:

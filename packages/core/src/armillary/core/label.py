@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from armillary.core import compat
+from armillary.core.trace import span
 
 
 class Label(NamedTuple):
@@ -26,7 +27,7 @@ _current: ContextVar[Label | None] = ContextVar("label", default=None)
 def label(name: str, *, host: bool = False) -> Generator[None]:
     """Names what this thread computes meanwhile, such as "attention" or "mlp"; the innermost name counts.
 
-    It shows in a torch profile too. A backward pass does not inherit it: name that where it is written.
+    It shows in a torch profile and a `Trace` too. A backward pass does not inherit it: name that where it is written.
 
     Args:
         host: whether new tensors are kept in the host's memory (offloaded checkpoints, say). To be told, because a
@@ -37,7 +38,8 @@ def label(name: str, *, host: bool = False) -> Generator[None]:
         return
     token = _current.set(Label(name, host))
     try:
-        with torch.profiler.record_function(name) if compat.profiling() else nullcontext():
+        profiled = torch.profiler.record_function(name) if compat.profiling() else nullcontext()
+        with profiled, span(name, "label"):
             yield
     finally:
         _current.reset(token)

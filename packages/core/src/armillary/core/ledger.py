@@ -10,6 +10,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
+from armillary.core.quantity import binary
+
+Key = tuple[str, str, str]
+"""(axis, kind, phase)."""
+
+PHASES = ("forward", "backward")
+EXACT, UNITS = 15, 11
+NUMBERS = EXACT + 1 + UNITS
+"""Widths of the table's columns: exact bytes, bytes with a unit, both."""
+
 _phase: ContextVar[str] = ContextVar("phase", default="forward")
 
 
@@ -20,12 +30,21 @@ class CommLedger:
         with CommLedger() as ledger:
             attend(q, k, v, mask=mask, layout=layout).backward(dout)
         ledger.bytes(axis="ring", phase="backward")
+        print(ledger.table())
+
+    axis     kind                            forward                     backward                        total  messages
+    ring     p2p                  49,152  48.000 KiB          122,880 120.000 KiB          172,032 168.000 KiB         9
+    ulysses  all_to_all           65,536  64.000 KiB           65,536  64.000 KiB          131,072 128.000 KiB         8
+    total                        114,688 112.000 KiB          188,416 184.000 KiB          303,104 296.000 KiB        17
 
     It sees every thread of the process, because autograd runs backward passes on threads of its own. Bytes that a rank
     keeps for itself are not counted. Ledgers nest; each counts for itself.
     """
 
-    entries: Counter[tuple[str, str, str]] = field(default_factory=Counter[tuple[str, str, str]])
+    entries: Counter[Key] = field(default_factory=Counter[Key])
+    """Bytes by (axis, kind, phase)."""
+    sends: Counter[Key] = field(default_factory=Counter[Key])
+    """Messages, likewise."""
 
     _open: ClassVar[list[CommLedger]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -44,21 +63,46 @@ class CommLedger:
 
         Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter".
         """
-        wanted = (axis, kind, phase)
-        return sum(
-            n for key, n in self.entries.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True))
+        return _total(self.entries, (axis, kind, phase))
+
+    def messages(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
+        """How many messages that was: one for each rank that an exchange or a collective sends something to."""
+        return _total(self.sends, (axis, kind, phase))
+
+    def table(self) -> str:
+        """Bytes by axis and kind, forward, backward and together, exactly and in units; as in the example above."""
+        rows = sorted({(axis, kind) for (axis, kind, _), sent in self.entries.items() if sent})
+        if not rows:
+            return "nothing was sent"
+        lines = [("axis", "kind", *(f"{phase:>{NUMBERS}}" for phase in (*PHASES, "total")), "messages")]
+        lines += [(axis, kind, *self._figures(axis, kind)) for axis, kind in rows]
+        lines += [("total", "", *self._figures(None, None))]
+        width = [max(len(line[column]) for line in lines) for column in (0, 1)]
+        return "\n".join(
+            f"{axis:{width[0]}}  {kind:{width[1]}}  {'  '.join(figures)}  {messages:>8}"
+            for axis, kind, *figures, messages in lines
         )
 
+    def _figures(self, axis: str | None, kind: str | None) -> tuple[str, ...]:
+        sent = [self.bytes(axis, kind, phase) for phase in (*PHASES, None)]
+        return (*(f"{n:>{EXACT},} {binary(n):>{UNITS}}" for n in sent), f"{self.messages(axis, kind):,}")
+
     @classmethod
-    def add(cls, axis: str, kind: str, sent: int) -> None:
+    def add(cls, axis: str, kind: str, sent: int, messages: int = 1) -> None:
+        key = axis, kind, current_phase()
         with cls._lock:
             for ledger in cls._open:
-                ledger.entries[axis, kind, _phase.get()] += sent
+                ledger.entries[key] += sent
+                ledger.sends[key] += messages
 
 
-def record(axis: str, kind: str, sent: int) -> None:
-    """Called by each primitive with the bytes that it sends to other ranks."""
-    CommLedger.add(axis, kind, sent)
+def _total(counts: Counter[Key], wanted: tuple[str | None, ...]) -> int:
+    return sum(n for key, n in counts.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
+
+
+def current_phase() -> str:
+    """The phase in which this thread is."""
+    return _phase.get()
 
 
 @contextmanager

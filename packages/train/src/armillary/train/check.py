@@ -153,7 +153,10 @@ def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
     for package, asked in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
         if asked and find_spec(package) is None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
-    for name, chosen in {"profile": config.profile, "memory-snapshot": config.memory_snapshot}.items():
+    if config.trace_steps and config.trace is None:
+        raise ValueError("--log.trace-steps: name the file too, as --log.trace FILE")
+    asked_steps = {"profile": config.profile, "trace-steps": config.trace_steps}
+    for name, chosen in {**asked_steps, "memory-snapshot": config.memory_snapshot}.items():
         never = [step for step in chosen if not 1 <= step <= steps]
         if never:
             raise ValueError(f"--log.{name}: there is no step {never[0]}; choose from 1 to {steps}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -49,6 +49,8 @@ class Command(Source):
     """Share of the peak FLOP/s that a dry run reckons with."""
     json: bool = False
     """A dry run prints JSON."""
+    trace: Path | None = None
+    """Short for --log.trace."""
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -69,6 +71,9 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
     config = overlaid(recipe, settings, source.config or Path())
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
+    if command.trace is not None:
+        log = replace(command.run.log, trace=command.trace)
+        command = replace(command, run=replace(command.run, log=log))
     return command, [f"recipe: {name}", *(f"  {line}" for line in differences(recipe, command.run))]
 
 

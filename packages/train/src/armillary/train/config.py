@@ -175,6 +175,10 @@ class LogConfig:
     """Project at Weights & Biases to log to."""
     profile: tuple[int, ...] = ()
     """Steps of which torch's profiler writes a trace to outputs/profile."""
+    trace: Path | None = None
+    """File for a Chrome trace of all ranks: what each computes, and what it sends and receives meanwhile."""
+    trace_steps: tuple[int, ...] = ()
+    """Steps that it shows; by default the second that is made after a start."""
     memory_snapshot: tuple[int, ...] = ()
     """Steps after which the allocator's history is written to outputs/profile; cuda only."""
     plot: bool = True

@@ -16,6 +16,7 @@ from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
 from armillary.train.step import StepResult, train_step
 from armillary.train.stopping import StopSignal
+from armillary.train.tracing import StepTrace
 from armillary.train.validation import validate
 from armillary.train.watchdog import Watchdog
 
@@ -76,12 +77,13 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         step = saved.restore()
         report.resumed(step)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
+        traced = StepTrace(config.log, run.device, step + 1, steps, report.say)
         summary = Summary(first_step=step + 1)
         bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
             watchdog.begins("training", step)
-            with profiler.step(step):
+            with profiler.step(step), traced.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
                 result = train_step(run, step, batches)
                 watch.count(run.tokens_per_step)
@@ -96,6 +98,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.begins("saving", step)
                     saved.start(step)
+        traced.finish()
         watchdog.begins("saving", step)
         # There is nothing to save before the first step. After a bad one, what led to it may be in the weights.
         summary.checkpoint = saved.finish(step, prune=not bad.in_a_row) if step else None

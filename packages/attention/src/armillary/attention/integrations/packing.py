@@ -20,7 +20,7 @@ from armillary.attention.integrations.sequence import Documents
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.core import Axis, SequenceLayout
-from armillary.core.ledger import record
+from armillary.core.trace import record, watched
 
 
 class Run(NamedTuple):
@@ -154,8 +154,9 @@ def axes(attend: Method) -> list[Axis] | None:
 
 def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(x) for _ in range(axis.size)]
-    record(axis.name, "all_gather", (axis.size - 1) * x.nbytes)
-    dist.all_gather(parts, x, group=axis.group)
+    under_way = record(axis.name, "all_gather", (axis.size - 1) * x.nbytes, axis.size - 1)
+    work = dist.all_gather(parts, x, group=axis.group, async_op=True)
+    watched([work], under_way)[0].wait()
     return parts
 
 

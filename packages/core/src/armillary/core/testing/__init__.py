@@ -7,7 +7,8 @@ def test_sum(worlds):
 """
 
 from armillary.core.testing.compare import relative_error
+from armillary.core.testing.dispatched import Dispatched
 from armillary.core.testing.rank import mesh
 from armillary.core.testing.world import RankFailed, World, Worlds
 
-__all__ = ["RankFailed", "World", "Worlds", "mesh", "relative_error"]
+__all__ = ["Dispatched", "RankFailed", "World", "Worlds", "mesh", "relative_error"]

@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._library import custom_ops
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _python_dispatch as dispatch
+
+from armillary.core import compat
 
 C: Any = cast(Any, torch)._C
 ENGINE: Any = cast(Any, torch.autograd.graph)._engine_run_backward
@@ -48,7 +49,7 @@ def name_of(op: OpOverload) -> str:
 def made_of_ops(op: OpOverload) -> Callable[..., Any] | None:
     """The function that an op is, if it is one of armillary's, or one of torch's that merely calls others."""
     if op.namespace == "armillary":
-        return cast(Any, custom_ops.OPDEFS[name_of(op)])._init_fn
+        return compat.function_of(op)
     merely = op.namespace == "aten" and has_kernel(op, "CompositeImplicitAutograd") and not has_kernel(op, "CPU")
     return op.decompose if merely else None
 

@@ -16,20 +16,23 @@ from armillary.core.mesh import check_axes
 
 
 @contextmanager
-def fake_world(**axes: int) -> Generator[DeviceMesh]:
-    """The mesh, with these axes, that rank 0 of as many ranks would have. Received tensors keep what was in them.
+def fake_world(rank: int = 0, **axes: int) -> Generator[DeviceMesh]:
+    """The mesh, with these axes, that this rank of as many would have. Received tensors keep what was in them.
 
     Enter it before a `FakeTensorMode`, and build attention methods before it too: meshes and groups need real numbers.
 
     Raises:
-        ValueError: an axis below 1, or a process group is there already.
+        ValueError: an axis below 1, no such rank, or a process group is there already.
     """
-    check_axes(axes, prod(axes.values()))
+    ranks = prod(axes.values())
+    check_axes(axes, ranks)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"there is no rank {rank} of {ranks}; choose from 0 to {ranks - 1}")
     if dist.is_initialized():
         raise ValueError(
             f"a process group of {dist.get_world_size()} ranks is there already; simulate in a process alone"
         )
-    dist.init_process_group("fake", rank=0, world_size=prod(axes.values()), store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield build_mesh("cpu", **cast(Any, axes))
     finally:

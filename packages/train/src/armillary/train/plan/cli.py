@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
 
 from armillary.train.parsing import parse
-from armillary.train.plan import report, search_report
+from armillary.train.plan import bytes_report, report, search_report
+from armillary.train.plan.bytes import BytesPlan, plan_bytes
 from armillary.train.plan.memory import MemoryPlan, plan_memory
 from armillary.train.plan.search import SearchPlan, search
 from armillary.train.plan.search_plot import draw
@@ -19,6 +20,7 @@ USAGE = """usage: armillary-plan [COMMAND] [options]
 commands:
   search   which mesh, method and checkpoints train a model fastest on a cluster, and why not the others (the default)
   memory   what a training step holds on each rank, and the longest sequence that fits
+  bytes    what attention methods send, forward and backward, at any number of ranks
 
 None needs a GPU. armillary-plan COMMAND --help lists the options."""
 
@@ -30,11 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(USAGE)
         return
     command, rest = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
-    commands = {"search": find, "memory": memory}
     try:
-        if command not in commands:
-            raise ValueError(f"no command {command!r}; known: {', '.join(commands)}")
-        commands[command](rest)
+        if command not in COMMANDS:
+            raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
+        COMMANDS[command](rest)
     except (ValueError, ImportError, OSError) as error:
         print(f"armillary-plan: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -65,3 +66,15 @@ def memory(argv: Sequence[str]) -> None:
         print(report.as_json(planned))
     else:
         report.show(planned, Console())
+
+
+def sent(argv: Sequence[str]) -> None:
+    """`armillary-plan bytes`."""
+    plan = parse(argv, BytesPlan, "armillary-plan bytes")
+    screen = Console(stderr=True)
+    with screen.status("counting") as status:
+        rows = plan_bytes(plan, lambda what: status.update(f"counting {what}"))
+    print((bytes_report.as_json if plan.json else bytes_report.as_text)(plan, rows))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"search": find, "memory": memory, "bytes": sent}

@@ -1,0 +1,80 @@
+"""No attention method sends anything past the ledger: torch's dispatcher sees what the ledger counted, byte by byte."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask
+from armillary.attention.conformance import METHODS, Composition, compositions
+from armillary.core import CommLedger
+from armillary.core.testing import Dispatched
+
+B, N, H, K, D = 2, 52, 8, 2, 8
+MASKS = (AttentionMask(causal=False), AttentionMask(), AttentionMask(window=(9, None), documents=(0, 20, N)))
+FOUR, SIXTEEN = (compositions(tuple(METHODS), (ranks,)) for ranks in (4, 16))
+TEAMS_OF_FOUR = [composition for composition in SIXTEEN if composition.method.startswith("wallfacer-4")]
+
+
+def counted(composition: Composition) -> tuple[dict, dict]:
+    """What torch and what the ledger saw of three masks, forward and backward, with sinks and lse in one."""
+    attend = composition.build()
+    layout = attend.layout(N)
+    q, k, v = (torch.randn(B, layout.sizes[attend.shard], n, D, requires_grad=True) for n in (H, K, K))
+    sinks = torch.randn(H, requires_grad=True)
+    with Dispatched() as seen, CommLedger() as ledger:
+        for mask in MASKS:
+            attend(q, k, v, mask=mask, layout=layout).sum().backward()
+        attend(q, k, v, mask=MASKS[1], layout=layout, sinks=sinks, return_lse=True)[0].sum().backward()
+    return seen.sent, Dispatched.of(ledger)
+
+
+def counted_all(chosen: list[Composition]) -> list[tuple[dict, dict]]:
+    return [counted(composition) for composition in chosen]
+
+
+def assert_alike(worlds, chosen: list[Composition]) -> None:
+    for rank in worlds(chosen[0].ranks).run(counted_all, chosen):
+        for composition, (seen, booked) in zip(chosen, rank, strict=True):
+            assert seen == booked, composition
+            assert booked, composition
+
+
+def test_every_method(worlds):
+    assert {composition.method for composition in FOUR + TEAMS_OF_FOUR} == {*METHODS} - {"local"}
+    assert_alike(worlds, FOUR)
+    assert_alike(worlds, TEAMS_OF_FOUR)
+
+
+class Columns:
+    """Projections that are linear layers, without the heads' own order."""
+
+    heads, key_heads = H, K
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(4, n * D, bias=False) for n in (H, K, K))
+
+    def q(self, x: Tensor, heads: range) -> Tensor:
+        return self.query(x).unflatten(-1, (-1, D))[:, :, list(heads)]
+
+    def kv(self, x: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        k, v = (layer(x).unflatten(-1, (-1, D))[:, :, list(heads)] for layer in (self.key, self.value))
+        return k, v
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return tuple(p for layer in (self.query, self.key, self.value) for p in layer.parameters())
+
+
+def projected(name: str) -> tuple[dict, dict]:
+    attend = Composition.of(name, ring=2, ulysses=2).build()
+    layout = attend.layout(N)
+    x = torch.randn(B, layout.sizes[attend.shard], 4, requires_grad=True)
+    with Dispatched() as seen, CommLedger() as ledger:
+        attend.projected(x, Columns(), mask=MASKS[1], layout=layout).sum().backward()
+    return seen.sent, Dispatched.of(ledger)
+
+
+@pytest.mark.parametrize("name", ["usp", "upipe+ring"])
+def test_from_hidden_states(worlds, name):
+    for seen, booked in worlds(4).run(projected, name):
+        assert seen == booked != {}

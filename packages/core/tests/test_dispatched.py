@@ -1,0 +1,108 @@
+"""No primitive sends anything past the ledger: torch's dispatcher sees what the ledger counted, byte by byte."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from armillary.core import (
+    Axis,
+    CommLedger,
+    Parcel,
+    gather_dealt,
+    gather_seq,
+    head_to_seq,
+    merge_scatter,
+    scatter_sum,
+    seq_to_head,
+    start_exchange,
+    start_scatter_parts,
+    sum_dealt,
+    traced,
+)
+from armillary.core.testing import Dispatched, mesh
+
+B, T, H, D, P = 2, 6, 8, 4, 4
+UNEVEN = (5, 0, 7, 4)
+
+
+def axis() -> Axis:
+    return Axis.of(mesh(ring=P)["ring"])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def both_ways(*results: torch.Tensor) -> None:
+    torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+
+def all_to_alls() -> None:
+    tokens = UNEVEN[axis().rank]
+    both_ways(head_to_seq(seq_to_head(leaf(B, T, H, D), axis()), axis()))
+    both_ways(seq_to_head(leaf(B, tokens, H, D), axis(), sizes=UNEVEN))
+    both_ways(seq_to_head(leaf(1, T, 2, D), axis(), heads=[range(1), range(1), range(1, 2), range(1, 2)]))
+    both_ways(head_to_seq(leaf(B, P * T, axis().rank, D), axis(), heads=[range(0), range(1), range(1, 3), range(3, 6)]))
+
+
+def gathers() -> None:
+    tokens = UNEVEN[axis().rank]
+    both_ways(
+        gather_seq(leaf(B, T, D), axis()), gather_seq(leaf(B, tokens, dtype=torch.bfloat16), axis(), sizes=UNEVEN)
+    )
+    both_ways(scatter_sum(leaf(B, sum(UNEVEN), D), axis(), sizes=UNEVEN), gather_dealt(leaf(B, T, D), axis()))
+    both_ways(sum_dealt(leaf(B, 3 * P + 1, D), axis()))
+    start_scatter_parts(torch.randn(B, P * T), axis(), [T] * P).wait()
+
+
+def merges() -> None:
+    both_ways(
+        *merge_scatter(leaf(B, sum(UNEVEN), H, D, dtype=torch.bfloat16), leaf(B, sum(UNEVEN), H), axis(), sizes=UNEVEN)
+    )
+
+
+def traced_ops() -> None:
+    both_ways(traced.gather(leaf(B, T, D), axis(), [T] * P, 1), traced.scatter_sum(leaf(B, P * T), axis(), [T] * P, 1))
+
+
+def dtensors() -> None:
+    ring = mesh(ring=P)["ring"]
+    x = DTensor.from_local(leaf(B, T, H, D), ring, [Shard(1)])
+    for y in (gather_seq(x, ring), head_to_seq(seq_to_head(x, ring), ring)):
+        grad = DTensor.from_local(torch.ones_like(y.to_local()), ring, y.placements)
+        torch.autograd.backward([y], [grad], retain_graph=True)
+
+
+def exchanges() -> None:
+    here = axis()
+    parcels = [Parcel.of([torch.randn(n + 1, 3), torch.randn(2, dtype=torch.bfloat16)]) for n in range(P)]
+    to, coming = (here.rank + 1) % P, (here.rank - 1) % P
+    start_exchange(here.twin(), {to: parcels[here.rank]}, {coming: Parcel.like(parcels[coming].tensors)}).wait()
+    send, receive = ({peer: parcels[1]} if here.rank == me else {} for me, peer in ((0, 2), (2, 0)))
+    start_exchange(here, send, receive).wait()
+
+
+EVERY = [all_to_alls, gathers, merges, traced_ops, dtensors, exchanges]
+
+
+def counted(work: Callable[[], None]) -> tuple[dict, dict]:
+    with Dispatched() as seen, CommLedger() as ledger:
+        work()
+    return seen.sent, Dispatched.of(ledger)
+
+
+@pytest.mark.parametrize("work", EVERY, ids=lambda work: work.__name__)
+def test_the_dispatcher_sees_what_the_ledger_counts(worlds, work):
+    for seen, booked in worlds(P).run(counted, work):
+        assert seen == booked != {}
+
+
+def all_reduced() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def test_what_passes_the_ledger_by_is_seen(worlds):
+    assert worlds(P).run(counted, all_reduced) == [({"c10d::allreduce_": (12, 1)}, {})] * P

@@ -1,0 +1,68 @@
+"""The ledger: what it counts, and the table that it prints."""
+
+from textwrap import indent
+
+import pytest
+
+from armillary.core import CommLedger
+from armillary.core.ledger import phase
+from armillary.core.quantity import binary
+
+TABLE = """\
+axis     kind                            forward                     backward                        total  messages
+ring     p2p                  49,152  48.000 KiB          122,880 120.000 KiB          172,032 168.000 KiB         9
+ulysses  all_to_all           65,536  64.000 KiB           65,536  64.000 KiB          131,072 128.000 KiB         8
+total                        114,688 112.000 KiB          188,416 184.000 KiB          303,104 296.000 KiB        17
+"""
+
+
+def booked() -> CommLedger:
+    with CommLedger() as ledger:
+        CommLedger.add("ring", "p2p", 48 * 1024, 3)
+        CommLedger.add("ulysses", "all_to_all", 64 * 1024, 4)
+        with phase("backward"):
+            CommLedger.add("ring", "p2p", 120 * 1024, 6)
+            CommLedger.add("ulysses", "all_to_all", 64 * 1024, 4)
+            CommLedger.add("tp", "all_gather", 0, 0)
+    return ledger
+
+
+def test_ledgers_nest_and_stop_counting_when_closed():
+    with CommLedger() as outer:
+        CommLedger.add("ring", "p2p", 5)
+        with CommLedger() as inner:
+            CommLedger.add("ulysses", "all_to_all", 7)
+        CommLedger.add("ring", "p2p", 1)
+    CommLedger.add("ring", "p2p", 100)
+    assert (outer.bytes(), outer.bytes(axis="ring"), outer.bytes(kind="all_to_all")) == (13, 6, 7)
+    assert (inner.bytes(), inner.bytes(phase="backward")) == (7, 0)
+
+
+def test_messages_are_counted_as_bytes_are():
+    ledger = booked()
+    assert (ledger.messages(), ledger.messages(axis="ring"), ledger.messages(phase="backward")) == (17, 9, 10)
+
+
+def test_the_table_is_that_of_the_docstring():
+    assert booked().table() == TABLE.rstrip("\n")
+    assert indent(TABLE, " " * 4) in (CommLedger.__doc__ or "")
+
+
+def test_columns_hold_what_a_run_sends():
+    with CommLedger() as ledger:
+        CommLedger.add("ring", "p2p", 123_456_789_012, 1)
+    assert "  123,456,789,012 114.978 GiB  " in ledger.table()
+    assert len({len(line) for line in ledger.table().splitlines()}) == 1
+
+
+def test_a_ledger_without_entries_says_so():
+    with CommLedger() as ledger:
+        CommLedger.add("ring", "p2p", 0, 0)
+    assert ledger.table() == "nothing was sent"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.000 KiB"), (1_744_830_464, "1.625 GiB")]
+)
+def test_bytes_in_units(size, text):
+    assert binary(size) == text

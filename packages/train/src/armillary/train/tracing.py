@@ -1,0 +1,54 @@
+"""A picture of chosen steps: what each rank computes, and what is under way meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+
+from armillary.core import Trace, span
+from armillary.train.config import LogConfig
+
+
+class StepTrace:
+    """Writes one `armillary.core.Trace` of chosen steps on all ranks; does nothing in all others.
+
+    Args:
+        first, last: steps that this start of the run makes.
+        say: is told what could not be written; training goes on.
+    """
+
+    def __init__(
+        self, config: LogConfig, device: torch.device, first: int, last: int, say: Callable[[str], None]
+    ) -> None:
+        self.path, self.say, self.trace = config.trace, say, Trace(device.type)
+        chosen = config.trace_steps or (min(first + 1, last),)
+        self._left = {step for step in chosen if first <= step <= last} if self.path else set[int]()
+        if self.path and not self._left and first <= last:
+            never = ", ".join(map(str, chosen))
+            say(f"--log.trace: no trace is written, for steps {first} to {last} are none of {never}")
+
+    @contextmanager
+    def step(self, step: int) -> Generator[None]:
+        """Around all that belongs to a step."""
+        if step not in self._left:
+            yield
+            return
+        with self.trace, span(f"step {step}", "label"):
+            yield
+        self._left.remove(step)
+        if not self._left:
+            self._write()
+
+    def finish(self) -> None:
+        """The run ends. If that is before all chosen steps were made, writes those that were."""
+        if self._left and self.trace.spans:
+            self._write()
+
+    def _write(self) -> None:
+        assert self.path is not None
+        try:
+            self.trace.write(self.path)
+        except OSError as error:
+            self.say(f"{self.path}: not written ({type(error).__name__}: {error})")
