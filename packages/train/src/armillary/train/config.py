@@ -63,6 +63,10 @@ class ParallelConfig:
     """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, upipe, or a pair such as upipe+ring."""
     heads_per_stage: int | None = None
     """Query heads that upipe works on at a time, over all ulysses ranks; by default one for each rank."""
+    team: int | None = None
+    """Ranks of a team of wallfacer (C); by default the largest that fits. Its square must divide ring."""
+    placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
+    """Of wallfacer: whether the ranks of a team are neighbours, or those of a ring."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default blocks are not compiled."""
 

@@ -1,4 +1,4 @@
-"""The command line: `armillary-plan memory`."""
+"""The command line: `armillary-plan` and its commands."""
 
 from __future__ import annotations
 
@@ -6,32 +6,52 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.progress import Progress
 
 from armillary.train.parsing import parse
+from armillary.train.plan import report, search_report
 from armillary.train.plan.memory import MemoryPlan, plan_memory
-from armillary.train.plan.report import as_json, show
+from armillary.train.plan.search import SearchPlan, search
+from armillary.train.plan.search_plot import draw
 
-USAGE = """usage: armillary-plan COMMAND [options]
+USAGE = """usage: armillary-plan [COMMAND] [options]
 
 commands:
-  memory   what a training step holds on each rank, and the longest sequence that fits; needs no GPU
+  search   which mesh, method and checkpoints train a model fastest on a cluster, and why not the others (the default)
+  memory   what a training step holds on each rank, and the longest sequence that fits
 
-armillary-plan COMMAND --help lists the options."""
+None needs a GPU. armillary-plan COMMAND --help lists the options."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command, and exits: 2 for what cannot be planned, with one line that says why."""
-    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    if command in ("-h", "--help"):
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
+    command, rest = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    commands = {"search": find, "memory": memory}
     try:
-        if command != "memory":
-            raise ValueError(f"no command {command!r}; known: memory")
-        memory(rest)
-    except ValueError as error:
+        if command not in commands:
+            raise ValueError(f"no command {command!r}; known: {', '.join(commands)}")
+        commands[command](rest)
+    except (ValueError, ImportError, OSError) as error:
         print(f"armillary-plan: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def find(argv: Sequence[str]) -> None:
+    """`armillary-plan search`."""
+    plan = parse(argv, SearchPlan, "armillary-plan search")
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("looking at meshes and methods", total=None)
+        found = search(plan, lambda done, of: bar.update(task, completed=done, total=of))
+    if plan.plot is not None:
+        print(f"drawn: {draw(found, plan.plot)}", file=sys.stderr)
+    if plan.json:
+        print(search_report.as_json(found))
+    else:
+        search_report.show(found, Console())
 
 
 def memory(argv: Sequence[str]) -> None:
@@ -41,6 +61,6 @@ def memory(argv: Sequence[str]) -> None:
     with screen.status("simulating") as status:
         planned = plan_memory(plan, lambda what: status.update(f"simulating {what}"))
     if plan.json:
-        print(as_json(planned))
+        print(report.as_json(planned))
     else:
-        show(planned, Console())
+        report.show(planned, Console())

@@ -6,29 +6,36 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import Method, WallFacer, build_attention
+from armillary.attention import Method, build_attention
 from armillary.attention.build import HEAD_METHODS, largest_team
+from armillary.attention.teams import Placement
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The method `build_attention(name, mesh, heads_per_stage)`; calling it with a mesh builds it, as a `Job` wants.
+    """The method `build_attention(name, mesh, ...)`; calling it with a mesh builds it, as a `Job` wants.
 
     Args:
         name: such as "ring", "usp" or "upipe+wallfacer".
         heads_per_stage: of UPipe; by default one query head for each rank of the head axis.
         team: of WallFacer; by default the largest that fits.
+        placement: of WallFacer's teams.
     """
 
     name: str
     heads_per_stage: int | None = None
     team: int | None = None
+    placement: Placement = "collect_intra"
+
+    def __str__(self) -> str:
+        teams = "" if self.team is None else f" C={self.team} {self.placement}"
+        stages = "" if self.heads_per_stage is None else f", {self.heads_per_stage} heads a stage"
+        return f"{self.name}{teams}{stages}"
 
     def __call__(self, mesh: DeviceMesh) -> Method:
-        if self.team is None:
-            return build_attention(self.name, mesh, self.heads_per_stage)
-        inner = WallFacer(mesh["ring"], self.team)
-        return HEAD_METHODS[self.head](mesh["ulysses"], inner, self.heads_per_stage) if self.head else inner
+        return build_attention(
+            self.name, mesh, heads_per_stage=self.heads_per_stage, team=self.team, placement=self.placement
+        )
 
     @property
     def head(self) -> str:

@@ -1,0 +1,115 @@
+"""Every way to run a model on a cluster that is worth a look: meshes, methods and their options, checkpoint policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import isqrt
+
+from armillary.core import Cluster
+from armillary.models import Checkpointing
+from armillary.train.memory.estimate import AttentionChoice
+from armillary.train.plan.presets import Model
+
+PLAIN = ("ring", "token_ring", "all_gather")
+"""Methods on the sequence axis without options."""
+KEEPING = (
+    Checkpointing("none"),
+    Checkpointing("none", tiled=True),
+    Checkpointing("attention_output"),
+    Checkpointing("layer"),
+    Checkpointing("attention_output", offload=True),
+    Checkpointing("layer", offload=True),
+    Checkpointing("attention_output", offload=True, ahead=False),
+    Checkpointing("layer", offload=True, ahead=False),
+)
+"""What blocks may keep, from most and fastest to least and slowest."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks on each axis, tensor parallelism left out."""
+
+    shard: int
+    ring: int
+    ulysses: int
+
+    def __str__(self) -> str:
+        axes = (("shard", self.shard), ("ring", self.ring), ("ulysses", self.ulysses))
+        return " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "1 rank"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """As a `Job` wants them."""
+        return {"shard": self.shard, "ring": self.ring, "ulysses": self.ulysses}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run it, but for what blocks keep and where the optimizer is."""
+
+    mesh: Mesh
+    attention: AttentionChoice
+
+    def __str__(self) -> str:
+        return f"{self.attention} on {self.mesh}"
+
+
+def candidates(model: Model, cluster: Cluster, rows: int) -> Iterator[Candidate]:
+    """All meshes over all ranks with all methods that use them.
+
+    Args:
+        rows: sequences of a step, which `shard` must divide.
+    """
+    for mesh in meshes(cluster.ranks, rows, model.heads):
+        for attention in methods(mesh, model):
+            yield Candidate(mesh, attention)
+
+
+def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
+    """Ways to share ranks out to rows, tokens and heads."""
+    for shard in divisors(ranks):
+        for ulysses in divisors(ranks // shard):
+            if rows % shard == 0 and ulysses <= heads:
+                yield Mesh(shard, ranks // shard // ulysses, ulysses)
+
+
+def methods(mesh: Mesh, model: Model) -> Iterator[AttentionChoice]:
+    """All methods for a mesh, with each team and placement, and each number of heads for a stage."""
+    inside = list(sequence_methods(mesh.ring))
+    if mesh.ulysses == 1:
+        yield from inside
+        return
+    for choice in inside:
+        name = "" if choice.name == "local" else f"+{choice.name}"
+        yield AttentionChoice(f"ulysses{name}", team=choice.team, placement=choice.placement)
+        for heads in stages(mesh.ulysses, model.heads):
+            yield AttentionChoice(f"upipe{name}", heads, choice.team, choice.placement)
+
+
+def sequence_methods(ranks: int) -> Iterator[AttentionChoice]:
+    """Those of the sequence axis: local on one rank, else all; WallFacer from teams of 2, as with 1 it is Ring."""
+    if ranks == 1:
+        yield AttentionChoice("local")
+        return
+    for name in PLAIN:
+        yield AttentionChoice(name)
+    for team in range(2, isqrt(ranks) + 1):
+        if ranks % team**2 == 0:
+            for placement in ("collect_intra", "p2p_intra"):
+                yield AttentionChoice("wallfacer", team=team, placement=placement)
+
+
+def stages(ulysses: int, heads: int) -> list[int]:
+    """Heads for a stage, over all ranks of the head axis: the fewest, and twice as many, while there are stages."""
+    return [count for count in (ulysses, 2 * ulysses) if count < heads]
+
+
+def policies() -> Iterator[tuple[Checkpointing, bool]]:
+    """(what blocks keep, whether the optimizer is on the host)."""
+    yield from product(KEEPING, (False, True))
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

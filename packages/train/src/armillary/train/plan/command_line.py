@@ -1,0 +1,69 @@
+"""The command that trains what was planned."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from armillary.core import Cluster
+from armillary.models import GPTConfig
+from armillary.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from armillary.train.model import OF_GPT, SIZES
+from armillary.train.overlay import flag, flat
+from armillary.train.plan.presets import Model
+from armillary.train.plan.search import Choice, Found
+
+
+def config_of(found: Found, choice: Choice) -> Config:
+    """The trainer's configuration for a choice."""
+    mesh, attention = choice.candidate.mesh, choice.candidate.attention
+    return Config(
+        model=sizes_of(found.model),
+        parallel=ParallelConfig(
+            shard=mesh.shard,
+            ring=mesh.ring,
+            ulysses=mesh.ulysses,
+            attention=attention.name,
+            heads_per_stage=attention.heads_per_stage,
+            team=attention.team,
+            placement=attention.placement,
+        ),
+        checkpointing=choice.checkpointing,
+        data=DataConfig(sequence_length=found.length, rows=found.plan.rows),
+        optimizer=OptimizerConfig(on_host=choice.on_host),
+    )
+
+
+def sizes_of(model: Model) -> ModelConfig:
+    """The flags that make this model, but for RoPE's scaling."""
+    gpt = isinstance(model, GPTConfig)
+    names = [name for name in (OF_GPT if gpt else SIZES) if name not in ("family", "pretrained")]
+    sizes: dict[str, Any] = {name: getattr(model, name) for name in names}
+    if not isinstance(model, GPTConfig):
+        sizes["rope_theta"] = model.rope_theta
+        sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim
+    return ModelConfig(family="gpt" if gpt else "llama", **{**sizes, "vocab_size": model.vocab_size})
+
+
+def flags(config: Config) -> list[str]:
+    """What to type after `armillary-train` for this configuration, as it differs from the default recipe."""
+    before = dict(flat(Config()))
+    return [word for name, value in flat(config) if value != before[name] for word in words(name, value)]
+
+
+def words(name: str, value: Any) -> list[str]:
+    """A field as it is typed."""
+    if isinstance(value, bool):
+        section, _, key = flag(name).rpartition(".")
+        return [f"--{section}.{'' if value else 'no-'}{key}"]
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"--{flag(name)}", *(str(item) for item in values)]
+
+
+def command_line(config: Config, cluster: Cluster, data: Path | str = "DATA") -> str:
+    """For every node: torchrun, which starts a process for each accelerator and finds the others at HEAD_NODE."""
+    nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
+    start = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
+    start += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
+    return " ".join([*start, shlex.join([*flags(config), "--data.path", str(data)])])
