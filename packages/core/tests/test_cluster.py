@@ -72,6 +72,13 @@ def test_computation_is_disturbed_by_what_is_busiest():
     assert cluster.transit([Send(0, 8, 2 * GB), Send(1, 2, GB)]).disturbance == pytest.approx(1.0)
 
 
+def test_a_port_that_serves_many_at_once_may_be_slower():
+    crowded = replace(NODES, within=Link(bandwidth=GB, crowding=1.0))
+    assert seconds(crowded, (0, 1, GB), (1, 0, GB)) == pytest.approx(1.0)
+    assert seconds(crowded, (0, 1, GB), (0, 2, GB)) == pytest.approx(4.0)
+    assert seconds(crowded, (1, 0, GB), (2, 0, GB)) == pytest.approx(4.0)
+
+
 def test_files_say_it_in_full_or_by_what_differs(tmp_path):
     file = tmp_path / "ours.toml"
     file.write_text(

@@ -27,9 +27,10 @@ HDR = Link(bandwidth=23e9, latency=12e-6, disturbs=0.1)
 """InfiniBand, 200 Gb/s for each rank."""
 ETHERNET = Link(bandwidth=11e9, latency=50e-6, per="group", disturbs=0.1)
 """100 Gb/s for each machine."""
-PCIE_SWITCH = Link(bandwidth=24e9, latency=10e-6, disturbs=0.5)
-HOST_BRIDGES = Link(bandwidth=40e9, latency=20e-6, per="group", disturbs=0.5)
-"""From switch to switch through the processors of a machine, all together."""
+PCIE_SWITCH = Link(bandwidth=17.5e9, latency=10e-6, disturbs=1.0)
+HOST_BRIDGES = Link(bandwidth=17.5e9, latency=20e-6, disturbs=1.0, crowding=1.6)
+"""From switch to switch through a machine's processors. What table 3 of USP (arXiv 2405.07719) comes to: a ring attains
+17 GB/s a rank, an all-to-all of four ranks some 3, of eight about 1, and neither is hidden behind computation."""
 
 _H100 = Cluster(
     name="H100 80 GB", nodes=1, ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Wiring = Literal["rank", "pair", "group"]
@@ -30,6 +29,7 @@ class Link:
             together, which share it: the network card of a node, or the bus within one.
         disturbs: by how much computation beside an exchange takes longer, as a share of the time of the exchange: for
             copies that take compute units or memory bandwidth.
+        crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
 
     Raises:
         ValueError: no bandwidth, a negative number, or other wiring.
@@ -39,12 +39,14 @@ class Link:
     latency: float = 0.0
     per: Wiring = "rank"
     disturbs: float = 0.0
+    crowding: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second")
-        if self.latency < 0 or self.disturbs < 0:
-            raise ValueError(f"latency={self.latency} and disturbs={self.disturbs} must not be below 0")
+        for name in ("latency", "disturbs", "crowding"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be below 0")
         if self.per not in ("rank", "pair", "group"):
             raise ValueError(f"per={self.per!r}; known: rank, pair, group")
 
@@ -82,23 +84,39 @@ class Transit(NamedTuple):
     disturbance: float
 
 
+@dataclass
+class Load:
+    """What a port has to carry."""
+
+    link: Link
+    bytes: int = 0
+    peers: set[int] = field(default_factory=set[int])
+
+    @property
+    def seconds(self) -> float:
+        """By itself."""
+        crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
+        return self.bytes * crowd / self.link.bandwidth
+
+
 def transit(levels: tuple[Level, ...], sends: Iterable[Send]) -> Transit:
-    """Until all have arrived: what the busiest port carries by its bandwidth, and the longest latency on the way.
+    """Until all have arrived: what the busiest port takes, and the longest latency on the way.
 
     Args:
         levels: from the smallest groups to all ranks.
     """
-    loads, used = Counter[Port](), dict[Port, Level]()
-    latency = 0.0
+    loads, latency = dict[Port, Load](), 0.0
     for source, target, size in sends:
         if source == target or not size:
             continue
         level = next(level for level in levels if source // level.ranks == target // level.ranks)
         latency = max(latency, level.link.latency)
         for port in level.ports(source, target):
-            loads[port] += size
-            used[port] = level
+            load = loads.setdefault(port, Load(level.link))
+            load.bytes += size
+            if level.link.crowding:
+                load.peers.add(source if "in" in port else target)
     if not loads:
         return Transit(0.0, 0.0)
-    times = [(load / used[port].link.bandwidth, used[port].link.disturbs) for port, load in loads.items()]
-    return Transit(latency + max(time for time, _ in times), max(time * disturbs for time, disturbs in times))
+    busiest = max(load.seconds for load in loads.values())
+    return Transit(latency + busiest, max(load.seconds * load.link.disturbs for load in loads.values()))
