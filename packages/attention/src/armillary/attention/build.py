@@ -11,6 +11,7 @@ from armillary.attention.all_gather import AllGatherKV
 from armillary.attention.local import Local
 from armillary.attention.method import Method
 from armillary.attention.ring import Ring
+from armillary.attention.teams import Placement
 from armillary.attention.token_ring import TokenRing
 from armillary.attention.ulysses import Ulysses
 from armillary.attention.upipe import UPipe
@@ -28,7 +29,13 @@ HEAD_METHODS: dict[str, Callable[[DeviceMesh, Method, int | None], Method]] = {
 }
 
 
-def build_attention(name: str, mesh: DeviceMesh, heads_per_stage: int | None = None) -> Method:
+def build_attention(
+    name: str,
+    mesh: DeviceMesh,
+    heads_per_stage: int | None = None,
+    team: int | None = None,
+    placement: Placement = "collect_intra",
+) -> Method:
     """The method `name` on the axes of `mesh` (from `build_mesh`).
 
     Args:
@@ -36,10 +43,11 @@ def build_attention(name: str, mesh: DeviceMesh, heads_per_stage: int | None = N
             "all_gather"; on the head axis "ulysses" or "upipe"; a pair of both, as in "upipe+wallfacer"; "usp" is
             "ulysses+ring".
         heads_per_stage: of UPipe; unless given, one query head for each rank of the head axis: the least memory.
+        team, placement: of WallFacer; unless given, the largest team that fits.
 
     Raises:
-        ValueError: an unknown name, a method that leaves an axis with more than one rank unused, or heads per stage for
-            a method without stages.
+        ValueError: an unknown name, a method that leaves an axis with more than one rank unused, or heads per stage or
+            a team for a method without.
     """
     head, _, sequence = ("ulysses+ring" if name == "usp" else name).rpartition("+")
     if not head and sequence in HEAD_METHODS:
@@ -50,7 +58,13 @@ def build_attention(name: str, mesh: DeviceMesh, heads_per_stage: int | None = N
         raise ValueError(f"{name} has no stages to put {heads_per_stage} heads into; upipe has")
     _check_used(name, mesh, "ring", sequence != "local")
     _check_used(name, mesh, "ulysses", bool(head))
-    inner = Local() if sequence == "local" else SEQUENCE_METHODS[sequence](mesh["ring"])
+    if sequence == "wallfacer":
+        ranks = mesh["ring"].size()
+        inner = WallFacer(mesh["ring"], largest_team(ranks) if team is None else team, placement)
+    elif team is not None:
+        raise ValueError(f"{name} has no teams of {team} ranks; wallfacer has")
+    else:
+        inner = Local() if sequence == "local" else SEQUENCE_METHODS[sequence](mesh["ring"])
     return HEAD_METHODS[head](mesh["ulysses"], inner, heads_per_stage) if head else inner
 
 
