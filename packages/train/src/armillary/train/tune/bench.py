@@ -31,10 +31,16 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of forward and backward of a block, and most bytes of the device; both of the rank that has most."""
+    """What a candidate takes, on the rank where that is most.
+
+    Args:
+        seconds, least: of forward and backward of a block: the median over passes, and the fastest.
+        memory: bytes of the device; None on the CPU.
+    """
 
     seconds: float
-    memory: int | None
+    least: float
+    memory: int | None = None
 
 
 @dataclass
@@ -86,7 +92,7 @@ class Bench:
 
 
 def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> Timing:
-    """The median over iterations, after one that does not count. Every rank must call it; all get the same.
+    """Of so many passes, after one that does not count. Every rank must call it; all get the same.
 
     Raises:
         ValueError: as `Bench.of`.
@@ -97,11 +103,11 @@ def measure(config: Config, candidate: Candidate, device: torch.device, iteratio
     seconds = [bench.seconds() for _ in range(iterations)]
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     *seconds, most = largest([*seconds, float(memory)], device)
-    return Timing(median(seconds), int(most) if memory else None)
+    return Timing(median(seconds), min(seconds), int(most) if memory else None)
 
 
 def compare(config: Config, candidates: Sequence[Candidate], device: torch.device, rounds: int) -> list[float]:
-    """Likewise of several, in turns, so that what disturbs the machine disturbs all: each round begins with another."""
+    """Seconds of several, in turns, so that what disturbs the machine disturbs all: each round begins with another."""
     forget(device)
     benches = [Bench.of(config, candidate, device) for candidate in candidates]
     for bench in benches:

@@ -20,13 +20,15 @@ class Measured:
     Args:
         seconds: that forward and backward of a block take the slowest rank, as a median; None where it was not
             measured.
-        again: likewise, measured in turns with others that are about as fast.
+        least: of the fastest pass, likewise of the slowest rank: far below `seconds` on a machine that is disturbed.
+        again: as `seconds`, measured in turns with others that are about as fast.
         memory: most bytes of the device of any rank; None on the CPU.
         reason: why there are no seconds.
     """
 
     candidate: Candidate
     seconds: float | None = None
+    least: float | None = None
     again: float | None = None
     memory: int | None = None
     reason: str | None = None
@@ -77,10 +79,8 @@ def read(path: Path, what: str) -> Tuned:
         raise ValueError(f"{what}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"{what}: is no file of armillary-tune ({where + ': ' if where else ''}{first['msg']})"
-        ) from error
+        said = ": ".join([*([".".join(map(str, first["loc"]))] if first["loc"] else []), first["msg"]])
+        raise ValueError(f"{what}: is no file of armillary-tune ({said})") from error
 
 
 def write(path: Path, tuned: Tuned) -> None:

@@ -22,7 +22,7 @@ from armillary.train.tune.file import Measured, Tuned, read, write
 from armillary.train.tune.prune import looked_at, pruned
 from armillary.train.tune.question import Question, difference, dtype_name, question_of
 from armillary.train.tune.screen import Screen
-from armillary.train.tune.together import together
+from armillary.train.tune.together import Together
 from armillary.train.watchdog import about_others
 
 NEAR = 1.05
@@ -53,19 +53,10 @@ def tune(order: Order, measure: Measure = bench.measure, compare: Compare = benc
     Raises:
         ValueError: what is asked for cannot be measured, the file is that of another question, or nothing could be run.
     """
-    tuner, tuned = Tuner.start(order, measure, compare)
-    try:
-        for number, candidate in enumerate(tuner.candidates, start=1):
-            if not tuned.known(candidate):
-                tuned = tuner.look_at(candidate, number, tuned)
-        if not tuned.complete:
-            tuned = tuner.choose(tuned)
-        if tuned.choice is None:
-            raise ValueError(f"none of {len(tuned.measured)} candidates could be run, such as {failed(tuned)}")
-        tuner.screen.say(f"chosen: {tuned.choice}; train with --parallel.tuned {order.out}")
-        return tuned
-    finally:
-        tuner.screen.close()
+    with Together.watched(order.run) as together:
+        tuner, tuned = Tuner.start(order, together, measure, compare)
+        with tuner.screen:
+            return tuner.run(tuned)
 
 
 @dataclass(frozen=True)
@@ -73,16 +64,17 @@ class Tuner:
     """What does not change on the way. What is known so far goes through its methods, the same on all ranks."""
 
     order: Order
+    together: Together
     candidates: Sequence[Candidate]
     screen: Screen
     measure: Measure
     compare: Compare
 
     @classmethod
-    def start(cls, order: Order, measure: Measure, compare: Compare) -> tuple[Tuner, Tuned]:
+    def start(cls, order: Order, together: Together, measure: Measure, compare: Compare) -> tuple[Tuner, Tuned]:
         """The tuner, and what rank 0 finds in the file."""
         config = order.run
-        with together(config, "starting") as (device, ranks):
+        with together.group("starting") as (device, ranks):
             check_alike("the configuration", settings(config) | options(order))
             dtype = precision(config, device)
             candidates, left_out = pruned(order, world_size(), dtype, looked_at(order, world_size()))
@@ -90,15 +82,26 @@ class Tuner:
             tuned = ranks.on_first(lambda: found(order.out, question))
         tuned = replace(tuned, left_out=tuple(each for each in left_out if not tuned.known(each.candidate)))
         tuned = counted(tuned, candidates)
-        screen = Screen(ranks.rank)
-        screen.begins(len(candidates) - tuned.left, len(candidates), len(tuned.left_out))
-        return cls(order, candidates, screen, measure, compare), tuned
+        return cls(order, together, candidates, Screen(ranks.rank), measure, compare), tuned
+
+    def run(self, tuned: Tuned) -> Tuned:
+        """Measures what is left, and chooses."""
+        self.screen.begins(len(self.candidates) - tuned.left, len(self.candidates), len(tuned.left_out))
+        for number, candidate in enumerate(self.candidates, start=1):
+            if not tuned.known(candidate):
+                tuned = self.look_at(candidate, number, tuned)
+        if not tuned.complete:
+            tuned = self.choose(tuned)
+        if tuned.choice is None:
+            raise ValueError(f"none of {len(tuned.measured)} candidates could be run, such as {failed(tuned)}")
+        self.screen.say(f"chosen: {tuned.choice}; train with --parallel.tuned {self.order.out}")
+        return tuned
 
     def look_at(self, candidate: Candidate, number: int, tuned: Tuned) -> Tuned:
         """Measures a candidate, and keeps what came of it."""
         name = str(candidate)
         begun = tuned.attempts.get(name, 0)
-        with together(self.order.run, "measuring", number) as (device, ranks):
+        with self.together.group("measuring", number) as (device, ranks):
             if begun < ATTEMPTS:
                 self.keep(ranks, replace(tuned, attempts=tuned.attempts | {name: begun + 1}))
                 result = self.tried(candidate, device, ranks)
@@ -117,13 +120,13 @@ class Tuner:
         timing, reason = attempt(lambda: self.measure(order.run, candidate, device, order.iterations), ranks)
         if timing is None:
             return Measured(candidate, reason=reason)
-        return Measured(candidate, seconds=timing.seconds, memory=timing.memory)
+        return Measured(candidate, timing.seconds, timing.least, memory=timing.memory)
 
     def choose(self, tuned: Tuned) -> Tuned:
         """The fastest; where others are about as fast, after all these were measured again in turns."""
         tuned = replace(tuned, measured=tuple(replace(each, again=None) for each in tuned.measured))
         near = [each for each in tuned.fastest if within(each, tuned.fastest[0])][:FINALISTS]
-        with together(self.order.run, "comparing") as (device, ranks):
+        with self.together.group("comparing") as (device, ranks):
             if len(near) > 1:
                 tuned = replace(tuned, measured=self.compared(near, tuned, device, ranks))
             best = min(tuned.fastest, key=by_speed, default=None)
@@ -191,8 +194,8 @@ def counted(tuned: Tuned, candidates: Sequence[Candidate]) -> Tuned:
 
 
 def within(measured: Measured, best: Measured) -> bool:
-    """Whether it is about as fast as the fastest."""
-    return (measured.seconds or 0.0) <= NEAR * (best.seconds or 0.0)
+    """Whether it is about as fast as the fastest, in one of its passes at least."""
+    return (measured.least or 0.0) <= NEAR * (best.seconds or 0.0)
 
 
 def by_speed(measured: Measured) -> tuple[bool, float]:
