@@ -61,10 +61,9 @@ def spent(steps: Iterable[Step], cluster: Cluster, seconds_per_pair: float, copi
 
 def _span(sends: Sequence[Send], pairs: Sequence[int], cluster: Cluster, seconds_per_pair: float) -> Span:
     compute = max(pairs, default=0) * seconds_per_pair
-    exchange, disturbance = cluster.transit(sends)
+    transit = cluster.transit(sends)
     overhead = cluster.accelerator.step if compute else 0.0
-    taken = max(compute + min(disturbance, compute), exchange)
-    return Span(compute, taken - compute, overhead, exchange)
+    return Span(compute, transit.beside(compute) - compute, overhead, transit.seconds)
 
 
 def copied(sends: Iterable[Send], ranks: int, copies: int) -> list[Send]:
