@@ -27,8 +27,8 @@ class Link:
         latency: seconds from the start of a send to the arrival of its first byte.
         per: who has such a link: each "rank", into a switch; each "pair" of ranks (a full mesh); or a "group" of ranks
             together, which share it: the network card of a node, or the bus within one.
-        disturbs: what an exchange and computation beside it take from each other, as a share of the shorter one: 0 where
-            one hides the other, 1 where it is as if they came one after the other.
+        disturbs: what an exchange and computation beside it take from each other, as a share of the shorter one: 0
+            where one hides the other, 1 where it is as if they came one after the other.
         crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
 
     Raises:
