@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from armillary.attention import AttentionMask
+from armillary.attention.schedule import Work
 from armillary.core import Cluster
 from armillary.core.quantity import quantity
 from armillary.models import Checkpointing
