@@ -148,13 +148,13 @@ def choose(
     found = list[Choice]()
     for checkpointing, on_host in policies():
         job = Job(
-            model,
-            candidate.mesh.axes,
-            candidate.attention,
-            length,
-            rows // candidate.mesh.shard,
-            checkpointing,
-            on_host,
+            model=model,
+            axes=candidate.mesh.axes,
+            attention=candidate.attention,
+            length=length,
+            rows=rows // candidate.mesh.shard,
+            checkpointing=checkpointing,
+            on_host=on_host,
         )
         memory, time = estimate(job), step_time(job, passes, cluster)
         flops = rows * length * model.flops_per_token(length)

@@ -106,7 +106,7 @@ def parts(choice: Choice) -> list[str]:
     width = max(map(len, spent))
     total = choice.time.seconds
     lines = [f"  {name:{width}}  {seconds / total:6.1%}  {duration(seconds)}" for name, seconds in spent.items()]
-    return ["", "the first step's time:", *lines, ""]
+    return ["", "where the time of the first goes:", *lines, ""]
 
 
 def rest(found: Found) -> str:
