@@ -69,7 +69,10 @@ def bus_of(bandwidth: float) -> Cluster:
 
 def test_computation_is_disturbed_by_what_is_busiest():
     cluster = replace(NODES, between=Link(bandwidth=GB, disturbs=0.5))
-    assert cluster.transit([Send(0, 8, 2 * GB), Send(1, 2, GB)]).disturbance == pytest.approx(1.0)
+    transit = cluster.transit([Send(0, 8, 2 * GB), Send(1, 2, GB)])
+    assert transit.seconds == pytest.approx(2.0) and transit.disturbs == 0.5
+    assert transit.beside(0.0) == pytest.approx(2.0) and transit.beside(3.0) == pytest.approx(4.0)
+    assert cluster.transit([]).beside(3.0) == 3.0
 
 
 def test_a_port_that_serves_many_at_once_may_be_slower():

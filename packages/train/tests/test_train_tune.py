@@ -23,7 +23,7 @@ from armillary.train.tune.bench import Timing
 from armillary.train.tune.choice import with_choice
 from armillary.train.tune.command import Order, read_order
 from armillary.train.tune.file import Measured, Tuned, read, write
-from armillary.train.tune.prune import Prediction, looked_at, parted
+from armillary.train.tune.prune import Prediction, looked_at, parted, predictor, pruned
 from armillary.train.tune.question import question_of
 
 SMALL = Config(
@@ -258,6 +258,35 @@ def test_what_is_predicted_slow_or_too_large_is_left_out_and_the_rest_goes_faste
         Measured(d, reason="predicted not to fit: 9 of 8 GiB"),
     ]
     assert parted([Prediction(a, 1.0, "all"), Prediction(b, 2.0, "all")], slower=3)[0] == [a, b]
+
+
+BIG = replace(
+    SMALL,
+    model=ModelConfig(dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336),
+    data=DataConfig(sequence_length=131_072, rows=1),
+    checkpointing=Checkpointing("attention_output"),
+)
+
+
+def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
+    asked = Order(run=BIG, cluster="8xh100", slower=1.1)
+    every = looked_at(asked, 8)
+    wanted, left_out = pruned(asked, 8, torch.bfloat16, every)
+    assert 0 < len(wanted) < len(every)
+    assert {*wanted, *(each.candidate for each in left_out)} == set(every)
+    assert all("times as long as the fastest" in (each.reason or "") for each in left_out)
+    predict = predictor(asked, 8, torch.bfloat16)
+    times = [predict(candidate).seconds for candidate in wanted]
+    assert times == sorted(times) and times[-1] <= 1.1 * times[0]
+    assert len(pruned(replace(asked, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
+    # All that a block makes is too much at a million tokens; UPipe's stages take less than Ulysses.
+    longer = replace(BIG, data=DataConfig(sequence_length=1_500_000, rows=1))
+    wanted, left_out = pruned(replace(asked, run=longer, slower=9), 8, torch.bfloat16, every)
+    reasons = {str(each.candidate): each.reason or "" for each in left_out}
+    assert reasons["ring on ring 8"].startswith("predicted not to fit: ")
+    assert "upipe, 8 heads a stage on ulysses 8" in map(str, wanted)
+    with pytest.raises(ValueError, match="--cluster 8xh100 has 8 ranks, and 4 are running"):
+        pruned(asked, 4, torch.bfloat16, looked_at(asked, 4))
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ class Teams:
         group, member = divmod(rest, self.team)
         return group * self.ring + place, member
 
+    def seated(self, cut: SequenceLayout) -> SequenceLayout:
+        """The same shards in the order of ranks: `cut` has those of the first team's members first, and so on."""
+        seats = (self.seat(rank) for rank in range(self.ranks))
+        return SequenceLayout([cut.spans(team * self.team + member) for team, member in seats])
+
     def keeper(self, team: int, member: int) -> int:
         """The rank to which this member of a team sends the team's keys (step 2)."""
         return self.rank(member * self.ring + team // self.team, team % self.team)

@@ -86,8 +86,7 @@ class WallFacer(Method):
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """Each team holds what a rank of a ring of P / C would, cut in C."""
         cut = layout_of(kind, length, self.axis.size // self.teams.team, mask).refine(self.teams.team)
-        seats = (self.teams.seat(rank) for rank in range(self.axis.size))
-        return SequenceLayout([cut.spans(team * self.teams.team + member) for team, member in seats])
+        return self.teams.seated(cut)
 
     def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Gathering:
         return self._gather((q,), layout)

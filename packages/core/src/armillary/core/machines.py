@@ -17,7 +17,15 @@ A100_80 = Accelerator(
     name="A100 80 GB", memory=int(79.2 * GiB), flops=312e12, memory_bandwidth=2.0e12, host_bandwidth=22e9
 )
 A100_40 = replace(A100_80, name="A100 40 GB", memory=int(39.4 * GiB), memory_bandwidth=1.55e12)
-L20 = Accelerator(name="L20 48 GB", memory=int(47.5 * GiB), flops=119.5e12, memory_bandwidth=864e9, host_bandwidth=22e9)
+L20 = Accelerator(
+    name="L20 48 GB",
+    memory=int(47.5 * GiB),
+    flops=119.5e12,
+    memory_bandwidth=864e9,
+    host_bandwidth=17.5e9,
+    attention=0.85,
+    attention_backward=0.7,
+)
 
 NVLINK_4 = Link(bandwidth=370e9, latency=8e-6, disturbs=0.1)
 NVLINK_3 = Link(bandwidth=240e9, latency=8e-6, disturbs=0.1)

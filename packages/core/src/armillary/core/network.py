@@ -27,8 +27,8 @@ class Link:
         latency: seconds from the start of a send to the arrival of its first byte.
         per: who has such a link: each "rank", into a switch; each "pair" of ranks (a full mesh); or a "group" of ranks
             together, which share it: the network card of a node, or the bus within one.
-        disturbs: by how much computation beside an exchange takes longer, as a share of the time of the exchange: for
-            copies that take compute units or memory bandwidth.
+        disturbs: what an exchange and computation beside it take from each other, as a share of the shorter one: 0
+            where one hides the other, 1 where it is as if they came one after the other.
         crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
 
     Raises:
@@ -47,6 +47,8 @@ class Link:
         for name in ("latency", "disturbs", "crowding"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be below 0")
+        if self.disturbs > 1:
+            raise ValueError(f"disturbs={self.disturbs} must not be above 1")
         if self.per not in ("rank", "pair", "group"):
             raise ValueError(f"per={self.per!r}; known: rank, pair, group")
 
@@ -78,10 +80,14 @@ class Level:
 
 
 class Transit(NamedTuple):
-    """What some sends take together: seconds, and seconds by which they delay computation beside them."""
+    """What some sends take together, and how much of it computation beside them loses: 0 to 1, as `Link.disturbs`."""
 
     seconds: float
-    disturbance: float
+    disturbs: float
+
+    def beside(self, compute: float) -> float:
+        """Seconds of the two together: as long as the longer one, and what they take from each other."""
+        return max(compute, self.seconds) + self.disturbs * min(compute, self.seconds)
 
 
 @dataclass
@@ -118,5 +124,5 @@ def transit(levels: tuple[Level, ...], sends: Iterable[Send]) -> Transit:
                 load.peers.add(source if "in" in port else target)
     if not loads:
         return Transit(0.0, 0.0)
-    busiest = max(load.seconds for load in loads.values())
-    return Transit(latency + busiest, max(load.seconds * load.link.disturbs for load in loads.values()))
+    busiest = max(loads.values(), key=lambda load: load.seconds)
+    return Transit(latency + busiest.seconds, busiest.link.disturbs)

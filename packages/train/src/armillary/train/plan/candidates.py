@@ -1,4 +1,4 @@
-"""Every way to run a model on a cluster that is worth a look: meshes, methods with options, checkpoint policies."""
+"""Every way to run a model on a cluster that is worth a look: meshes, methods, what blocks keep."""
 
 from __future__ import annotations
 

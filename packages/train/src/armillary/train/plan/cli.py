@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def find(argv: Sequence[str]) -> None:
     """`armillary-plan search`."""
     plan = parse(argv, SearchPlan, "armillary-plan search")
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("looking at meshes and methods", total=None)
         found = search(plan, lambda done, of: bar.update(task, completed=done, total=of))
     if plan.plot is not None:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from armillary.attention.schedule import Schedule
+import torch
+
+from armillary.attention import AttentionMask
+from armillary.attention.schedule import Work
 from armillary.core import Cluster
 from armillary.core.quantity import quantity
 from armillary.models import Checkpointing
 from armillary.train.memory import Job
-from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
+from armillary.train.memory.estimate import Estimate, estimate
 from armillary.train.plan.candidates import Candidate, candidates, is_one_of, policies
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.train.plan.presets import Model, cluster_of, model_of
@@ -105,30 +108,31 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda *_: N
     wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
     if not wanted:
         raise ValueError(
-            f"nothing to look at: {plan.rows} rows on {cluster.ranks} ranks, methods {' '.join(plan.attention) or 'all'}"
+            f"nothing to look at: {plan.rows} rows on {cluster.ranks} ranks, --attention "
+            f"{' '.join(plan.attention) or 'of any kind'}"
         )
-    passes, choices = Timing(model, cluster, length, plan.rows), list[Choice]()
+    choices = list[Choice]()
     for i, candidate in enumerate(wanted):
         progress(i, len(wanted))
-        choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes(candidate)))
+        passes = passes_of(candidate, model, cluster, length, plan.rows)
+        choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes))
     choices.sort(key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
     return Found(plan, model, cluster, room, length, choices)
 
 
-class Timing:
-    """Attention's passes for candidates, each schedule made once."""
-
-    def __init__(self, model: Model, cluster: Cluster, length: int, rows: int) -> None:
-        self.model, self.cluster, self.length, self.rows = model, cluster, length, rows
-
-    def __call__(self, candidate: Candidate) -> Passes:
-        mesh = candidate.mesh
-        schedule = self.schedule(candidate.attention, mesh.ring, mesh.ulysses, self.rows // mesh.shard)
-        return Passes.of(schedule, self.cluster, self.model.head_dim, mesh.shard)
-
-    def schedule(self, attention: AttentionChoice, ring: int, ulysses: int, rows: int) -> Schedule:
-        """Of a block's attention on causal, zigzag sequences."""
-        return attention.schedule(work_of(self.model, attention, self.length, rows, ring), ring, ulysses)
+def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int) -> Passes:
+    """Attention of a block, on causal zigzag sequences."""
+    mesh, attention = candidate.mesh, candidate.attention
+    work = Work.of(
+        attention.layout(length, mesh.ring),
+        AttentionMask(),
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        dtype=torch.bfloat16,
+        batch=rows // mesh.shard,
+    )
+    return Passes.of(attention.schedule(work, mesh.ring, mesh.ulysses), cluster, model.head_dim, copies=mesh.shard)
 
 
 def choose(
@@ -138,13 +142,13 @@ def choose(
     found = list[Choice]()
     for checkpointing, on_host in policies():
         job = Job(
-            model,
-            candidate.mesh.axes,
-            candidate.attention,
-            length,
-            rows // candidate.mesh.shard,
-            checkpointing,
-            on_host,
+            model=model,
+            axes=candidate.mesh.axes,
+            attention=candidate.attention,
+            length=length,
+            rows=rows // candidate.mesh.shard,
+            checkpointing=checkpointing,
+            on_host=on_host,
         )
         memory, time = estimate(job), step_time(job, passes, cluster)
         flops = rows * length * model.flops_per_token(length)

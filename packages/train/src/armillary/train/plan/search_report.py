@@ -67,9 +67,10 @@ def show(found: Found, console: Console) -> None:
 
 def heading(found: Found) -> list[str]:
     """What was asked."""
-    rows = f"{found.plan.rows} sequence{'s' if found.plan.rows > 1 else ''} of {found.length:,} tokens"
+    plan, sizes = found.plan, f"{found.model.parameters() / 1e9:.2f}B parameters"
+    rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {found.length:,} tokens"
     return [
-        f"{found.plan.model}, {found.model.parameters() / 1e9:.2f}B parameters, on {found.cluster.name}: a step of {rows}",
+        f"{plan.model}, {sizes}, on {found.cluster.name}: a step of {rows}",
         f"{len(found.choices)} ways to run it, {len(found.fitting)} of which fit; predicted, not measured",
     ]
 
@@ -105,7 +106,7 @@ def parts(choice: Choice) -> list[str]:
     width = max(map(len, spent))
     total = choice.time.seconds
     lines = [f"  {name:{width}}  {seconds / total:6.1%}  {duration(seconds)}" for name, seconds in spent.items()]
-    return ["", "the first step's time:", *lines, ""]
+    return ["", "where the time of the first goes:", *lines, ""]
 
 
 def rest(found: Found) -> str:

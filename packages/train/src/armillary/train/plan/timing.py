@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
-from armillary.attention.schedule import Step
-from armillary.core import Cluster, Send
+from armillary.attention.schedule import Move, Step
+from armillary.core import Cluster, Send, Transit
 
 FORWARD, BACKWARD = 4, 10
 """Floating-point operations for each visible (query, key) pair of a head, by head dim: two products, and five."""
@@ -52,30 +53,24 @@ def spent(steps: Iterable[Step], cluster: Cluster, seconds_per_pair: float, copi
         seconds_per_pair: that a rank takes for each visible (query, key) pair of a head.
         copies: of the schedule that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
     """
-    total, ranks = Span(), cluster.ranks // copies
+    total = Span()
     for step in steps:
-        sends = [send for move in step.moves for send in move.sends]
-        total += _span(sends if copies == 1 else copied(sends, ranks, copies), step.pairs, cluster, seconds_per_pair)
+        compute = max(step.pairs, default=0) * seconds_per_pair
+        transit = under_way(step.moves, cluster, copies)
+        overhead = cluster.accelerator.step if compute else 0.0
+        total += Span(compute, transit.beside(compute) - compute, overhead, transit.seconds)
     return total
 
 
-def _span(sends: Sequence[Send], pairs: Sequence[int], cluster: Cluster, seconds_per_pair: float) -> Span:
-    compute = max(pairs, default=0) * seconds_per_pair
-    exchange, disturbance = cluster.transit(sends)
-    overhead = cluster.accelerator.step if compute else 0.0
-    taken = max(compute + min(disturbance, compute), exchange)
-    return Span(compute, taken - compute, overhead, exchange)
+@lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are much alike
+def under_way(moves: tuple[Move, ...], cluster: Cluster, copies: int) -> Transit:
+    """What moves take together, made by each of several groups of ranks."""
+    ranks, sends = cluster.ranks // copies, [send for move in moves for send in move.sends]
+    firsts = range(0, copies * ranks, ranks)
+    return cluster.transit(Send(a + first, b + first, size) for first in firsts for a, b, size in sends)
 
 
-def copied(sends: Iterable[Send], ranks: int, copies: int) -> list[Send]:
-    """The same sends of each of several groups of ranks."""
-    return [
-        Send(send.source + first, send.target + first, send.bytes)
-        for send in sends
-        for first in range(0, copies * ranks, ranks)
-    ]
-
-
+@lru_cache(maxsize=1024)
 def around(cluster: Cluster, size: float) -> float:
     """Seconds that all-gathering a tensor of `size` bytes over all ranks takes, or reduce-scattering it.
 

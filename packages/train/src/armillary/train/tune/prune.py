@@ -15,6 +15,8 @@ from armillary.train.model import model_config
 from armillary.train.plan.candidates import Candidate, candidates, is_one_of
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.train.plan.presets import cluster_of
+from armillary.train.plan.search import passes_of
+from armillary.train.plan.step_time import step_time
 from armillary.train.tune.bench import VOCABULARY
 from armillary.train.tune.command import Order
 from armillary.train.tune.file import Measured
@@ -85,20 +87,17 @@ def parted(predictions: Sequence[Prediction], slower: float) -> tuple[list[Candi
 
 def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Candidate], Prediction]:
     """The planner, asked about the order's model on its cluster."""
-    from armillary.train.plan.search import Timing
-    from armillary.train.plan.step_time import step_time
-
     config, cluster = order.run, cluster_of(order.cluster or "")
     if cluster.ranks != ranks:
         raise ValueError(f"--cluster {order.cluster} has {cluster.ranks} ranks, and {ranks} are running")
     room = Room.of(cluster, quantity(RESERVE), quantity(HOST_RESERVE))
     job = job_of(config, precision)
-    passes = Timing(job.model, cluster, job.length, job.rows)
 
     def predict(candidate: Candidate) -> Prediction:
         mesh, attention = candidate.mesh, candidate.attention
         mine = replace(job, axes=mesh.axes, attention=attention, rows=job.rows // mesh.shard)
-        memory, taken = estimate(mine), step_time(mine, passes(candidate), cluster)
+        passes = passes_of(candidate, job.model, cluster, job.length, job.rows)
+        memory, taken = estimate(mine), step_time(mine, passes, cluster)
         return Prediction(candidate, taken.seconds, missing(memory, room) if room.share(memory) > 1 else None)
 
     return predict

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, build_attention
-from armillary.attention.build import HEAD_METHODS, largest_team
-from armillary.attention.teams import Placement
+from armillary.attention.build import HEAD_METHODS, build_schedule, largest_team
+from armillary.attention.schedule import Schedule, Work
+from armillary.attention.teams import Placement, Teams
+from armillary.core import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,19 @@ class AttentionChoice:
     def __call__(self, mesh: DeviceMesh) -> Method:
         return build_attention(
             self.name, mesh, heads_per_stage=self.heads_per_stage, team=self.team, placement=self.placement
+        )
+
+    def layout(self, length: int, ranks: int) -> SequenceLayout:
+        """Zigzag, over so many ranks of the sequence axis; what `Method.layout` gives, not refined for a head axis."""
+        if self.sequence != "wallfacer":
+            return SequenceLayout.zigzag(length, ranks)
+        team = self.team_of(ranks)
+        return Teams(ranks, team, self.placement).seated(SequenceLayout.zigzag(length, ranks // team).refine(team))
+
+    def schedule(self, work: Work, ring: int, ulysses: int) -> Schedule:
+        """What it sends and computes on a mesh of ring x ulysses ranks."""
+        return build_schedule(
+            self.name, work, ring, ulysses, self.heads_per_stage, team=self.team, placement=self.placement
         )
 
     @property
