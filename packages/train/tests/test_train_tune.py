@@ -13,9 +13,20 @@ import torch
 
 from armillary.models import Checkpointing
 from armillary.models.block import Block
-from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, prepare, process_group, train
+from armillary.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    prepare,
+    process_group,
+    train,
+)
 from armillary.train.command import read_command
 from armillary.train.config import LogConfig, ValidationConfig
+from armillary.train.dry_run import predict
 from armillary.train.memory.estimate import AttentionChoice
 from armillary.train.plan.candidates import Candidate, Mesh, candidates
 from armillary.train.tune import bench, tuner
@@ -56,12 +67,13 @@ def tuned_by(order: Order, *args: Any) -> tuple[Tuned, str]:
 
 
 def test_it_chooses_the_fastest_of_what_it_measured(worlds, tmp_path):
-    results = worlds(4).run(tuned_by, order(tmp_path))
+    asked = replace(order(tmp_path), attention=("ring", "ulysses"))
+    results = worlds(4).run(tuned_by, asked)
     tuned = results[0][0]
     assert all(found == tuned for found, _ in results)
     assert read(tmp_path / "tuned.json", "") == tuned
     assert tuned.complete and tuned.left == 0 and not tuned.attempts and not tuned.left_out
-    assert {each.candidate for each in tuned.measured} == set(looked_at(order(tmp_path), 4))
+    assert {each.candidate for each in tuned.measured} == set(looked_at(asked, 4))
     assert all(each.seconds is not None and 0 < each.least <= each.seconds for each in tuned.measured)
     last = [each for each in tuned.measured if each.again is not None]
     best = min(last, key=lambda each: each.again) if last else min(tuned.measured, key=lambda each: each.seconds)
@@ -264,12 +276,13 @@ BIG = replace(
     SMALL,
     model=ModelConfig(dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336),
     data=DataConfig(sequence_length=131_072, rows=1),
-    checkpointing=Checkpointing("attention_output"),
+    checkpointing=Checkpointing("attention_output", offload=True),
+    optimizer=OptimizerConfig(on_host=True),
 )
 
 
 def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
-    asked = Order(run=BIG, cluster="8xh100", slower=1.1)
+    asked = Order(run=BIG, cluster="8xh100", slower=1.05)
     every = looked_at(asked, 8)
     wanted, left_out = pruned(asked, 8, torch.bfloat16, every)
     assert 0 < len(wanted) < len(every)
@@ -277,14 +290,13 @@ def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     assert all("times as long as the fastest" in (each.reason or "") for each in left_out)
     predict = predictor(asked, 8, torch.bfloat16)
     times = [predict(candidate).seconds for candidate in wanted]
-    assert times == sorted(times) and times[-1] <= 1.1 * times[0]
+    assert times == sorted(times) and times[-1] <= 1.05 * times[0]
     assert len(pruned(replace(asked, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
-    # All that a block makes is too much at a million tokens; UPipe's stages take less than Ulysses.
-    longer = replace(BIG, data=DataConfig(sequence_length=1_500_000, rows=1))
+    longer = replace(BIG, data=DataConfig(sequence_length=3_000_000, rows=1))
     wanted, left_out = pruned(replace(asked, run=longer, slower=9), 8, torch.bfloat16, every)
     reasons = {str(each.candidate): each.reason or "" for each in left_out}
-    assert reasons["ring on ring 8"].startswith("predicted not to fit: ")
-    assert "upipe, 8 heads a stage on ulysses 8" in map(str, wanted)
+    assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")
+    assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, wanted))  # stages take little
     with pytest.raises(ValueError, match="--cluster 8xh100 has 8 ranks, and 4 are running"):
         pruned(asked, 4, torch.bfloat16, looked_at(asked, 4))
 
@@ -382,6 +394,15 @@ def test_files_of_something_else_are_refused(tmp_path, section, changes, said):
     with pytest.raises(ValueError) as error:
         with_choice(config, 4, "float32" if section != "train" else "bfloat16")
     assert said in str(error.value) and f"--parallel.tuned {tmp_path}/tuned.json" in str(error.value)
+
+
+def test_a_dry_run_takes_the_choice_too(tmp_path):
+    config = replace(
+        SMALL, model=replace(SMALL.model, vocab_size=257), parallel=ParallelConfig(tuned=file_of(tmp_path))
+    )
+    assert predict(config, ranks=4).axes == {"replicate": 1, "shard": 1, "ring": 2, "ulysses": 2, "tp": 1}
+    with pytest.raises(ValueError, match="was measured with ranks 4, and here it is 2"):
+        predict(config, ranks=2)
 
 
 def test_a_file_of_other_ranks_is_refused_before_anything_is_communicated(worlds, tmp_path):
