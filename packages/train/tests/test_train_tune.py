@@ -82,7 +82,7 @@ def test_it_chooses_the_fastest_of_what_it_measured(worlds, tmp_path):
     count = len(tuned.measured)
     assert shown[0] == f"{count} candidates"
     assert [line.split()[0] for line in shown[1 : 1 + count]] == [f"{i}/{count}" for i in range(1, count + 1)]
-    assert shown[1].startswith(f"1/{count} ring on ring 4: ") and shown[1].endswith(" ms (the best)")
+    assert shown[1].startswith(f"1/{count} ring on ring 4: ") and shown[1].endswith("s (the best)")
     assert shown[-1] == f"chosen: {tuned.choice}; train with --parallel.tuned {tmp_path}/tuned.json"
     assert all(printed == "" for _, printed in results[1:])
 

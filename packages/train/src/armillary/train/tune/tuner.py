@@ -77,11 +77,7 @@ class Tuner:
         with together.group("starting") as (device, ranks):
             check_alike("the configuration", settings(config) | options(order))
             dtype = precision(config, device)
-            candidates, left_out = pruned(order, world_size(), dtype, looked_at(order, world_size()))
-            question = question_of(config, world_size(), dtype_name(dtype))
-            tuned = ranks.on_first(lambda: found(order.out, question))
-        tuned = replace(tuned, left_out=tuple(each for each in left_out if not tuned.known(each.candidate)))
-        tuned = counted(tuned, candidates)
+            candidates, tuned = ranks.on_first(lambda: opened(order, dtype))
         return cls(order, together, candidates, Screen(ranks.rank), measure, compare), tuned
 
     def run(self, tuned: Tuned) -> Tuned:
@@ -171,6 +167,19 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
     # Only here is what failed let go of, with the tensors of its frames.
     reasons = list(dict.fromkeys(each for each in ranks.agree(lambda: reason) if each is not None))
     return (None, "; ".join(reasons)) if reasons else (result, None)
+
+
+def opened(order: Order, dtype: torch.dtype) -> tuple[list[Candidate], Tuned]:
+    """(candidates to measure, what is known of them), by the files that this rank sees.
+
+    Raises:
+        ValueError: as `looked_at`, `pruned` and `found`.
+    """
+    ranks = world_size()
+    tuned = found(order.out, question_of(order.run, ranks, dtype_name(dtype)))
+    wanted, left_out = pruned(order, ranks, dtype, looked_at(order, ranks))
+    tuned = replace(tuned, left_out=tuple(each for each in left_out if not tuned.known(each.candidate)))
+    return wanted, counted(tuned, wanted)
 
 
 def found(path: Path, question: Question) -> Tuned:
