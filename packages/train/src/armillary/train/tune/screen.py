@@ -28,7 +28,7 @@ class Screen:
 
     def begins(self, known: int, total: int, left_out: int) -> None:
         """So many of all candidates are known already."""
-        parts = [f"{total} candidates"]
+        parts = [f"{total} candidate{'' if total == 1 else 's'}"]
         parts += [f"{left_out} more left out by prediction"] if left_out else []
         parts += [f"{known} measured before"] if known else []
         self.say(", ".join(parts))
