@@ -108,7 +108,10 @@ def build_model(
     Raises:
         ValueError: sizes that make no model, or do not fit the mesh or the attention method.
     """
-    attention = build_attention(config.parallel.attention, mesh, config.parallel.heads_per_stage)
+    parallel = config.parallel
+    attention = build_attention(
+        parallel.attention, mesh, parallel.heads_per_stage, team=parallel.team, placement=parallel.placement
+    )
     model = meta_model(model_config(config.model, vocab_size, config.data.sequence_length)).to(wide(precision))
     parallelize(
         model,
@@ -117,7 +120,7 @@ def build_model(
         checkpointing=config.checkpointing,
         precision=precision,
         on_host=config.optimizer.on_host,
-        compiler=config.parallel.compiler,
+        compiler=parallel.compiler,
     )
     return model, attention
 

@@ -164,10 +164,11 @@ def memory_of(config: Config, job: Job, local_parameters: int) -> Estimate:
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:
     """The step of one rank, as memory is estimated and simulated for."""
+    parallel = config.parallel
     return Job(
         model=model,
         axes=axes,
-        attention=AttentionChoice(config.parallel.attention, config.parallel.heads_per_stage),
+        attention=AttentionChoice(parallel.attention, parallel.heads_per_stage, parallel.team, parallel.placement),
         length=config.data.sequence_length,
         rows=config.rows_per_batch,
         checkpointing=config.checkpointing,

@@ -116,7 +116,7 @@ def solve(known: dict[int, StepMemory], room: Room) -> int:
     return int(min(reached, default=max(a, b)))
 
 
-def missing(memory: StepMemory, room: Room) -> str:
+def missing(memory: StepMemory | Estimate, room: Room) -> str:
     """What is needed of what there is."""
     pairs = ((memory.device, room.device, "device"), (memory.host, room.host, "host"))
     return ", ".join(f"{need / 2**30:.1f} of {have / 2**30:.1f} GiB on the {where}" for need, have, where in pairs)
