@@ -1,205 +1,209 @@
-"""What each method sends, counted, is its closed form to the byte; and what nobody sees is not sent."""
+"""What each method sends, counted on every rank, is its schedule to the byte; the schedule is the closed form.
 
+The latter is shown in `test_attention_schedule.py`, without processes.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, product
 
+import pytest
 import torch
 
-from armillary.attention import AllGatherKV, AttentionMask, Method, Ring, TokenRing, Ulysses, UPipe, WallFacer
-from armillary.core import CommLedger
+from armillary.attention import AttentionMask, Schedule, UPipe, WallFacer, Work, ring, upipe, wall_facer
+from armillary.attention.conformance import METHODS, Case, Composition, cases, compositions
+from armillary.attention.conformance.case import CAUSAL, MASKS
+from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 
-B, T, H, D, P = 2, 8, 8, 16, 4  # T tokens on each of P ranks
-FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
-DTYPES = ((torch.float32, 4, 4), (torch.bfloat16, 2, 4), (torch.float64, 8, 8))  # with e and a
-
-
-def build(name: str) -> Method:
-    if name == "ulysses":
-        return Ulysses(mesh(ulysses=P)["ulysses"])
-    axis = mesh(ring=P)["ring"]
-    return TokenRing(axis) if name == "token_ring" else Ring(axis, backward=name.removeprefix("ring "))
-
-
-def bytes_sent(name: str, key_heads: int, dtype: torch.dtype, mask: AttentionMask, kind: str) -> tuple[int, int]:
-    attend = build(name)
-    q, k, v = (torch.randn(B, T, n, D, dtype=dtype, requires_grad=True) for n in (H, key_heads, key_heads))
-    with CommLedger() as ledger:
-        attend(q, k, v, mask=mask, layout=attend.layout(P * T, kind)).sum().backward()
-    assert ledger.bytes() == ledger.bytes(phase="forward") + ledger.bytes(phase="backward")
-    return ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
-
-
-def sent(worlds, name: str, key_heads: int, dtype: torch.dtype, mask: AttentionMask = FULL, kind: str = "zigzag"):
-    return worlds(P).run(bytes_sent, name, key_heads, dtype, mask, kind)
-
-
-def test_ring_that_rotates_keys(worlds):
-    for key_heads in (1, 2, 8):
-        for dtype, e, a in DTYPES:
-            shard = 2 * B * T * key_heads * D
-            expected = ((P - 1) * shard * e, (P - 1) * shard * (e + a))
-            assert sent(worlds, "ring keys", key_heads, dtype) == [expected] * P
-
-
-def test_ring_that_rotates_queries_in_backward(worlds):
-    for key_heads in (1, 8):
-        for dtype, e, a in DTYPES:
-            forward = (P - 1) * 2 * B * T * key_heads * D * e
-            backward = (P - 1) * B * T * H * (3 * D * e + a + D * a)  # lse is as wide as the accumulators
-            assert sent(worlds, "ring queries", key_heads, dtype) == [(forward, backward)] * P
-
-
-def test_ring_takes_the_cheaper_backward(worlds):
-    for key_heads in (1, 2, 8):
-        for dtype, *_ in DTYPES:
-            both = [sent(worlds, f"ring {moving}", key_heads, dtype)[0] for moving in ("keys", "queries")]
-            assert sent(worlds, "ring auto", key_heads, dtype) == [min(both)] * P
-    # Multi-head attention in bfloat16 at a usual head dim is where queries win: 5 units against 6.
-    assert sent(worlds, "ring auto", 8, torch.bfloat16) == sent(worlds, "ring queries", 8, torch.bfloat16)
-
-
-def test_token_ring(worlds):
-    for key_heads in (2, 8):
-        for dtype, e, a in DTYPES:
-            forward = (P - 1) * B * T * H * (D * e + D * e + a)
-            backward = (P - 1) * B * T * H * (3 * D * e + a + D * a)
-            assert sent(worlds, "token_ring", key_heads, dtype) == [(forward, backward)] * P
-
-
-def test_ulysses(worlds):
-    for key_heads in (1, 2, 4, 8):
-        for dtype, e, a in DTYPES:
-            queries, keys = (n * (P - 1) * B * T * D // P for n in (2 * H, 2 * max(key_heads, P)))
-            # Where ranks share a key head, what they send back of its gradient is a sum not finished yet, and wide.
-            expected = ((queries + keys) * e, queries * e + keys * (a if key_heads < P else e))
-            assert sent(worlds, "ulysses", key_heads, dtype) == [expected] * P
-
-
-def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it(worlds):
-    """Keys of shard r are seen by ranks r and up, queries see keys of ranks r and down: half of all cells."""
-    shard = 2 * B * T * H * D * 4
-    keys = sent(worlds, "ring keys", H, torch.float32, CAUSAL, "contiguous")
-    assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r go on
-    queries = sent(worlds, "ring queries", H, torch.float32, CAUSAL, "contiguous")
-    going, returning = (3 * D * 4 + 4) * B * T * H, D * 4 * B * T * H
-    assert sum(b for _, b in queries) == (going + returning) * P * (P - 1) // 2
-    assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
-
-
-def test_causal_and_zigzag_three_quarters_are_sent(worlds):
-    """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
-    for name in ("ring keys", "ring queries", "token_ring"):
-        for key_heads in (2, 8):
-            whole, part = (sent(worlds, name, key_heads, torch.float32, mask) for mask in (FULL, CAUSAL))
-            for phase in (0, 1):
-                assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in whole), name
-
-
-def test_with_a_window_neighbours_get_the_tokens_within_it(worlds):
-    """A window of 3 back on contiguous shards: the last 3 tokens of a shard go one hop, and their gradients back."""
-    window = AttentionMask(window=(3, None))
-    token = 2 * B * H * D * 4
-    assert sent(worlds, "ring keys", H, torch.float32, window, "contiguous") == [
-        (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
-    ]
-    alone = AttentionMask(window=(0, 0))
-    assert sent(worlds, "token_ring", H, torch.float32, alone, "contiguous") == [(0, 0)] * P
-
-
-def wall_facer_bytes(
-    team: int, placement: str, gather_keys: bool, backward: str, key_heads: int, dtype: torch.dtype
-) -> tuple[bool, dict[tuple[str, str], int]]:
-    """Whether this rank keeps its own keys, and bytes by (kind, phase)."""
-    attend = WallFacer(mesh(ring=16)["ring"], team, placement, backward, gather_keys)
-    q, k, v = (torch.randn(B, T, n, D, dtype=dtype, requires_grad=True) for n in (H, key_heads, key_heads))
-    with CommLedger() as ledger:
-        attend(q, k, v, mask=AttentionMask(False), layout=attend.layout(16 * T)).sum().backward()
-    kinds = [(kind, phase) for kind in ("p2p", "all_gather", "reduce_scatter") for phase in ("forward", "backward")]
-    own = attend.teams.keeper(*attend.seat) == attend.shard
-    return own, {(kind, phase): ledger.bytes(kind=kind, phase=phase) for kind, phase in kinds}
-
-
-def test_wall_facer(worlds):
-    """Its closed form at 16 ranks: teams of 2 in rings of 4, and teams of 4 with no ring at all."""
-    for team, placement, backward, key_heads, (dtype, e, a) in (
-        (1, "collect_intra", "keys", 2, DTYPES[0]),
-        (2, "collect_intra", "keys", 2, DTYPES[1]),
-        (2, "p2p_intra", "queries", 8, DTYPES[1]),
-        (2, "p2p_intra", "queries", 8, DTYPES[0]),
-        (4, "collect_intra", "keys", 8, DTYPES[0]),
-    ):
-        steps = 16 // team**2 - 1
-        queries, keys = B * T * H, 2 * B * T * key_heads * D
-        step = keys * (e + a) if backward == "keys" else queries * (3 * D * e + a + D * a)
-        for own, sent in worlds(16).run(wall_facer_bytes, team, placement, True, backward, key_heads, dtype):
-            placed = 0 if own else team  # the team's keys, once; a rank that keeps its own sends none
-            assert sent == {
-                ("all_gather", "forward"): (team - 1) * (queries * D + keys) * e,
-                ("p2p", "forward"): (placed + steps * team) * keys * e,
-                ("reduce_scatter", "forward"): (team - 1) * queries * (D * e + a),
-                ("all_gather", "backward"): (team - 1) * (queries * (3 * D * e + a) + keys * e),
-                ("p2p", "backward"): placed * keys * (e + a) + steps * team * step,
-                ("reduce_scatter", "backward"): (team - 1) * (queries * D + keys) * a,
-            }
-
-
-def test_wall_facer_without_the_gather_of_keys_sends_less_within_teams(worlds):
-    _, sent = worlds(16).run(wall_facer_bytes, 2, "collect_intra", False, "keys", 8, torch.float32)[5]
-    assert sent["all_gather", "forward"] == B * T * H * D * 4
-    assert sent["p2p", "forward"] == (2 + 3 * 2) * 2 * B * T * 8 * D * 4
-
-
-def all_gather_bytes(key_heads: int) -> tuple[int, int, int]:
-    attend = AllGatherKV(mesh(ring=P)["ring"])
-    q, k, v = (torch.randn(B, T, n, D, requires_grad=True) for n in (H, key_heads, key_heads))
-    with CommLedger() as ledger:
-        attend(q, k, v, mask=AttentionMask(), layout=attend.layout(P * T)).sum().backward()
-    gathers = [ledger.bytes(kind="all_gather", phase=phase) for phase in ("forward", "backward")]
-    return gathers[0], gathers[1], ledger.bytes(kind="reduce_scatter")
-
-
-def test_all_gather(worlds):
-    for key_heads in (1, 8):
-        keys = (P - 1) * 2 * B * T * key_heads * D * 4
-        assert worlds(P).run(all_gather_bytes, key_heads) == [(keys, keys, keys)] * P
-
-
-# -- in stages of heads -----------------------------------------------------------------------------------------------
+FULL = AttentionMask(causal=False)
+KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 
 
 class Columns:
     """Hidden states that are q, k and v side by side already."""
 
-    def __init__(self, key_heads: int) -> None:
-        self.heads, self.key_heads = H, key_heads
+    def __init__(self, work: Work) -> None:
+        self.heads, self.key_heads = len(work.key_heads), work.kv_heads
+        self.dims = [self.heads * work.head_dim, self.key_heads * work.head_dim, self.key_heads * work.value_dim]
 
     def q(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        return x.unflatten(-1, (-1, D))[:, :, list(heads)]
+        return self._column(x, 0, self.heads)[:, :, list(heads)]
 
     def kv(self, x: torch.Tensor, heads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (x.unflatten(-1, (-1, D))[:, :, [start + head for head in heads]] for start in (H, H + self.key_heads))
+        k, v = (self._column(x, i, self.key_heads)[:, :, list(heads)] for i in (1, 2))
         return k, v
+
+    def _column(self, x: torch.Tensor, i: int, heads: int) -> torch.Tensor:
+        return x.split(self.dims, dim=-1)[i].unflatten(-1, (heads, -1))
 
     def parameters(self) -> tuple[torch.Tensor, ...]:
         return ()
 
 
-def sent_in_stages(key_heads: int, heads_per_stage: int, dtype: torch.dtype) -> tuple[int, int]:
-    attend = UPipe(mesh(ulysses=P)["ulysses"], heads_per_stage=heads_per_stage)
-    x = torch.randn(B, T, (H + 2 * key_heads) * D, dtype=dtype, requires_grad=True)
+def work_of(case: Case, layout: SequenceLayout, key_layout: SequenceLayout, projected: bool) -> Work:
+    return Work.of(
+        layout,
+        case.mask,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        batch=case.batch,
+        value_dim=case.value_dim,
+        key_layout=key_layout,
+        projected=projected,
+    )
+
+
+def attend(method, work: Work) -> CommLedger:
+    """Forward and backward on this rank, from hidden states or from q, k and v."""
+    within = method.shards // method.sequence_shards
+    tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
     with CommLedger() as ledger:
-        out = attend.projected(x, Columns(key_heads), mask=FULL, layout=attend.layout(P * T))
-        out.sum().backward()
-    return ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
+        if work.projected:
+            columns = Columns(work)
+            x = torch.randn(work.batch, tokens, sum(columns.dims), dtype=work.dtype, requires_grad=True)
+            method.projected(x, columns, mask=work.mask, layout=work.layout).sum().backward()
+        else:
+            shapes = (tokens, work.q), (keys, work.k), (keys, work.v)
+            heads = (len(work.key_heads), work.kv_heads, work.kv_heads)
+            q, k, v = (
+                torch.randn(work.batch, n, h, size // work.batch // h, dtype=work.dtype, requires_grad=True)
+                for (n, size), h in zip(shapes, heads, strict=True)
+            )
+            method(q, k, v, mask=work.mask, layout=work.layout, key_layout=work.key_layout).sum().backward()
+    return ledger
 
 
-def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(worlds):
-    for key_heads in (1, 2, 4, 8):
-        for dtype, e, a in DTYPES[:2]:
-            queries, keys = (n * (P - 1) * B * T * D // P for n in (H, 2 * max(key_heads, P)))
-            forward = (2 * queries + keys) * e
-            again = (3 * queries + keys) * e  # q, out and dout, k and v come in
-            home = queries * e + keys * (a if key_heads < P else e)
-            for heads_per_stage in (P, 2 * P):
-                expected = [(forward, again + home)] * P
-                assert worlds(P).run(sent_in_stages, key_heads, heads_per_stage, dtype) == expected
+def differences(method, work: Work, schedule: Schedule) -> list[str]:
+    """Where this rank's ledger and the schedule differ."""
+    ledger = attend(method, work)
+    found = Counter({key: sent for key, sent in ledger.entries.items() if sent})
+    keys = product(("ring", "ulysses"), KINDS, ("forward", "backward"))
+    said = Counter({key: n for key in keys if (n := schedule.bytes(method.shard, key[1], key[2], key[0]))})
+    return [f"{key}: {found[key]} sent, {said[key]} in the schedule" for key in found | said if found[key] != said[key]]
+
+
+def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
+    """What this rank finds of some cases, those that the method can do."""
+    method, found = composition.build(), list[str]()
+    sizes = dict(composition.axes)
+    for case in chosen:
+        if case.heads < sizes.get("ulysses", 1):
+            continue
+        layout = method.inside.layout(case.length, case.kind)
+        key_layout = method.inside.layout(case.keys, case.key_kind or case.kind)
+        for projected in (True, False) if method.staged and not case.crosses else (not case.crosses,):
+            work = work_of(case, layout, key_layout, projected)
+            found += [
+                f"{composition}: {case}: {line}" for line in differences(method, work, composition.schedule(work))
+            ]
+    return found
+
+
+def all_wrong(chosen: Sequence[tuple[Composition, Sequence[Case]]]) -> list[str]:
+    return [line for composition, some in chosen for line in wrong(composition, some)]
+
+
+SMALL = Case(batch=1, length=64, head_dim=8, value_dim=8, dtype=torch.float32)
+EVEN = [replace(SMALL, mask=FULL, kv_heads=k, dtype=dtype) for k, dtype in ((8, torch.bfloat16), (2, torch.float32))]
+"""Under a full mask with even shards and heads, where schedules are closed forms."""
+
+
+def sample(seed: int, some: int = 1) -> list[Case]:
+    """An even case; and every mask, layout, dtype, number of heads, length and kind of keys at least once.
+
+    Args:
+        some: one of so many of the latter; other ones for the next seed.
+    """
+    varied = cases(brief=seed, sinks=(False,), softcaps=(None,), head_dims=(8, 16), large_head_dims=())
+    varied = [replace(case, needs="qkvs", shift=0.0, memory="plain") for case in varied]
+    return [EVEN[seed % 2], *varied[seed % some :: some]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_composition_sends_what_its_schedule_says(worlds, ranks):
+    every = compositions(list(METHODS), [ranks])
+    chosen = [(composition, sample(i, some=4 if ranks == 8 else 2)) for i, composition in enumerate(every)]
+    assert worlds(ranks).run(all_wrong, chosen) == [[]] * ranks
+
+
+def test_on_one_rank_nothing_is_sent(worlds):
+    chosen = [(composition, sample(0, some=4)) for composition in compositions(list(METHODS), [1])]
+    assert worlds(1).run(all_wrong, chosen) == [[]]
+
+
+def test_sixteen_ranks_in_rings_and_teams(worlds):
+    """Teams of 2 in rings of 4, and of 4 without; a ring around a wide head axis."""
+    every = [Composition.of(name, ring=16) for name in METHODS if name.startswith("wallfacer")]
+    every.append(Composition.of("usp", ring=2, ulysses=8))
+    masked = [
+        replace(SMALL, length=67, mask=MASKS["causal"](67, 1)),
+        replace(SMALL, kind="contiguous", mask=MASKS["documents"](64, 1)),
+    ]
+    chosen = [(composition, [EVEN[i % 2], masked[i % 2]]) for i, composition in enumerate(every)]
+    assert worlds(16).run(all_wrong, chosen) == [[]] * 16
+
+
+# -- layouts that no name has ------------------------------------------------------------------------------------------
+
+
+def uneven(shards: int) -> SequenceLayout:
+    """Runs of 4, 9, 14, ... tokens, by turns and backwards: shards of very unequal size."""
+    ends = [0]
+    for i in range(2 * shards):
+        ends.append(ends[-1] + 4 + 5 * (i % shards))
+    runs = [range(a, b) for a, b in pairwise(ends)]
+    return SequenceLayout([[runs[shards + r], runs[r]] for r in range(shards)])
+
+
+def wrong_when_uneven(names: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for composition in compositions(names, [4]):
+        method = composition.build()
+        layout = uneven(method.sequence_shards)
+        documents = AttentionMask(documents=(0, 5, layout.length - 2, layout.length))
+        for mask, heads in product((FULL, CAUSAL, documents), ((8, 2), (9, 3))):
+            case = replace(SMALL, mask=mask, heads=heads[0], kv_heads=heads[1], dtype=torch.bfloat16)
+            work = work_of(case, layout, layout, True)
+            found += [
+                f"{composition}: {case}: {line}" for line in differences(method, work, composition.schedule(work))
+            ]
+    return found
+
+
+def test_shards_of_unequal_size(worlds):
+    names = ["ring-keys", "ring-queries", "token_ring", "wallfacer-2", "wallfacer-2-keys", "all_gather", "ulysses"]
+    assert worlds(4).run(wrong_when_uneven, [*names, "usp", "upipe+wallfacer", "ulysses+all_gather"]) == [[]] * 4
+
+
+# -- options that no composition has -----------------------------------------------------------------------------------
+
+
+def wrong_in_stages(heads: int, key_heads: int, heads_per_stage: int | None, prefetch: bool) -> list[str]:
+    axes = mesh(ring=2, ulysses=2)
+    method = UPipe(axes["ulysses"], ring.Ring(axes["ring"]), heads_per_stage, prefetch)
+    case = replace(SMALL, heads=heads, kv_heads=key_heads)
+    work = work_of(case, *[SequenceLayout.zigzag(64, 2)] * 2, projected=True)
+    return differences(method, work, upipe.schedule(work, 2, ring.schedule, heads_per_stage, prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("heads_per_stage", [2, 4, 6, None])
+def test_upipe_with_any_heads_a_stage(worlds, heads_per_stage, prefetch):
+    for heads, key_heads in ((8, 4), (9, 3), (12, 1)):
+        assert worlds(4).run(wrong_in_stages, heads, key_heads, heads_per_stage, prefetch) == [[]] * 4
+
+
+def wrong_in_teams(placement: str, gather_keys: bool) -> list[str]:
+    method = WallFacer(mesh(ring=8)["ring"], 2, placement, "queries", gather_keys)
+    layout = SequenceLayout.contiguous(61, 8)  # not its own
+    work = work_of(replace(SMALL, mask=AttentionMask(window=(9, None))), layout, layout, projected=True)
+    return differences(method, work, wall_facer.schedule(work, 2, placement, "queries", gather_keys))
+
+
+@pytest.mark.parametrize(("placement", "gather_keys"), [*product(("collect_intra", "p2p_intra"), (True, False))])
+def test_wall_facer_with_a_layout_that_is_not_its_own(worlds, placement, gather_keys):
+    assert worlds(8).run(wrong_in_teams, placement, gather_keys) == [[]] * 8

@@ -103,7 +103,7 @@ def test_open_axes_are_filled_in():
         ("memory --reserve 100GiB", "leave nothing of 8 x H100 80 GB"),
         ("memory --rows 0", "--rows 0: must be at least 1"),
         ("memory --ulysses 0", "--ulysses 0: must be at least 1"),
-        ("mermory", "no command 'mermory'; known: memory"),
+        ("mermory", "no command 'mermory'; known: search, memory"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_line(capsys, argv, said):

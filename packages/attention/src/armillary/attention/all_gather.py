@@ -26,7 +26,8 @@ class AllGatherKV(Method):
         axis: a 1-D mesh, such as `mesh["ring"]`.
 
     Bytes sent, for e bytes an element and a an accumulated gradient element: forward (P - 1) 2 B S K D e, all-gather;
-    backward as much again, and (P - 1) 2 B S K D a, reduce-scatter. Shards of unequal size are gathered as the largest.
+    backward as much again, as they are not kept, and (P - 1) 2 B S K D a, reduce-scatter. Where shards are of unequal
+    size, each is gathered as the largest, and gradients are sent for the keys of all other shards.
     """
 
     def __init__(self, axis: DeviceMesh) -> None:

@@ -47,17 +47,22 @@ class Grid:
         bounds = self.mask.bounds()
         for row in range(len(self.mask.documents or ()) if self.mask.per_row else 1):
             above, across = (_pieces(of, self.mask, row) for of in (self.layout, self.key_layout))
-            for document in above[query].keys() & across[key].keys():
-                for first in above[query][document]:
-                    for second in across[key][document]:
-                        for (q, queries), (k, keys) in equal_steps(first, second):
-                            step = queries.step if len(queries) > 1 else keys.step
-                            found = _corner(len(queries), len(keys), keys[0] - queries[0], step, bounds)
-                            if found:
-                                yield q + found[0], q + found[1], k + found[2], k + found[3], found[4]
+            for document, held in above[query].items():
+                for first in held:
+                    for second in across[key].get(document, ()):
+                        yield from _spans_seen(first, second, bounds)
 
 
 Seen = tuple[int, int, int, int, int]
+
+
+def _spans_seen(first: Placed, second: Placed, bounds: Window) -> Iterator[Seen]:
+    same = first[1].step == second[1].step
+    for (q, queries), (k, keys) in ((first, second),) if same else equal_steps(first, second):
+        step = queries.step if len(queries) > 1 else keys.step
+        found = _corner(len(queries), len(keys), keys.start - queries.start, step, bounds)
+        if found:
+            yield q + found[0], q + found[1], k + found[2], k + found[3], found[4]
 
 
 @lru_cache(maxsize=16)

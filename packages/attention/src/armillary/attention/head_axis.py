@@ -68,7 +68,7 @@ class HeadMoves:
         """The way back: each rank's heads, with the tokens of each to it."""
         return self._move(lambda source, target: tokens[target] * len(heads[source % self.ranks]) * size)
 
-    def inside(self, inner: Inside, works: Sequence[Work | None]) -> Schedule:
+    def inside(self, inner: Inside, works: tuple[Work | None, ...]) -> Schedule:
         """What goes on on the sequence axis, with the work of each rank of the head axis, if it has any."""
         known = {work: inner(work) for work in works if work}
         shards = self.work.layout.shards

@@ -1,7 +1,8 @@
 """What an attention method is, and the checks that all share.
 
 A method is a pair of plain functions, forward and backward, over local tensors. Calling it goes through the one
-autograd bridge. To add a method, write one file with a subclass; nothing else changes.
+autograd bridge. To add a method, write one file with a subclass, and beside it a function `schedule` that says what it
+sends and computes (`schedule.py`); nothing else changes. The method runs without the latter; a planner needs it.
 """
 
 from __future__ import annotations

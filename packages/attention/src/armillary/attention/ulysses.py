@@ -27,8 +27,12 @@ class Ulysses(HeadMethod):
         axis: a 1-D mesh, such as `mesh["ulysses"]`.
         inner: any method over other axes.
 
-    Bytes sent, where U divides H and T tokens: (U - 1) / U * (2 H + 2 max(K, U)) B T D e forward and as much backward,
-    besides what `inner` sends for its T U tokens and H / U heads.
+    Bytes sent, for e bytes an element and a an accumulated gradient element, where U divides H and T tokens: forward
+    (U - 1) / U * (2 H + 2 max(K, U)) B T D e, backward (U - 1) / U * (2 H e + 2 max(K, U) c) B T D: dout there, dq and
+    dk, dv back, where c = e, or a if ranks share key heads (K < U), whose sums are not finished. In general rank u,
+    with h_u query heads and k_u key heads that these use, sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward
+    and B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, sums over the other ranks w. All of it all-to-all;
+    `inner` sends besides what it does for its T U tokens and H / U heads.
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
@@ -101,7 +105,7 @@ def schedule(work: Work, ranks: int, inner: Inside) -> Schedule:
     queries, keys = (moves.tokens, heads.queries), (moves.keys, heads.keys)
     q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e
     summed = work.a if heads.shared else e
-    inside = moves.inside(inner, [_inside(work, heads, u) for u in range(ranks)])
+    inside = moves.inside(inner, tuple(_inside(work, heads, u) for u in range(ranks)))
     bring = Step((moves.to_heads(*queries, q * e), moves.to_heads(*keys, q * e), moves.to_heads(*keys, v * e)))
     home = (moves.to_tokens(*queries, q * e), moves.to_tokens(*keys, q * summed), moves.to_tokens(*keys, v * summed))
     return Schedule(

@@ -79,7 +79,8 @@ class UPipe(HeadMethod):
     Bytes sent, even case, T tokens: forward as Ulysses, (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys come in once
     a round. Backward q, k and v come in again, with out and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e; and
     gradients go home, (U - 1) / U * (H e + 2 max(K, U) c) B T D, where c = e, or a if ranks share key heads (K < U).
-    `inner` sends what it sends for each stage: a ring turns the keys of a round once a stage.
+    `inner` sends what it sends for each stage: a ring turns the keys of a round once a stage. Given finished q, k and
+    v, lse goes there and back besides, (U - 1) / U * B T H a each way.
 
     Raises:
         ValueError: heads_per_stage is no multiple of U, or `inner` has a head axis of its own.
@@ -295,10 +296,14 @@ def check_stages(heads_per_stage: int | None, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Stages:
-    """The steps of each stage of a call, on all ranks."""
+    """The steps of each stage of a call, on all ranks.
+
+    Args:
+        inner: the schedule inside, from what each rank of the head axis has to do; None: nothing.
+    """
 
     moves: HeadMoves
-    inner: Inside
+    inner: Callable[[tuple[Work | None, ...]], Schedule]
     plan: tuple[Stage, ...]
     prefetch: bool
 
@@ -348,7 +353,7 @@ class Stages:
                 return None
             return replace(work, key_heads=share.key_heads(work.key_heads), kv_heads=len(share.keys))
 
-        return self.moves.inside(self.inner, [of(share) for share in stage.shares])
+        return self.inner(tuple(of(share) for share in stage.shares))
 
 
 def schedule(
@@ -361,10 +366,11 @@ def schedule(
     """What `UPipe` with these options sends and computes on `ranks` ranks of the head axis, around a method."""
     check_stages(heads_per_stage, ranks)
     moves = HeadMoves(work, ranks)
-    walk = Stages(moves, lru_cache(inner), _plan(work.key_heads, ranks, heads_per_stage), prefetch)
+    inside = lru_cache(partial(moves.inside, inner))  # stages are much alike
+    walk = Stages(moves, inside, _plan(work.key_heads, ranks, heads_per_stage), prefetch)
     q, v, lse = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e, work.batch * work.a
     queries = (moves.tokens, moves.heads.queries)
-    forward = walk.walk([q], lambda inside: inside.forward, walk.out_home)
-    backward = walk.walk([q, v, v], lambda inside: inside.backward, walk.gradients_home)
+    forward = walk.walk([q], lambda inner: inner.forward, walk.out_home)
+    backward = walk.walk([q, v, v], lambda inner: inner.backward, walk.gradients_home)
     there, back = (Step(() if work.projected else (way(*queries, lse),)) for way in (moves.to_heads, moves.to_tokens))
     return Schedule(steps(*forward, back), steps(there, *backward))

@@ -59,7 +59,8 @@ class WallFacer(Method):
     Bytes sent, forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e for each of up to R exchanges p2p,
     (C - 1) (B T H D e + B T H a) reduce-scatter. Backward: (C - 1) (3 B T H D e + B T H a) all-gather, keys brought
     and placed again, the ring with C times what `Ring` sends a step, then (C - 1) 2 B T K D a and C 2 B T K D a to
-    bring dk and dv home, and (C - 1) B T H D a for dq. The ring sends less under a mask, as `Ring` does.
+    bring dk and dv home, and (C - 1) B T H D a for dq. The ring sends less under a mask, as `Ring` does, and a rank
+    that is to keep its own keys sends none away. Without `gather_keys` the (C - 1) terms of keys, dk and dv are gone.
 
     Raises:
         ValueError: C^2 does not divide P, or an unknown placement or backward.

@@ -144,7 +144,7 @@ def shard_model(
         checkpointing=config.checkpointing,
         precision=precision,
         on_host=config.optimizer.on_host,
-        compiler=config.parallel.compiler,
+        compiler=parallel.compiler,
     )
     return model, attention
 

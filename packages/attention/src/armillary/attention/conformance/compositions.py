@@ -10,23 +10,29 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.build import HEAD_METHODS, SEQUENCE_METHODS, build_attention, names
+from armillary.attention.build import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_schedule, names
 from armillary.attention.method import Method
 from armillary.attention.ring import Backward, Ring
+from armillary.attention.ring import schedule as ring_schedule
+from armillary.attention.schedule import Schedule, Work
 from armillary.attention.teams import Placement
 from armillary.attention.wall_facer import WallFacer
+from armillary.attention.wall_facer import schedule as wall_facer_schedule
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]
 Meshes = Callable[[int], Iterable[Axes]]
 Build = Callable[[DeviceMesh], Method]
+Scheduled = Callable[[Work, int, int], Schedule]
+"""From an attention call, the ranks of the ring axis and those of the ulysses axis to what is sent and computed."""
 
 
 class Entry(NamedTuple):
-    """A method of the suite: from a number of ranks to the meshes to try, and from a mesh to the method."""
+    """A method of the suite: from a number of ranks to the meshes to try, from a mesh to the method, its schedule."""
 
     meshes: Meshes
     build: Build
+    schedule: Scheduled
 
 
 def alone(ranks: int) -> Iterable[Axes]:
@@ -64,7 +70,10 @@ def ring(backward: Backward) -> Entry:
     def build(mesh: DeviceMesh) -> Method:
         return Ring(mesh["ring"], backward)
 
-    return Entry(line("ring"), build)
+    def schedule(work: Work, *_: int) -> Schedule:
+        return ring_schedule(work, backward)
+
+    return Entry(line("ring"), build, schedule)
 
 
 def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gather_keys: bool = True) -> Entry:
@@ -73,11 +82,19 @@ def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gath
     def build(mesh: DeviceMesh) -> Method:
         return WallFacer(mesh["ring"], team, placement, backward, gather_keys)
 
-    return Entry(teams(team), build)
+    def schedule(work: Work, *_: int) -> Schedule:
+        return wall_facer_schedule(work, team, placement, backward, gather_keys)
+
+    return Entry(teams(team), build, schedule)
+
+
+def named(name: str) -> Entry:
+    """The method that `build_attention` builds."""
+    return Entry(meshes_of(name), partial(build_attention, name), partial(build_schedule, name))
 
 
 METHODS: dict[str, Entry] = {
-    **{name: Entry(meshes_of(name), partial(build_attention, name)) for name in names() if name != "ulysses+ring"},
+    **{name: named(name) for name in names() if name != "ulysses+ring"},
     "ring-keys": ring("keys"),
     "ring-queries": ring("queries"),
     "wallfacer-1": wallfacer(1, "collect_intra"),
@@ -110,6 +127,11 @@ class Composition:
     def build(self) -> Method:
         """The method as this rank of a world of `ranks` sees it, made once for each process."""
         return _built(self)
+
+    def schedule(self, work: Work) -> Schedule:
+        """What the method sends and computes for `work`, over the shards of the ring axis."""
+        axes = dict(self.axes)
+        return METHODS[self.method].schedule(work, axes.get("ring", 1), axes.get("ulysses", 1))
 
     def __str__(self) -> str:
         return "-".join([self.method, *(f"{axis}{size}" for axis, size in self.axes)])

@@ -39,11 +39,12 @@ def sizes_of(model: Model) -> ModelConfig:
     """The flags that make this model, but for RoPE's scaling."""
     gpt = isinstance(model, GPTConfig)
     names = [name for name in (OF_GPT if gpt else SIZES) if name not in ("family", "pretrained")]
-    sizes: dict[str, Any] = {name: getattr(model, name) for name in names}
+    sizes: dict[str, Any] = {name: getattr(model, name) for name in (*names, "vocab_size")}
     if not isinstance(model, GPTConfig):
         sizes["rope_theta"] = model.rope_theta
         sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim
-    return ModelConfig(family="gpt" if gpt else "llama", **{**sizes, "vocab_size": model.vocab_size})
+    sizes["family"] = "gpt" if gpt else "llama"
+    return ModelConfig(**sizes)
 
 
 def flags(config: Config) -> list[str]:

@@ -90,7 +90,7 @@ class Found:
         return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(named)}"
 
 
-def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda *_: None) -> Found:
+def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _of: None) -> Found:
     """Looks at all candidates.
 
     Args:

@@ -1,5 +1,6 @@
 """Measuring which mesh and which attention method train a model fastest on the machines at hand (`armillary-tune`).
 
+command.py     the command line
 question.py    what is asked: all that measurements depend on
 file.py        the file: question, measurements and choice
 choice.py      the trainer's side: a configuration with what the file chose

@@ -1,0 +1,423 @@
+"""Schedules are the closed forms: in the even case under a full mask to the byte; and what nobody sees is not sent.
+
+That methods send what their schedules say is what `test_attention_bytes.py` shows.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from armillary.attention import AttentionMask, Schedule, Work, build_attention, build_schedule, ring, ulysses, upipe
+from armillary.attention import wall_facer as wf
+from armillary.attention.build import names
+from armillary.attention.head_axis import split_heads
+from armillary.attention.ring import Backward
+from armillary.attention.schedule import Kind, Step
+from armillary.attention.teams import Teams
+from armillary.core import Send, SequenceLayout
+from armillary.core.testing import mesh
+
+B, T, H, D, P = 2, 8, 8, 16, 4  # T tokens on each of P ranks
+FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
+DTYPES = ((torch.float32, 4, 4), (torch.bfloat16, 2, 4), (torch.float64, 8, 8))  # with e and a
+KINDS: tuple[Kind, ...] = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
+PHASES = ("forward", "backward")
+
+
+def work_of(
+    key_heads: int,
+    dtype: torch.dtype = torch.float32,
+    mask: AttentionMask = FULL,
+    kind: str = "zigzag",
+    heads: int = H,
+    shards: int = P,
+    length: int | None = None,
+    value_dim: int = D,
+) -> Work:
+    layout = getattr(SequenceLayout, kind)(shards * T if length is None else length, shards)
+    shape = {"heads": heads, "kv_heads": key_heads, "head_dim": D, "value_dim": value_dim}
+    return Work.of(layout, mask, **shape, dtype=dtype, batch=B)
+
+
+def sent(schedule: Schedule, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
+    """(forward, backward) of each rank; checks that nothing else is sent."""
+    both = [(schedule.bytes(r, kind, "forward"), schedule.bytes(r, kind, "backward")) for r in range(ranks)]
+    assert [sum(pair) for pair in both] == [schedule.bytes(r, kind) for r in range(ranks)]
+    return both
+
+
+# -- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
+def test_ring(key_heads, dtype, e, a, kind):
+    work, keys, queries = work_of(key_heads, dtype, kind=kind), 2 * B * T * key_heads * D, B * T * H
+    forward = (P - 1) * keys * e
+    rotating_keys = (P - 1) * keys * e + (P - 1) * keys * a
+    rotating_queries = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a  # lse is a wide
+    assert sent(ring.schedule(work, "keys")) == [(forward, rotating_keys)] * P
+    assert sent(ring.schedule(work, "queries")) == [(forward, rotating_queries)] * P
+    assert sent(ring.schedule(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
+
+
+def test_ring_takes_queries_back_for_multi_head_attention_in_16_bits():
+    work = work_of(8, torch.bfloat16)
+    assert ring.schedule(work) == ring.schedule(work, "queries") != ring.schedule(work, "keys")
+    work = work_of(4, torch.bfloat16)
+    assert ring.schedule(work) == ring.schedule(work, "keys")
+
+
+@pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
+@pytest.mark.parametrize("key_heads", [2, 8])
+def test_token_ring(key_heads, dtype, e, a):
+    queries = B * T * H
+    forward = (P - 1) * queries * D * e + (P - 1) * (queries * D * e + queries * a)
+    backward = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a
+    assert sent(build_schedule("token_ring", work_of(key_heads, dtype), P)) == [(forward, backward)] * P
+
+
+@pytest.mark.parametrize("key_heads", [1, 8])
+def test_values_of_a_head_dim_of_their_own(key_heads):
+    e, a, value_dim = 2, 4, 24
+    work = work_of(key_heads, torch.bfloat16, value_dim=value_dim)
+    keys, queries = B * T * key_heads * (D + value_dim), B * T * H
+    assert sent(ring.schedule(work, "keys"))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
+    back = (P - 1) * queries * ((D + 2 * value_dim) * e + a + D * a)
+    assert sent(build_schedule("token_ring", work, P))[0] == ((P - 1) * queries * ((D + value_dim) * e + a), back)
+
+
+@pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 8])
+def test_all_gather(key_heads, dtype, e, a):
+    keys = 2 * B * T * key_heads * D
+    schedule = build_schedule("all_gather", work_of(key_heads, dtype), P)
+    assert sent(schedule, kind="all_gather") == [((P - 1) * keys * e, (P - 1) * keys * e)] * P  # and again in backward
+    assert sent(schedule, kind="reduce_scatter") == [(0, (P - 1) * keys * a)] * P
+    assert sent(schedule) == [((P - 1) * keys * e, (P - 1) * keys * (e + a))] * P
+
+
+@pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
+def test_ulysses(key_heads, dtype, e, a):
+    """q, k, v there and out back; dout there and dq, dk, dv back, the last two wide where ranks share a key head."""
+    work, ranks = work_of(key_heads, dtype, shards=1, length=P * T), P
+    queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
+    backward = queries * e + keys * (e if key_heads >= ranks else a)
+    assert sent(build_schedule("ulysses", work, 1, ranks)) == [((queries + keys) * e, backward)] * ranks
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(8, 2), (9, 3), (6, 3), (12, 4), (7, 7), (5, 1)])
+@pytest.mark.parametrize("length", [32, 37])
+def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
+    """B D e [T_u sum (h_w + 2 k_w) + h_u sum T_w] over the other ranks w; and its transpose."""
+    ranks, e, a = 4, 2, 4
+    work = work_of(key_heads, torch.bfloat16, heads=heads, shards=1, length=length)
+    tokens = work.layout.refine(ranks).sizes
+    held = split_heads(work.key_heads, ranks).queries
+    h, k = [len(mine) for mine in held], [len({work.key_heads[q] for q in mine}) for mine in held]
+    c = a if sum(k) > key_heads else e
+    for u, found in enumerate(sent(build_schedule("ulysses", work, 1, ranks), ranks)):
+        others = [w for w in range(ranks) if w != u]
+        forward = tokens[u] * sum(h[w] + 2 * k[w] for w in others) * e + h[u] * sum(tokens[w] for w in others) * e
+        dout = tokens[u] * sum(h[w] for w in others) * e
+        home = (h[u] * e + 2 * k[u] * c) * sum(tokens[w] for w in others)
+        assert found == (B * D * forward, B * D * (dout + home))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 8])
+def test_usp_is_the_sum_of_both(key_heads):
+    ranks, e, a = 2, 2, 4
+    work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)  # T tokens on each of P x U ranks
+    schedule = build_schedule("usp", work, P, ranks, backward="keys")
+    queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
+    c = e if key_heads >= ranks else a
+    inner = 2 * B * (T * ranks) * (max(key_heads, ranks) // ranks) * D
+    assert sent(schedule, P * ranks, "all_to_all") == [((queries + keys) * e, queries * e + keys * c)] * P * ranks
+    assert sent(schedule, P * ranks, "p2p") == [((P - 1) * inner * e, (P - 1) * inner * (e + a))] * P * ranks
+
+
+@pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("heads_per_stage", [P, 2 * P])
+def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(key_heads, heads_per_stage, dtype, e, a):
+    work = work_of(key_heads, dtype, shards=1, length=P * T)
+    queries, keys = (n * (P - 1) * B * T * D // P for n in (H, 2 * max(key_heads, P)))
+    forward = (2 * queries + keys) * e
+    again = (3 * queries + keys) * e  # q, out and dout, k and v come in
+    home = queries * e + keys * (a if key_heads < P else e)
+    schedule = build_schedule("upipe", work, 1, P, heads_per_stage)
+    assert sent(schedule) == [(forward, again + home)] * P
+    lse = (P - 1) * B * T * H // P * a
+    finished = build_schedule("upipe", replace(work, projected=False), 1, P, heads_per_stage)
+    assert sent(finished) == [(forward + lse, again + home + lse)] * P
+
+
+@pytest.mark.parametrize("key_heads", [2, 8])
+def test_a_ring_inside_upipe_turns_keys_once_a_stage(key_heads):
+    ranks, e = 2, 2
+    work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)
+    schedule = build_schedule("upipe+ring", work, P, ranks)  # of two heads each
+    keys = 2 * B * (T * ranks) * D  # one key head on each rank
+    assert sent(schedule, P * ranks, "p2p")[0][0] == (H // ranks) * (P - 1) * keys * e
+    usp = build_schedule("usp", work, P, ranks)
+    assert sent(schedule, P * ranks, "all_to_all")[0][0] == sent(usp, P * ranks, "all_to_all")[0][0]
+
+
+@pytest.mark.parametrize("gather_keys", [True, False])
+@pytest.mark.parametrize("placement", ["collect_intra", "p2p_intra"])
+@pytest.mark.parametrize("key_heads", [2, 8])
+@pytest.mark.parametrize("team", [1, 2, 4])
+def test_wall_facer(team, key_heads, placement, gather_keys):
+    """Teams of 2 in rings of 4, teams of 4 with no ring at all; a team of 1 is Ring."""
+    ranks, e, a = 16, 2, 4
+    work, teams = work_of(key_heads, torch.bfloat16, shards=ranks), Teams(ranks, team, placement)
+    steps, queries, keys = ranks // team**2 - 1, B * T * H, 2 * B * T * key_heads * D
+    back: dict[Backward, int] = {"keys": keys * (e + a), "queries": queries * (3 * D * e + a + D * a)}
+    for backward, step in back.items():
+        schedule = wf.schedule(work, team, placement, backward, gather_keys)
+        for rank in range(ranks):
+            t, member = teams.seat(rank)
+            if gather_keys:  # the team's keys, once, and their gradients back; none for a rank that keeps its own
+                out = home = 0 if teams.keeper(t, member) == rank else team
+            else:  # its own, to each keeper of its team; gradients to each of the team that it keeps
+                out = sum(teams.keeper(t, mate) != rank for mate in range(team))
+                home = sum(teams.rank(teams.kept(t, member)[0], mate) != rank for mate in range(team))
+            k_gather, k_scatter = ((team - 1) * keys * n * gather_keys for n in (e, a))
+            assert {(kind, phase): schedule.bytes(rank, kind, phase) for kind in KINDS for phase in PHASES} == {
+                ("all_gather", "forward"): (team - 1) * queries * D * e + k_gather,
+                ("p2p", "forward"): (out + steps * team) * keys * e,
+                ("reduce_scatter", "forward"): (team - 1) * queries * (D * e + a),
+                ("all_gather", "backward"): (team - 1) * queries * (3 * D * e + a) + k_gather,
+                ("p2p", "backward"): out * keys * e + home * keys * a + steps * team * step,
+                ("reduce_scatter", "backward"): (team - 1) * queries * D * a + k_scatter,
+                ("all_to_all", "forward"): 0,
+                ("all_to_all", "backward"): 0,
+            }
+
+
+def test_wall_facer_in_teams_of_one_is_ring():
+    work = work_of(2, mask=CAUSAL)
+    assert wf.schedule(work, 1) == ring.schedule(work)
+
+
+def test_model_m_of_the_wall_facer_paper():
+    """N 65,536, E 6,656, 64 ranks, teams of 4, bf16, multi-head: GiB in a block's forward (arXiv 2407.00611)."""
+    layout, gib = SequenceLayout.contiguous(65536, 64), 2**30
+    work = Work.of(layout, FULL, heads=52, kv_heads=52, head_dim=128, dtype=torch.bfloat16)
+    assert ring.schedule(work).bytes(1, phase="forward") / gib == pytest.approx(1.5996, abs=5e-5)
+    schedule, teams = wf.schedule(work, 4), Teams(64, 4, "collect_intra")
+    lse = 3 * 1024 * 52 * 4
+    for rank in range(64):
+        collective = sum(schedule.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
+        assert (collective - lse) / gib == pytest.approx(0.1523, abs=5e-5)
+        assert lse / gib == pytest.approx(0.0006, abs=5e-5)
+        own = teams.keeper(*teams.seat(rank)) == rank
+        assert schedule.bytes(rank, "p2p", "forward") / gib == pytest.approx(0.3047 if own else 0.40625, abs=5e-5)
+
+
+# -- under a mask -----------------------------------------------------------------------------------------------------
+
+
+def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it():
+    """Keys of shard r are seen by ranks r and up, queries see keys of ranks r and down: half of all cells."""
+    shard, work = 2 * B * T * H * D * 4, work_of(H, mask=CAUSAL, kind="contiguous")
+    keys = sent(ring.schedule(work, "keys"))
+    assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r go on
+    queries = sent(ring.schedule(work, "queries"))
+    going, returning = (3 * D * 4 + 4) * B * T * H, D * 4 * B * T * H
+    assert sum(b for _, b in queries) == (going + returning) * P * (P - 1) // 2
+    assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
+
+
+@pytest.mark.parametrize(
+    "method", [partial(ring.schedule, backward="keys"), partial(build_schedule, "token_ring", ring=P)]
+)
+def test_causal_and_zigzag_three_quarters_are_sent(method):
+    """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
+    for key_heads in (2, 8):
+        whole, part = (sent(method(work=work_of(key_heads, mask=mask))) for mask in (FULL, CAUSAL))
+        for phase in (0, 1):
+            assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in whole)
+
+
+def test_with_a_window_neighbours_get_the_tokens_within_it():
+    """A window of 3 back on contiguous shards: the last 3 tokens of a shard go one hop, and their gradients back."""
+    token = 2 * B * H * D * 4
+    window = work_of(H, mask=AttentionMask(window=(3, None)), kind="contiguous")
+    assert sent(ring.schedule(window, "keys")) == [
+        (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
+    ]
+    alone = work_of(H, mask=AttentionMask(window=(0, 0)), kind="contiguous")
+    assert sent(build_schedule("token_ring", alone, P)) == [(0, 0)] * P
+
+
+# -- step by step -----------------------------------------------------------------------------------------------------
+
+CALLS = [
+    Work.of(layout, mask, heads=heads, kv_heads=key_heads, head_dim=D, dtype=torch.bfloat16, batch=2, key_layout=keys)
+    for layout, keys, mask in [
+        (SequenceLayout.zigzag(53, 4), None, CAUSAL),
+        (SequenceLayout.contiguous(53, 4), SequenceLayout.zigzag(40, 4), AttentionMask(False, (9, 4))),
+        (SequenceLayout.striped(64, 4), None, AttentionMask(documents=[0, 1, 20, 33, 64])),
+        (SequenceLayout.zigzag(64, 4), None, AttentionMask(False, documents=[[0, 9, 64], [0, 40, 64]])),
+        (SequenceLayout.zigzag(64, 4), SequenceLayout.striped(64, 4), AttentionMask(window=(20, None))),
+    ]
+    for heads, key_heads in [(8, 2), (9, 3)]
+]
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "ulysses+ring"])
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+def test_steps_compute_every_visible_pair_once(name, call):
+    heads = any(part in name for part in ("ulysses", "upipe", "usp"))
+    sequence = name not in ("local", "ulysses", "upipe")
+    if not sequence:
+        call = replace(call, layout=call.layout.coarsen(4), key_layout=call.key_layout.coarsen(4))
+    ranks, shards = 3 if heads else 1, call.layout.shards
+    schedule = build_schedule(name, call, shards, ranks)
+    pairs = visible(call) * len(call.key_heads)
+    for steps in (schedule.forward, schedule.backward):
+        assert sum(sum(step.pairs) for step in steps) == pairs
+        assert {len(step.pairs) for step in steps} <= {0, shards * ranks}
+        for send in (send for step in steps for move in step.moves for send in move.sends):
+            assert send.bytes > 0 and send.source != send.target
+            assert {send.source, send.target} <= set(range(shards * ranks))
+
+
+def visible(call: Work) -> int:
+    """Pairs that are visible in all rows of the batch, looking at each."""
+    rows = range(call.batch) if call.mask.per_row else [0] * call.batch
+    queries, keys = (torch.arange(layout.length) for layout in (call.layout, call.key_layout))
+    return sum(int(call.mask.visible(queries, keys, row).sum()) for row in rows)
+
+
+def test_steps_of_ring():
+    """Each step's exchange is under way beside its computation; gradients follow one step behind."""
+    schedule = ring.schedule(work_of(H, mask=CAUSAL), "keys")
+    assert [(len(step.moves), bool(step.pairs)) for step in schedule.forward] == [(1, True)] * (P - 1) + [(0, True)]
+    moves = [(1, True), (1, True), (2, True), (1, True), (1, False)]
+    assert [(len(step.moves), bool(step.pairs)) for step in schedule.backward] == moves
+    for step in schedule.forward[1:]:
+        assert len(set(step.pairs)) == 1, "zigzag shards compute equally much at every step"
+    shard = 2 * B * T * H * D * 4
+    halves = [1, 2, 2, 2]  # nobody sees the last chunk but rank 0, who has it
+    down = {Send(r, (r - 1) % P, halves[r] * shard // 2) for r in range(P)}  # the way that sends less
+    assert set(schedule.forward[0].moves[0].sends) == down
+
+
+def kinds(steps: tuple[Step, ...]) -> list[str]:
+    """What moves at each step, and "+" where something is computed."""
+    return [" ".join([*(move.kind for move in step.moves), *["+"] * bool(step.pairs)]) for step in steps]
+
+
+def test_steps_of_ulysses_and_all_gather():
+    work = work_of(8, shards=1)
+    there, back = "all_to_all all_to_all all_to_all", "all_to_all"
+    schedule = ulysses.schedule(work, 2, partial(build_schedule, "local"))
+    assert kinds(schedule.forward) == [there, "+", back] and kinds(schedule.backward) == [back, "+", there]
+    schedule = build_schedule("all_gather", work_of(8), P)
+    assert kinds(schedule.forward) == ["all_gather all_gather", "+"]
+    assert kinds(schedule.backward) == ["all_gather all_gather", "+", "reduce_scatter reduce_scatter"]
+
+
+def test_steps_of_wall_facer():
+    schedule = wf.schedule(work_of(8, shards=16), 2, backward="keys")
+    ring_steps = ["p2p +", "p2p +", "p2p +", "+"]
+    assert kinds(schedule.forward) == [
+        "all_gather all_gather all_gather", "p2p", *ring_steps, "reduce_scatter reduce_scatter",
+    ]  # fmt: skip
+    assert kinds(schedule.backward)[:3] == [" ".join(["all_gather"] * 6), "p2p", "p2p +"]
+    assert kinds(schedule.backward)[-2:] == ["reduce_scatter p2p", "reduce_scatter reduce_scatter"]
+
+
+def test_steps_of_upipe_and_what_it_brings_early():
+    """8 query heads, 4 key heads, 2 ranks, 4 heads a stage: keys come in once, and go home after the second stage."""
+    work, local = work_of(4, shards=1), partial(build_schedule, "local")
+    one = "all_to_all"
+    plain = upipe.schedule(work, 2, local, heads_per_stage=4)
+    assert kinds(plain.forward) == [one, one, one, "+", one, one, "+", one]
+    assert kinds(plain.backward) == [*[one] * 5, "+", one, *[one] * 3, "+", *[one] * 3]
+    early = upipe.schedule(work, 2, local, heads_per_stage=4, prefetch=True)
+    assert kinds(early.forward) == [f"{one} {one} {one}", f"{one} +", one, "+", one]
+    assert sent(early, 2) == sent(plain, 2)
+
+
+def test_inner_schedules_of_uneven_heads_stand_side_by_side():
+    """5 heads on 2 ranks of the head axis: each ring turns at the same steps, with the heads of its own."""
+    work = work_of(5, heads=5)
+    schedule = build_schedule("usp", work, P, 2, backward="keys")
+    turning = [step for step in schedule.forward if step.pairs]
+    assert len(turning) == P
+    assert all(len(step.moves) == 1 for step in turning[:-1])
+    for step in turning:
+        assert [pairs // 3 for pairs in step.pairs[::2]] == [pairs // 2 for pairs in step.pairs[1::2]]
+
+
+# -- refusals, and how long it takes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options", "words"),
+    [
+        ("ring", (4, 1), {"team": 2}, "ring takes no team=2; that is for wallfacer"),
+        ("usp", (4, 2), {"placement": "p2p_intra"}, "usp takes no placement='p2p_intra'; that is for wallfacer"),
+        ("token_ring", (4, 1), {"backward": "keys"}, "backward='keys'; that is for ring, wallfacer"),
+        ("usp", (4, 2), {"heads_per_stage": 2}, "usp takes no heads_per_stage=2; that is for upipe"),
+        ("wallfacer", (4, 1), {"team": 3}, "team=3: its square must divide the 4 ranks; possible: .1, 2."),
+        ("wallfacer", (4, 1), {"placement": "near"}, "placement='near'; known: collect_intra, p2p_intra"),
+        ("ring", (4, 1), {"backward": "values"}, "backward='values'; known: auto, keys, queries"),
+        ("upipe+ring", (4, 2), {"heads_per_stage": 3}, "heads_per_stage=3 must be a positive multiple of 2"),
+        ("usp", (4, 16), {}, "8 query heads cannot be split over 16 ranks"),
+        ("ring", (4, 2), {}, "ring would leave axis 'ulysses' with 2 ranks unused"),
+        ("ring", (2, 1), {}, "the layout has 4 shards; 2 are needed"),
+        ("rings", (4, 1), {}, "no attention method 'rings'"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(name, ranks, options, words):
+    with pytest.raises(ValueError, match=words):
+        build_schedule(name, work_of(8), *ranks, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ring", {"team": 2}),
+        ("ulysses", {"backward": "keys"}),
+        ("token_ring", {"placement": "p2p_intra"}),
+        ("all_gather", {"heads_per_stage": 2}),
+    ],
+)
+def test_methods_are_refused_options_that_they_have_not(worlds, name, options):
+    worlds(1).run(refused, name, options)
+
+
+def refused(name: str, options: dict) -> None:
+    ((option, told),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} takes no {option}={told!r}"):
+        build_attention(name, mesh(), **options)
+
+
+def test_methods_are_built_with_their_options(worlds):
+    assert worlds(4).run(built) == [("p2p_intra", "queries", 1, "keys")] * 4
+
+
+def built() -> tuple:
+    axes = mesh(ring=4)
+    facer = build_attention("wallfacer", axes, team=1, placement="p2p_intra", backward="queries")
+    return (
+        facer.teams.placement,
+        facer.backward_moves,
+        facer.teams.team,
+        build_attention("ring", axes, backward="keys").backward_moves,
+    )
+
+
+def test_k_must_divide_h_and_layouts_match():
+    with pytest.raises(ValueError, match="8 query heads cannot share 3"):
+        work_of(3)
+    with pytest.raises(ValueError, match="queries lie in 4 shards, keys in 2"):
+        replace(work_of(8), key_layout=SequenceLayout.zigzag(32, 2))
