@@ -165,7 +165,7 @@ def test_mfu_of_long_sequences_is_that_of_attention():
 
 def test_candidates_use_all_ranks_and_split_what_can_be_split():
     cluster, model = replace(NODES, nodes=2), model_of("llama3-8b", 1 << 20)
-    found = list(candidates(model, cluster, rows=2))
+    found = list(candidates(model.heads, cluster.ranks, rows=2))
     assert len(set(found)) == len(found) and {c.mesh.shard for c in found} == {1, 2}
     for each in found:
         mesh, attention = each.mesh, each.attention

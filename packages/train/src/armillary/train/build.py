@@ -18,7 +18,7 @@ from armillary.core import Axis, build_mesh, start_process_group, wide
 from armillary.core.mesh import world_size
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import TaskRows
-from armillary.models import GPT, Llama
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parallel import parallelize
 from armillary.train.alike import check_alike, settings
 from armillary.train.check import check, check_log
@@ -29,6 +29,8 @@ from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.tasks import load_task, task_tokens
+from armillary.train.tune.choice import with_choice
+from armillary.train.tune.question import dtype_name
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Run:
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
     """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
+    config = resolved(config)
     check(config)
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
@@ -75,6 +78,7 @@ def prepare(config: Config, device: torch.device) -> Run:
         ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
             first step.
     """
+    config = resolved(config)
     check_alike("the configuration", settings(config))
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
     stores = open_stores(config.data, config.model.pretrained)
@@ -95,6 +99,15 @@ def prepare(config: Config, device: torch.device) -> Run:
     return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation, tasks)
 
 
+def resolved(config: Config) -> Config:
+    """The configuration with what a file of the tuner chose for these ranks, if it names one. Communicates nothing.
+
+    Raises:
+        ValueError: the file will not do for this run.
+    """
+    return with_choice(config, world_size(), dtype_name(precision(config, choose_device(config.train))))
+
+
 def patience(config: Config) -> timedelta:
     """How long a collective may wait: longer than a step may take, so that the watchdog speaks first."""
     return timedelta(minutes=1.5 * config.train.timeout_minutes)
@@ -108,11 +121,22 @@ def build_model(
     Raises:
         ValueError: sizes that make no model, or do not fit the mesh or the attention method.
     """
+    return shard_model(model_config(config.model, vocab_size, config.data.sequence_length), config, mesh, precision)
+
+
+def shard_model(
+    sizes: LlamaConfig | GPTConfig, config: Config, mesh: DeviceMesh, precision: torch.dtype
+) -> tuple[Llama | GPT, Method]:
+    """A model of other sizes than the configuration's, on the mesh as that has it. As `build_model`."""
     parallel = config.parallel
     attention = build_attention(
-        parallel.attention, mesh, parallel.heads_per_stage, team=parallel.team, placement=parallel.placement
+        parallel.attention,
+        mesh,
+        heads_per_stage=parallel.heads_per_stage,
+        team=parallel.team,
+        placement=parallel.placement,
     )
-    model = meta_model(model_config(config.model, vocab_size, config.data.sequence_length)).to(wide(precision))
+    model = meta_model(sizes).to(wide(precision))
     parallelize(
         model,
         mesh,

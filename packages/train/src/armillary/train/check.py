@@ -50,6 +50,7 @@ def check_counts(config: Config) -> None:
         "parallel.ulysses": (parallel.ulysses, 1),
         "parallel.tp": (parallel.tp, 1),
         "parallel.heads-per-stage": (parallel.heads_per_stage, 1),
+        "parallel.team": (parallel.team, 1),
         "data.sequence-length": (data.sequence_length, 1),
         "data.rows": (data.rows, 1),
         "optimizer.warmup-steps": (config.optimizer.warmup_steps, 0),

@@ -15,6 +15,7 @@ from armillary.train import recipes
 from armillary.train.config import Config
 from armillary.train.overlay import differences, overlaid, read_settings
 from armillary.train.parsing import parse, parse_known
+from armillary.train.tune.choice import check_typed, chosen
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
@@ -57,10 +58,30 @@ class Command(Source):
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """The command, and lines that tell its configuration: the recipe, and what differs from it.
 
+    What a file of the tuner chose goes over recipe and file, and nothing that is typed may differ from it.
+
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
     """
-    source = parse_known(argv, Source, PROGRAM)
+    source, recipe, config = read_source(argv, PROGRAM)
+    command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
+    if (path := command.run.parallel.tuned) is not None:
+        config = replace(config, parallel=chosen(config.parallel, path))
+        command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
+        check_typed(command.run.parallel, config.parallel, path)
+    if command.trace is not None:
+        log = replace(command.run.log, trace=command.trace)
+        command = replace(command, run=replace(command.run, log=log))
+    return command, told(source, recipe, command.run)
+
+
+def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
+    """(what a command line names to start from, the recipe, and this as the file changes it).
+
+    Raises:
+        ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
+    """
+    source = parse_known(argv, Source, program)
     settings = {} if source.config is None else read_settings(source.config)
     named = settings.pop("recipe", "debug")
     if not isinstance(named, str):
@@ -69,12 +90,12 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     recipe = find_recipe(name)()
     if not isinstance(recipe, Config):
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
-    config = overlaid(recipe, settings, source.config or Path())
-    command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
-    if command.trace is not None:
-        log = replace(command.run.log, trace=command.trace)
-        command = replace(command, run=replace(command.run, log=log))
-    return command, [f"recipe: {name}", *(f"  {line}" for line in differences(recipe, command.run))]
+    return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path())
+
+
+def told(source: Source, recipe: Config, config: Config) -> list[str]:
+    """Lines that tell a configuration."""
+    return [f"recipe: {source.recipe}", *(f"  {line}" for line in differences(recipe, config))]
 
 
 def find_recipe(name: str) -> Callable[[], object]:

@@ -25,6 +25,8 @@ from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room
 from armillary.train.plan.presets import cluster_of
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens
+from armillary.train.tune.choice import with_choice
+from armillary.train.tune.question import dtype_name
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,10 @@ def predict(config: Config, ranks: int | None = None, cluster: str | None = None
         raise ValueError(f"--mfu {mfu}: must be above 0, and at most 1")
     ranks = ranks_of(config, ranks, cluster)
     machines = machines_of(config, ranks, cluster)
+    dtype = precision(config, torch.device("cpu" if machines is None else "cuda"))
+    config = with_choice(config, ranks, dtype_name(dtype))
     axes = choose_axes(config.parallel, ranks)
     check_axes(axes, ranks)
-    dtype = precision(config, torch.device("cpu" if machines is None else "cuda"))
     with fake_world(**axes) as mesh:
         model, attention = build_model(config, mesh, vocabulary(config), dtype)
     job = job_of(config, axes, model.config, dtype)
@@ -101,7 +104,7 @@ def predict(config: Config, ranks: int | None = None, cluster: str | None = None
         axes=axes,
         cluster=machines,
         model=model.config,
-        precision=str(dtype).removeprefix("torch."),
+        precision=dtype_name(dtype),
         shapes=shapes_of(job, attention),
         parameters=model.config.parameters(),
         local_parameters=local,

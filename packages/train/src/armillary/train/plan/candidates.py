@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 
-from armillary.core import Cluster
 from armillary.models import Checkpointing
 from armillary.train.memory.estimate import AttentionChoice
-from armillary.train.plan.presets import Model
 
 PLAIN = ("ring", "token_ring", "all_gather")
 """Methods on the sequence axis without options."""
@@ -56,15 +54,22 @@ class Candidate:
         return f"{self.attention} on {self.mesh}"
 
 
-def candidates(model: Model, cluster: Cluster, rows: int) -> Iterator[Candidate]:
+def candidates(heads: int, ranks: int, rows: int) -> Iterator[Candidate]:
     """All meshes over all ranks with all methods that use them.
 
     Args:
+        heads: of queries.
         rows: sequences of a step, which `shard` must divide.
     """
-    for mesh in meshes(cluster.ranks, rows, model.heads):
-        for attention in methods(mesh, model):
+    for mesh in meshes(ranks, rows, heads):
+        for attention in methods(mesh, heads):
             yield Candidate(mesh, attention)
+
+
+def is_one_of(attention: AttentionChoice, names: Iterable[str]) -> bool:
+    """Whether it is one of the methods asked for, if any are; "usp" is ulysses+ring."""
+    wanted = ["ulysses+ring" if name == "usp" else name for name in names]
+    return not wanted or attention.name in wanted
 
 
 def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
@@ -75,7 +80,7 @@ def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
                 yield Mesh(shard, ranks // shard // ulysses, ulysses)
 
 
-def methods(mesh: Mesh, model: Model) -> Iterator[AttentionChoice]:
+def methods(mesh: Mesh, heads: int) -> Iterator[AttentionChoice]:
     """All methods for a mesh, with each team and placement, and each number of heads for a stage."""
     inside = list(sequence_methods(mesh.ring))
     if mesh.ulysses == 1:
@@ -84,8 +89,8 @@ def methods(mesh: Mesh, model: Model) -> Iterator[AttentionChoice]:
     for choice in inside:
         name = "" if choice.name == "local" else f"+{choice.name}"
         yield AttentionChoice(f"ulysses{name}", team=choice.team, placement=choice.placement)
-        for heads in stages(mesh.ulysses, model.heads):
-            yield AttentionChoice(f"upipe{name}", heads, choice.team, choice.placement)
+        for count in stages(mesh.ulysses, heads):
+            yield AttentionChoice(f"upipe{name}", count, choice.team, choice.placement)
 
 
 def sequence_methods(ranks: int) -> Iterator[AttentionChoice]:

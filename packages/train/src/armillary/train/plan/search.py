@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from armillary.core import Cluster
 from armillary.core.quantity import quantity
 from armillary.models import Checkpointing
 from armillary.train.memory import Job
-from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.train.plan.candidates import Candidate, candidates, policies
+from armillary.train.memory.estimate import Estimate, estimate
+from armillary.train.plan.candidates import Candidate, candidates, is_one_of, policies
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.train.plan.presets import Model, cluster_of, model_of
 from armillary.train.plan.step_time import Passes, StepTime, step_time
@@ -105,7 +105,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
         if getattr(plan, name) < 1:
             raise ValueError(f"--{name} {getattr(plan, name)}: must be at least 1")
     room = Room.of(cluster, quantity(plan.reserve), quantity(plan.host_reserve))
-    wanted = [c for c in candidates(model, cluster, plan.rows) if fitting_name(c.attention, plan.attention)]
+    wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
     if not wanted:
         raise ValueError(
             f"nothing to look at: {plan.rows} rows on {cluster.ranks} ranks, --attention "
@@ -118,12 +118,6 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
         choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes))
     choices.sort(key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
     return Found(plan, model, cluster, room, length, choices)
-
-
-def fitting_name(attention: AttentionChoice, names: Iterable[str]) -> bool:
-    """Whether it is one of the methods asked for; "usp" is ulysses+ring."""
-    wanted = ["ulysses+ring" if name == "usp" else name for name in names]
-    return not wanted or attention.name in wanted
 
 
 def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int) -> Passes:

@@ -1,0 +1,56 @@
+"""A process group of its own for each candidate, on which ranks agree: communicators of many would pile up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from armillary.core import compat
+from armillary.train.build import patience, process_group
+from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.config import Config
+from armillary.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Together:
+    """All ranks, and a watchdog that sees to it that none waits for ever, when groups come and go too.
+
+    Args:
+        store: by which the ranks found each other first. The watchdog speaks through it.
+    """
+
+    config: Config
+    watchdog: Watchdog
+    store: dist.Store
+
+    @classmethod
+    @contextmanager
+    def watched(cls, config: Config) -> Generator[Together]:
+        """All ranks must enter it. Starts a group, for the store, and takes it down again."""
+        with ExitStack() as stack:
+            with process_group(config):
+                watchdog = stack.enter_context(Watchdog(config.train))
+                store = compat.default_store()
+            yield cls(config, watchdog, store)
+
+    @contextmanager
+    def group(self, phase: str, number: int = 0) -> Generator[tuple[torch.device, Ranks]]:
+        """(this rank's device, all ranks on a group that candidates do not use) around what ranks do together.
+
+        Args:
+            phase, number: what that is, for whoever has to say where it stands.
+        """
+        self.watchdog.begins(phase, number)
+        hook = sys.excepthook  # each group that starts wraps it once more
+        with process_group(self.config) as device:
+            ranks = Ranks(patience(self.config))
+            yield device, ranks
+            ranks.gather()  # nobody takes a group down that others still use
+            ranks.close()
+        sys.excepthook = hook
