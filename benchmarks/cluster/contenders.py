@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method, Ring, TokenRing, WallFacer, build_attention
+from armillary.attention import AttentionMask, Method, WallFacer, build_attention
 from armillary.core import Cluster
 
 
@@ -57,14 +57,6 @@ def named(name: str, ring: int, ulysses: int) -> Contender:
     return Contender(name, ring, ulysses, lambda mesh: build_attention(name, mesh))
 
 
-def ring(ranks: int) -> Contender:
-    return Contender("ring", ranks, 1, lambda mesh: Ring(mesh["ring"]))
-
-
-def token_ring(ranks: int) -> Contender:
-    return Contender("token_ring", ranks, 1, lambda mesh: TokenRing(mesh["ring"]))
-
-
 def wall_facers(ranks: int) -> tuple[Contender, ...]:
     """All team sizes; where there is no ring (C = sqrt(P)), both placements are one."""
 
@@ -80,16 +72,39 @@ def wall_facers(ranks: int) -> tuple[Contender, ...]:
     )
 
 
-def contenders(ranks: int, ulysses: int) -> tuple[Contender, ...]:
-    """Every method on all ranks; USP with `ulysses` ranks on its head axis, if more than 1."""
-    both = (named("usp", ranks // ulysses, ulysses), named("upipe+ring", ranks // ulysses, ulysses))
-    alone = (named("all_gather", ranks, 1), named("ulysses", 1, ranks), named("upipe", 1, ranks))
-    return (ring(ranks), token_ring(ranks), *wall_facers(ranks), *alone, *(both if ulysses > 1 else ()))
+HEADS, HEAD_DIM = 16, 64
+RACES = (
+    "emulated-4x4-card-per-rank",
+    "emulated-4x4-card-per-node",
+    "emulated-1x8-mesh",
+    "emulated-2x4-card-per-node",
+)
 
 
-def races(name: str, tokens: int) -> Race:
-    """On the emulated cluster of that name; `tokens` a rank."""
-    cluster = Cluster.named(name)
-    ulysses = cluster.ranks_per_node if cluster.nodes > 1 else 1
-    shapes = (Shapes(tokens, 16, heads, 64, causal) for heads in (16, 4) for causal in (False, True))
-    return Race(cluster, contenders(cluster.ranks, ulysses), tuple(shapes))
+def race(name: str, tokens: int) -> Race:
+    """What is measured on the emulated cluster of that name, with so many tokens a rank.
+
+    Raises:
+        ValueError: another name.
+    """
+    match name:
+        case "emulated-4x4-card-per-rank" | "emulated-4x4-card-per-node":
+            return of(name, tokens, (HEADS,), (*everyone(16), named("usp", 4, 4)))
+        case "emulated-1x8-mesh":
+            return of(name, tokens, (HEADS, HEADS // 4), everyone(8))
+        case "emulated-2x4-card-per-node":
+            both = (named("usp", 2, 4), named("upipe", 1, 8), named("upipe+ring", 2, 4))
+            return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *both))
+        case _:
+            raise ValueError(f"no race for {name!r}; known: {', '.join(RACES)}")
+
+
+def everyone(ranks: int) -> tuple[Contender, ...]:
+    """Every method that puts all ranks on one axis, the ring first."""
+    others = (named("token_ring", ranks, 1), named("all_gather", ranks, 1), named("ulysses", 1, ranks))
+    return (named("ring", ranks, 1), *others, *wall_facers(ranks))
+
+
+def of(name: str, tokens: int, key_heads: Sequence[int], contenders: tuple[Contender, ...]) -> Race:
+    shapes = (Shapes(tokens, HEADS, heads, HEAD_DIM, causal) for heads in key_heads for causal in (False, True))
+    return Race(Cluster.named(name), contenders, tuple(shapes))

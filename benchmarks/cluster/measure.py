@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Race, Shapes, races
+from contenders import Race, Shapes, race
 from patterns import patterns
 from torch import Tensor
 
-from armillary.attention import Local, Method
+from armillary.attention import AttentionMask, Local, Method
 from armillary.core import CommLedger, Send, build_mesh
 
 Turn = Callable[[], tuple[Tensor, ...]]
 TOLERANCE = 1e-4
 """Of float32 results, relative to their norms."""
+PAUSE = 0.05
+"""Seconds before each turn: enough to tell all ranks when it begins."""
 
 
 def main() -> None:
@@ -35,9 +37,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    race = races(options.cluster, options.tokens)
-    methods = methods_of(race, options.only)
-    found = {"wires": wires(race), "turns": [measure(methods, shapes, options.repeats) for shapes in race.shapes]}
+    chosen = race(options.cluster, options.tokens)
+    methods = methods_of(chosen, options.only)
+    found = {"wires": wires(chosen), "turns": [measure(methods, shapes, options.repeats) for shapes in chosen.shapes]}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     dist.barrier()
@@ -47,9 +49,7 @@ def main() -> None:
 def methods_of(race: Race, only: Sequence[str]) -> dict[str, Method]:
     shapes = {(c.ring, c.ulysses) for c in race.contenders}
     meshes = {(ring, ulysses): build_mesh("cpu", ring=ring, ulysses=ulysses) for ring, ulysses in sorted(shapes)}
-    return {
-        c.name: c.make(meshes[c.ring, c.ulysses]) for c in race.contenders if not only or c.name in only
-    }
+    return {c.name: c.make(meshes[c.ring, c.ulysses]) for c in race.contenders if not only or c.name in only}
 
 
 def wires(race: Race) -> list[dict[str, Any]]:
@@ -65,24 +65,40 @@ def wires(race: Race) -> list[dict[str, Any]]:
 def exchange(sends: Sequence[Send]) -> None:
     """All at once."""
     rank = dist.get_rank()
-    out = [dist.isend(torch.empty(n, dtype=torch.uint8), to) for source, to, n in sends if source == rank]
-    out += [dist.irecv(torch.empty(n, dtype=torch.uint8), source) for source, to, n in sends if to == rank]
-    for work in out:
+    # Receives first: gloo tells senders on the same connection that what is sent occupies.
+    works = [dist.irecv(torch.empty(n, dtype=torch.uint8), source) for source, to, n in sends if to == rank]
+    works += [dist.isend(torch.empty(n, dtype=torch.uint8), to) for source, to, n in sends if source == rank]
+    for work in works:
         work.wait()
 
 
 def measure(methods: dict[str, Method], shapes: Shapes, repeats: int) -> dict[str, Any]:
-    """Seconds of each turn by contender, and bytes that the busiest and the mean rank send."""
+    """By contender: seconds of each turn, seconds that all ranks together compute, and bytes that they send.
+
+    Raises:
+        RuntimeError: a contender whose results are wrong; nothing is measured then.
+    """
     turns = {name: turn_of(attend, shapes) for name, attend in methods.items()}
-    wrong = {name: error for name, attend in methods.items() if (error := worst(attend, turns[name], shapes)) > TOLERANCE}
-    if wrong:
+    errors = {name: worst(attend, turns[name], shapes) for name, attend in methods.items()}
+    if wrong := {name: error for name, error in errors.items() if not error < TOLERANCE}:
         raise RuntimeError(f"{shapes}: wrong results, relative errors {wrong}")
     sent = {name: counted(turn) for name, turn in turns.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    taken = {name: list[float]() for name in turns}
+    busy = {name: list[float]() for name in turns}
     for _ in range(repeats):
         for name, turn in turns.items():
-            seconds[name].append(elapsed(turn))
-    return {"shapes": str(shapes), "seconds": seconds, "sent": sent}
+            before = time.process_time()
+            taken[name].append(elapsed(turn))
+            busy[name].append(sum(gathered(time.process_time() - before)))
+    cells = [elapsed(cell_of(shapes)) for _ in range(repeats)]
+    return {"shapes": vars(shapes), "seconds": taken, "busy": busy, "cells": cells, "sent": sent, "errors": errors}
+
+
+def cell_of(shapes: Shapes) -> Callable[[], None]:
+    """Forward and backward of one cell that is seen whole, without any exchange: T queries by T keys."""
+    q, k, v, dout = (x[:, : shapes.tokens].clone() for x in inputs(shapes))
+    inner = [x.requires_grad_() for x in (q, k, v)]
+    return lambda: torch.autograd.grad(Local()(q, k, v, mask=AttentionMask(causal=False)), inner, dout)
 
 
 def turn_of(attend: Method, shapes: Shapes) -> Turn:
@@ -127,12 +143,11 @@ def counted(turn: Turn) -> dict[str, float]:
 
 
 def elapsed(turn: Callable[[], object]) -> float:
-    """Seconds from when the last rank is ready until the last has done. All ranks read one clock."""
-    dist.barrier()
-    start = time.monotonic()
+    """Seconds from a moment that all agree on until the last has done. All ranks read one clock."""
+    start = max(gathered(time.monotonic())) + PAUSE
+    time.sleep(max(0.0, start - time.monotonic()))
     turn()
-    end = time.monotonic()
-    return max(gathered(end)) - max(gathered(start))
+    return max(gathered(time.monotonic())) - start
 
 
 def gathered(value: float) -> list[float]:

@@ -2,14 +2,15 @@
 
 A wire is a veth pair with a token bucket (`tc tbf`) at either end, one for each way. Switches are bridges; what they
 forward, they forward at once. No queue overflows: TCP may have so little under way that none can (as in a network with
-credits), and forgets nothing between messages. Every rank has one address, and a route over the right wire to each other.
+credits), and forgets nothing between messages. Every rank has one address, and to each other a route over its wire.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -34,6 +35,9 @@ SETTINGS = {
     "net/ipv6/conf/all/disable_ipv6": "1",
 }
 """Of each rank's namespace."""
+HOME = "home"
+"""A rank's interface that leads nowhere and has its address, whichever wires it is reached by."""
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 class End(NamedTuple):
@@ -109,11 +113,6 @@ class Wiring:
             return "within" if self.cluster.within.per == "rank" else f"pair{other}"
         return "card" if self.cluster.between.per == "rank" else "within"
 
-    def home(self, rank: int) -> str:
-        """The interface that has the rank's address."""
-        wires = (wire for wire in self.wires() if self.host(rank) in (wire.one.host, wire.other.host))
-        return next(end.name for wire in wires for end in (wire.one, wire.other) if end.host == self.host(rank))
-
 
 class EmulatedCluster:
     """The namespaces of a cluster, wired up. A context manager: they go when it ends, with all that runs there.
@@ -131,8 +130,8 @@ class EmulatedCluster:
         self.hosts = Namespaces(self.wiring.spine + 1)
 
     def __enter__(self) -> Self:
-        self.hosts.__enter__()
         try:
+            self.hosts.__enter__()
             self._wire()
         except BaseException:
             self.close()
@@ -144,26 +143,23 @@ class EmulatedCluster:
 
     def close(self) -> None:
         """Ends all that runs there, first what starts others, and removes the namespaces. May be called again."""
-        self.hosts.close()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second Ctrl-C must not leave half of them
+        try:
+            self.hosts.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def torchrun(self, program: Sequence[str], **kwargs: Any) -> list[subprocess.Popen[Any]]:
         """Starts `program` as every rank, under a torchrun for each node; `kwargs` as for `subprocess.Popen`."""
         meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {self.hosts.addresses[0]}:29400"
         ranks = f"--nnodes {self.cluster.nodes} --nproc-per-node {self.cluster.ranks_per_node} --no-python"
-        homes = " ".join(self.wiring.home(rank) for rank in range(self.cluster.ranks))
-        prefix = self.hosts.names[0].removesuffix("0")
-        enter = (
-            f'set -- $RANK {homes} -- "$@"; shift $(($1 + 1)); home=$1; while [ "$1" != -- ]; do shift; done; shift; '
-            f"exec ip netns exec {prefix}$((RANK + {self.cluster.nodes})) env GLOO_SOCKET_IFNAME=$home \"$@\""
-        )
+        # A node's ranks run in namespaces of their own, which only the rank itself knows the number of.
+        into = f"{self.hosts.names[0].removesuffix('0')}$((RANK + {self.cluster.nodes}))"
+        enter = f'exec ip netns exec {into} env GLOO_SOCKET_IFNAME={HOME} "$@"'
+        run = [sys.executable, "-m", "torch.distributed.run", *f"{meeting} {ranks}".split()]
         return [
-            self.hosts.run(
-                node,
-                ["torchrun", *f"{meeting} {ranks} --local-addr {self.hosts.addresses[node]}".split()]
-                + ["sh", "-c", enter, "sh", *program],
-                **kwargs,
-            )
-            for node in range(self.cluster.nodes)
+            self.hosts.run(node, [*run, "--local-addr", address, "sh", "-c", enter, "sh", *program], **kwargs)
+            for node, address in enumerate(self.hosts.addresses[: self.cluster.nodes])
         ]
 
     def _wire(self) -> None:
@@ -172,9 +168,16 @@ class EmulatedCluster:
         for host in switches:
             _batch("ip", names[host], ["link add wires type bridge", "link set wires up"])
         for host, name in enumerate(names):
-            made = [f"link add {a.name} mtu {MTU} type veth peer name {b.name} mtu {MTU} netns {names[b.host]}"
-                    for a, b, _ in wires if a.host == host]
-            _batch("ip", name, made)
+            veth = f"mtu {MTU} type veth peer mtu {MTU}"
+            _batch(
+                "ip",
+                name,
+                [
+                    f"link add {a.name} {veth} name {b.name} netns {names[b.host]}"
+                    for a, b, _ in wires
+                    if a.host == host
+                ],
+            )
         for host, name in enumerate(names):
             ends = [(end.name, w.bandwidth) for w in wires for end in w[:2] if end.host == host]
             master = " master wires" if host in switches else ""
@@ -191,7 +194,14 @@ class EmulatedCluster:
         routes = (
             f"route add {wiring.address(r)} dev {wiring.interface(rank, r)} src {source} scope link" for r in others
         )
-        _batch("ip", name, [f"address add {source}/32 dev {wiring.home(rank)}", *routes])
+        home = (f"link add {HOME} type bridge", f"address add {source}/32 dev {HOME}", f"link set {HOME} up")
+        _batch("ip", name, [*home, *routes])
+
+
+def leave_on_signals() -> None:
+    """From now on whoever ends this process, but by force, ends it as an exception does: context managers close."""
+    for number in SIGNALS - {signal.SIGINT}:  # that is one already
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def bucket(bandwidth: float) -> str:
@@ -202,7 +212,7 @@ def bucket(bandwidth: float) -> str:
 
 def obstacle() -> str | None:
     """Why this machine cannot have an `EmulatedCluster`; None where it can."""
-    if os.name == "posix" and shutil.which("tc") is None:
+    if shutil.which("tc") is None:
         return "shaped links need the program tc; install iproute2"
     return namespaces.obstacle()
 

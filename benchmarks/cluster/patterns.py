@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from armillary.core import Cluster, Send
 
-SIZE = 1_000_000
-"""Bytes of each send."""
+LARGE, SMALL = 500_000, 1_000
+"""Bytes of each send: for what bandwidth takes, and for what latency does."""
 
 
 def patterns(cluster: Cluster) -> dict[str, list[Send]]:
@@ -23,5 +23,14 @@ def patterns(cluster: Cluster) -> dict[str, list[Send]]:
         "between nodes, each rank of one to another": [(r, inside + r) for r in range(inside)],
         "between nodes, all to the next node": [(r, (r + inside) % len(ranks)) for r in ranks],
     }
-    chosen = {**within, **(between if cluster.nodes > 1 else {}), "all round": [(r, (r + 1) % len(ranks)) for r in ranks]}
-    return {name: [Send(a, b, SIZE) for a, b in pairs] for name, pairs in chosen.items()}
+    chosen = {
+        **within,
+        **(between if cluster.nodes > 1 else {}),
+        "all round": [(r, (r + 1) % len(ranks)) for r in ranks],
+    }
+    small = {f"{name}, small": pairs for name, pairs in chosen.items() if "one way" in name}
+    return {
+        name: [Send(a, b, size) for a, b in pairs]
+        for size, patterns in ((LARGE, chosen), (SMALL, small))
+        for name, pairs in patterns.items()
+    }
