@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask
 from armillary.attention.call import Call
+from armillary.attention.circle import Moving
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.method import key_heads_of
-from armillary.attention.rotation import Moving, Rotation
+from armillary.attention.rotation import Rotation
 from armillary.core import Axis, SequenceLayout
 
 
@@ -53,7 +54,7 @@ def test_no_more_goes_on_than_is_seen_and_no_less(data, mask, ranks, moving):
     assert len({walk.circle for walk in walks}) == 1, "ranks differ in which way they go"
     walk, sizes = walks[0], (call.key_layout if moving == "keys" else call.layout).sizes
     for origin, steps in enumerate(walk.needed(call)):
-        assert len(steps) == ranks + 1 and steps[0] == range(sizes[walk.travellers[origin]])
+        assert len(steps) == ranks + 1 and steps[0] == range(sizes[walk.circle.travellers[origin]])
         for step in range(1, ranks + 1):
             later = [walk.seen(call, (origin + s) % ranks, origin) for s in range(step, ranks)]
             seen = {token for tokens in later for token in tokens}
@@ -75,4 +76,4 @@ def test_no_more_goes_on_than_is_seen_and_no_less(data, mask, ranks, moving):
 )
 def test_tokens_sent_of_the_120_of_a_full_round(mask, kind, moving, tokens):
     call = call_of(mask, getattr(SequenceLayout, kind)(40, 4))
-    assert circle(0, moving).shorter_way(call).tokens_sent(call) == tokens
+    assert circle(0, moving).shorter_way(call).circle.tokens_sent(call.grid) == tokens

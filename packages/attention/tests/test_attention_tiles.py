@@ -7,9 +7,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from armillary.attention.grid import Grid
 from armillary.attention.mask import AttentionMask
 from armillary.attention.reference import visible_pairs
-from armillary.attention.tiles import hull, tiles
+from armillary.attention.tiles import tiles
 from armillary.core import SequenceLayout
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
@@ -33,6 +34,7 @@ def check_cover(
     for tile in found:
         assert 0 <= tile.q0 < tile.q1 <= len(rows) and 0 <= tile.k0 < tile.k1 <= len(columns), tile
         pairs = covered(tile, len(rows), len(columns))
+        assert tile.area == pairs.sum(), tile
         used = pairs[tile.q0 : tile.q1, tile.k0 : tile.k1]
         assert used.any(1).all() and used.any(0).all(), f"{tile} has a row or a column that sees nothing"
         count += pairs
@@ -116,8 +118,10 @@ def test_windows_and_documents_are_covered_exactly(data):
 def test_the_hull_is_the_smallest_rectangle_around_what_any_row_of_the_batch_sees(data):
     queries, i, keys, j, length = data.draw(cells())
     mask = data.draw(masks(length))
-    visible = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).any(0)
-    found = hull(queries.spans(i), keys.spans(j), mask)
+    pairs = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).expand(2, -1, -1)
+    grid, visible = Grid(queries, keys, mask), pairs.any(0)
+    found = grid.hull(i, j)
+    assert grid.pairs(i, j, batch=2) == pairs.sum()
     for tokens, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
         indices = seen.nonzero().flatten().tolist()
         assert tokens == (range(indices[0], indices[-1] + 1) if indices else range(0))

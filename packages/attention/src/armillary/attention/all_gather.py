@@ -15,6 +15,7 @@ from armillary.attention.call import Call, Saved
 from armillary.attention.cell import Cell
 from armillary.attention.merge import Merge, Sum
 from armillary.attention.method import Method
+from armillary.attention.schedule import Schedule, Step, Work, all_gather, reduce_scatter, steps
 from armillary.core import Axis, start_gather_seq, start_scatter_sum
 
 
@@ -60,3 +61,13 @@ class AllGatherKV(Method):
         """This rank's queries against all keys, taken as one shard."""
         together = call.key_layout.coarsen(self.axis.size)
         return Cell(replace(call, key_layout=together), self.axis.rank, 0)
+
+
+def schedule(work: Work) -> Schedule:
+    """What `AllGatherKV` sends and computes over the shards of `work`."""
+    every, tokens = range(work.layout.shards), work.key_layout.sizes
+    gather = Step(tuple(all_gather([every], tokens, x * work.e) for x in (work.k, work.v)))
+    scatter = Step(tuple(reduce_scatter([every], tokens, x * work.a) for x in (work.k, work.v)))
+    heads = len(work.key_heads)
+    attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in every) for r in every))
+    return Schedule(steps(gather, attend), steps(gather, attend, scatter))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from armillary.attention.grid import Grid, grid_of
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
@@ -45,6 +46,11 @@ class Call:
     scores: Scores
     key_heads: tuple[int, ...]
     kernel: Kernel
+
+    @property
+    def grid(self) -> Grid:
+        """What shards see of each other."""
+        return grid_of(self.layout, self.key_layout, self.mask)
 
 
 class HeadRun(NamedTuple):

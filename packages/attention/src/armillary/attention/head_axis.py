@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.local import Local
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
+from armillary.attention.schedule import Move, Schedule, Work, placed, to_each, together
 from armillary.core import Axis, SequenceLayout
 
 Arriving = Callable[[], Tensor]
@@ -29,6 +30,10 @@ class HeadShards(NamedTuple):
         """Whether several ranks work on one key/value head."""
         return any(a.stop > b.start for a, b in pairwise(self.keys))
 
+    def key_heads(self, key_heads: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """For each query head of a rank, which of that rank's key/value heads it uses; given the same of all heads."""
+        return tuple(key_heads[head] - self.keys[rank].start for head in self.queries[rank])
+
 
 def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
     """Consecutive query heads for each rank, counts differing by one at most, with the key/value heads that they use.
@@ -39,6 +44,56 @@ def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
     heads = SequenceLayout.contiguous(len(key_heads), ranks)
     queries = tuple(heads.spans(rank)[0] for rank in range(ranks))
     return HeadShards(queries, tuple(range(key_heads[q[0]], key_heads[q[-1]] + 1) for q in queries))
+
+
+class HeadMoves:
+    """The all-to-alls of a call on all P x U ranks, in groups of U, and what is inside of them.
+
+    Raises:
+        ValueError: fewer query heads than U.
+    """
+
+    def __init__(self, work: Work, ranks: int) -> None:
+        check_heads(len(work.key_heads), ranks)
+        self.work, self.ranks = work, ranks
+        self.heads = split_heads(work.key_heads, ranks)
+        self.tokens, self.keys = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
+        self.groups = [range(r * ranks, (r + 1) * ranks) for r in range(work.layout.shards)]
+
+    def to_heads(self, tokens: Sequence[int], heads: Sequence[range], size: int) -> Move:
+        """Tokens of each rank, with the heads of each to it; `size` bytes a token and head."""
+        return self._move(lambda source, target: tokens[source] * len(heads[target % self.ranks]) * size)
+
+    def to_tokens(self, tokens: Sequence[int], heads: Sequence[range], size: int) -> Move:
+        """The way back: each rank's heads, with the tokens of each to it."""
+        return self._move(lambda source, target: tokens[target] * len(heads[source % self.ranks]) * size)
+
+    def inside(self, inner: Inside, works: Sequence[Work | None]) -> Schedule:
+        """What goes on on the sequence axis, with the work of each rank of the head axis, if it has any."""
+        known = {work: inner(work) for work in works if work}
+        shards = self.work.layout.shards
+        whole = [(known[work], range(u, shards * self.ranks, self.ranks)) for u, work in enumerate(works) if work]
+        total = shards * self.ranks
+        return Schedule(
+            together([placed(schedule.forward, ranks, total) for schedule, ranks in whole]),
+            together([placed(schedule.backward, ranks, total) for schedule, ranks in whole]),
+        )
+
+    def _move(self, size: Callable[[int, int], int]) -> Move:
+        return to_each("all_to_all", "ulysses", self.groups, size)
+
+
+Inside = Callable[[Work], Schedule]
+"""The schedule of a method on the sequence axis."""
+
+
+def check_heads(heads: int, ranks: int, axis: str = "ulysses") -> None:
+    """Refuses fewer query heads than ranks to split them over."""
+    if heads < ranks:
+        raise ValueError(
+            f"{heads} query heads cannot be split over {ranks} ranks of axis {axis!r}; "
+            f"give it at most {heads} ranks and the rest to the sequence axis"
+        )
 
 
 class HeadMethod(Method):
@@ -64,11 +119,7 @@ class HeadMethod(Method):
         return self.inner.layout(length, kind, mask).refine(self.axis.size)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if q.shape[2] < self.axis.size:
-            raise ValueError(
-                f"{q.shape[2]} query heads cannot be split over {self.axis.size} ranks of axis {self.axis.name!r}; "
-                f"give it at most {q.shape[2]} ranks and the rest to the sequence axis"
-            )
+        check_heads(q.shape[2], self.axis.size, self.axis.name)
         self.inner.check(q, k, v)
 
     def sizes(self, layout: SequenceLayout) -> tuple[int, ...]:

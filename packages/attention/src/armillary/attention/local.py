@@ -8,6 +8,7 @@ from armillary.attention.call import Call, Saved
 from armillary.attention.cell import Cell
 from armillary.attention.merge import Merge, Sum
 from armillary.attention.method import Method
+from armillary.attention.schedule import Schedule, Step, Work
 
 
 class Local(Method):
@@ -27,3 +28,15 @@ class Local(Method):
         dq, dk, dv = (Sum.like(x) for x in (saved.q, saved.k, saved.v))
         Cell(call, 0, 0).backward(dout, saved, dq, dk, dv)
         return dq.result(), dk.result(), dv.result()
+
+
+def schedule(work: Work) -> Schedule:
+    """What `Local` computes.
+
+    Raises:
+        ValueError: several shards.
+    """
+    if work.layout.shards > 1:
+        raise ValueError(f"the layout has {work.layout.shards} shards; local attention is of one")
+    attend = (Step(pairs=(work.grid.pairs(0, 0, work.batch) * len(work.key_heads),)),)
+    return Schedule(attend, attend)

@@ -6,14 +6,16 @@ every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from armillary.attention.call import Call
+from armillary.attention.circle import Circle
+from armillary.attention.grid import Grid
 from armillary.attention.rotation import Rotation, tokens_of
-from armillary.core import Exchange, Parcel, start_exchange
+from armillary.core import Exchange, Parcel, Send, start_exchange
 
 Shares = Sequence[Tensor]
 """What one rank has computed for some tokens of one traveller; empty where it has nothing to do with them."""
@@ -47,6 +49,18 @@ class Along:
         self.targets: Shares = ()  # where in `own` to add what is being returned
         self.returned: Parcel | None = None
         self.exchange: Exchange | None = None
+
+    @staticmethod
+    def sends(circle: Circle, grid: Grid, step: int) -> Iterator[Send]:
+        """What all ranks of a circle send of the traveller that was in hand at `step`, in tokens."""
+        if step == 0:
+            return
+        needed = circle.needed(grid)
+        for place, rank in enumerate(circle.ranks):
+            origin = circle.origin(place, step)
+            held, onward = map(len, needed[origin][step : step + 2])
+            yield Send(rank, circle.ahead(place, 1), onward)
+            yield Send(rank, circle.ranks[origin], held - onward)
 
     def tokens(self, step: int) -> range:
         return self.needed[self.walk.origin(step)][step]
@@ -84,7 +98,7 @@ class Along:
             same = self.passing if onward == held else None
             send[self.walk.ahead(1)] = same or Parcel.of([tokens_of(x, held, onward) for x in sums])
         if complete := [tokens_of(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
-            send[self.walk.circle[origin]] = Parcel.of(complete)
+            send[self.walk.circle.ranks[origin]] = Parcel.of(complete)
         return send
 
     def _wait(self) -> None:
@@ -111,6 +125,15 @@ class Direct:
         self.arriving: tuple[range, Parcel] | None = None
         self.exchange: Exchange | None = None
 
+    @staticmethod
+    def sends(circle: Circle, grid: Grid, step: int) -> Iterator[Send]:
+        """What all ranks of a circle send of the traveller that was in hand at `step`, in tokens."""
+        if step == 0:
+            return
+        for place, rank in enumerate(circle.ranks):
+            origin = circle.origin(place, step)
+            yield Send(rank, circle.ranks[origin], len(circle.seen(grid, place, origin)))
+
     def tokens(self, step: int) -> range:
         if step == 0:
             return self.all
@@ -121,10 +144,10 @@ class Direct:
             self.own = shares
             return
         self._wait()
-        walk, other = self.walk, (self.walk.place + step) % len(self.walk.circle)
+        walk, other = self.walk, (self.walk.place + step) % len(self.walk.circle.ranks)
         theirs = walk.seen(self.call, other, walk.place)
         self.arriving = (theirs, Parcel.like(self.own, len(theirs))) if theirs else None
-        send = {walk.circle[walk.origin(step)]: Parcel.of(shares)} if shares else {}
+        send = {walk.circle.ranks[walk.origin(step)]: Parcel.of(shares)} if shares else {}
         self.exchange = start_exchange(walk.back, send, {walk.ahead(step): self.arriving[1]} if self.arriving else {})
 
     def home(self) -> Shares:

@@ -11,6 +11,7 @@ With the zigzag layout every cell of a causal mask costs the same, so that all r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -18,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
+from armillary.attention.circle import Circle, Moving
 from armillary.attention.method import Method
-from armillary.attention.rotation import Moving, Rotation
-from armillary.core import Axis, wide
+from armillary.attention.rotation import Rotation
+from armillary.attention.schedule import Schedule, Steps, Work
+from armillary.core import Axis
 
 Backward = Literal["auto", "keys", "queries"]
 
@@ -55,7 +58,7 @@ class Ring(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        if fewer_bytes(self.backward_moves, saved, call) == "keys":
+        if fewer_bytes(self.backward_moves, Work.of_call(saved, call)) == "keys":
             return rotate_keys.backward(dout, saved, self.rotation("keys"), call)
         return rotate_queries.backward(dout, saved, self.rotation("queries"), call, direct=False)
 
@@ -67,12 +70,25 @@ def check_backward(backward: Backward) -> Backward:
     return backward
 
 
-def fewer_bytes(choice: Backward, saved: Saved, call: Call) -> Moving:
+def fewer_bytes(choice: Backward, work: Work) -> Moving:
     """What to send round in backward: as told, or by bytes of a whole shard, so that all ranks agree."""
     if choice != "auto":
         return choice
-    heads, dim, key_heads, value_dim = saved.q.shape[2], saved.q.shape[3], saved.k.shape[2], saved.v.shape[3]
-    e, a = saved.q.element_size(), wide(saved.q.dtype).itemsize
-    keys = call.key_layout.length * key_heads * (dim + value_dim) * (e + a)
-    queries = call.layout.length * heads * ((dim + 2 * value_dim) * e + a + dim * a)
+    keys = work.key_layout.length * (work.k + work.v) * (work.e + work.a)
+    queries = work.layout.length * ((work.q + 2 * work.out) * work.e + (work.lse + work.q) * work.a)
     return "queries" if queries < keys else "keys"
+
+
+def schedule(work: Work, backward: Backward = "auto") -> Schedule:
+    """What `Ring` sends and computes over the shards of `work`."""
+    ranks = work.layout.shards
+    going_back = backward_steps(work, check_backward(backward), lambda moving: [Circle.of_all(ranks, moving)])
+    return Schedule(rotate_keys.forward_steps(work, [Circle.of_all(ranks, "keys")]), going_back)
+
+
+def backward_steps(work: Work, backward: Backward, circles: Callable[[Moving], Sequence[Circle]]) -> Steps:
+    """The walk of the cheaper backward, or the one that is told, round the circles that it takes."""
+    moving = fewer_bytes(backward, work)
+    if moving == "keys":
+        return rotate_keys.backward_steps(work, circles(moving))
+    return rotate_queries.backward_steps(work, circles(moving), direct=False)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
+from armillary.attention.circle import Circle
 from armillary.attention.merge import Merge, Sum
 from armillary.attention.returns import Along
 from armillary.attention.rotation import Rotation
+from armillary.attention.schedule import Steps, Work
+from armillary.attention.walk import walk as walk_of
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, walk: Rotation, call: Call) -> tuple[Tensor, Tensor]:
@@ -42,3 +47,14 @@ def backward(dout: Tensor, saved: Saved, walk: Rotation, call: Call) -> tuple[Te
         grads.give(step, [share.value() for share in shares])
     dk, dv = grads.home()
     return dq.value(), dk, dv
+
+
+def forward_steps(work: Work, circles: Sequence[Circle]) -> Steps:
+    """What `forward` sends and computes on all ranks of some circles."""
+    return walk_of(work, circles, (work.k + work.v) * work.e)
+
+
+def backward_steps(work: Work, circles: Sequence[Circle]) -> Steps:
+    """What `backward` sends and computes on all ranks of some circles."""
+    keys = work.k + work.v
+    return walk_of(work, circles, keys * work.e, keys * work.a, Along.sends)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
+from armillary.attention.circle import Circle
 from armillary.attention.merge import ALL, Merge, Sum
 from armillary.attention.returns import Along, Direct
 from armillary.attention.rotation import Rotation
+from armillary.attention.schedule import Steps, Work
+from armillary.attention.walk import walk as walk_of
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, walk: Rotation, call: Call) -> tuple[Tensor, Tensor]:
@@ -56,3 +61,14 @@ def backward(dout: Tensor, saved: Saved, walk: Rotation, call: Call, *, direct: 
         del hand  # so that it is gone before the one after the next has room made for it
         returns.give(step, dq)
     return returns.home()[0], dk.value(), dv.value()
+
+
+def forward_steps(work: Work, circles: Sequence[Circle]) -> Steps:
+    """What `forward` sends and computes on all ranks of some circles."""
+    return walk_of(work, circles, work.q * work.e, work.out * work.e + work.lse * work.a, Direct.sends)
+
+
+def backward_steps(work: Work, circles: Sequence[Circle], *, direct: bool) -> Steps:
+    """What `backward` sends and computes on all ranks of some circles."""
+    hop = (work.q + 2 * work.out) * work.e + work.lse * work.a
+    return walk_of(work, circles, hop, work.q * work.a, Direct.sends if direct else Along.sends)

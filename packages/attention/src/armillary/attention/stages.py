@@ -31,6 +31,10 @@ class Share(NamedTuple):
     first: bool = False
     last: bool = False
 
+    def key_heads(self, key_heads: tuple[int, ...]) -> tuple[int, ...]:
+        """For each query head, which of the heads on hand it uses; given the key/value head of all query heads."""
+        return tuple(self.keys.index(key_heads[head]) for head in self.queries)
+
 
 class Stage(NamedTuple):
     """The shares of all ranks of the head axis."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
 
+from armillary.attention.circle import Circle, Moving
+from armillary.core import SequenceLayout
+
 Placement = Literal["collect_intra", "p2p_intra"]
 
 
@@ -56,3 +59,28 @@ class Teams:
         """(team, member) whose keys this member of a team is sent: the inverse of `keeper`."""
         group, place = divmod(team, self.ring)
         return place * self.team + member, group
+
+    def mates(self, team: int) -> tuple[int, ...]:
+        """The ranks of a team."""
+        return tuple(self.rank(team, member) for member in range(self.team))
+
+    def sizes(self, layout: SequenceLayout, team: int) -> tuple[int, ...]:
+        """Tokens of each member of a team."""
+        return tuple(layout.sizes[rank] for rank in self.mates(team))
+
+    def layout(self, layout: SequenceLayout) -> SequenceLayout:
+        """That of the ranks, with teams as shards."""
+        teams = range(self.ranks // self.team)
+        return SequenceLayout([[span for rank in self.mates(team) for span in layout.spans(rank)] for team in teams])
+
+    def circle(self, group: int, member: int, moving: Moving) -> Circle:
+        """A ring: one member of each team of a group. Shards are teams."""
+        teams = tuple(group * self.ring + j for j in range(self.ring))
+        keys = tuple(j * self.team + member for j in range(self.ring))
+        residents, travellers = (teams, keys) if moving == "keys" else (keys, teams)
+        return Circle(tuple(self.rank(team, member) for team in teams), residents, travellers, moving)
+
+    def circles(self, moving: Moving) -> list[Circle]:
+        """All rings."""
+        each = range(self.team)
+        return [self.circle(group, member, moving) for group in each for member in each]

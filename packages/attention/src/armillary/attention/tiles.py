@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from armillary.attention.mask import AttentionMask, Window
 from armillary.core import Spans, cut_at
@@ -43,11 +42,9 @@ class Tile:
     @property
     def area(self) -> int:
         """Visible pairs: the tile's share of the work."""
-        return sum(max(0, stop - start) for start, stop in map(self._columns, range(self.q0, self.q1)))
-
-    def _columns(self, row: int) -> tuple[int, int]:
-        start = self.k0 if self.low is None else max(self.k0, row + self.low)
-        return start, self.k1 if self.high is None else min(self.k1, row + self.high + 1)
+        rows, columns, (low, high) = self.q1 - self.q0, self.k1 - self.k0, self.offsets
+        last = rows * columns if high is None else _up_to(high, rows, columns)
+        return last if low is None else max(0, last - _up_to(low - 1, rows, columns))
 
     def rows(self, start: int, stop: int) -> Tile | None:
         """The part of the tile in these rows, trimmed."""
@@ -81,7 +78,7 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     """
     done: list[Tile] = []
     above: list[Tile] = []
-    inside = _by_document(keys, mask.boundaries(row))
+    inside = by_document(keys, mask.boundaries(row))
     for document, at, query in _pieces(queries, mask.boundaries(row)):
         here: list[Tile] = []
         for band in _bands(at, query, inside.get(document, ()), mask.bounds()):
@@ -91,35 +88,6 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
                 here.append(band)
         above = list(_stack(above, here, done))
     return (*done, *above)
-
-
-class Hull(NamedTuple):
-    """The fewest neighbouring queries and keys of two shards, as local indices, with every visible pair among them."""
-
-    queries: range
-    keys: range
-
-
-@lru_cache(maxsize=16384)
-def hull(queries: Spans, keys: Spans, mask: AttentionMask) -> Hull:
-    """What two shards have to do with each other, in any row of the batch: two empty ranges if nothing."""
-    rows = len(mask.documents or ()) if mask.per_row else 1
-    bands = [band for row in range(rows) for band in _all_bands(queries, keys, mask, row)]
-    if not bands:
-        return Hull(range(0), range(0))
-    return Hull(
-        range(min(band.q0 for band in bands), max(band.q1 for band in bands)),
-        range(min(band.k0 for band in bands), max(band.k1 for band in bands)),
-    )
-
-
-def _all_bands(queries: Spans, keys: Spans, mask: AttentionMask, row: int) -> Iterator[Tile]:
-    """The tiles before any are joined, in any order."""
-    ends = mask.boundaries(row)
-    above, across = _by_document(queries, ends), _by_document(keys, ends)
-    for document in above.keys() & across.keys():
-        for at, query in above[document]:
-            yield from _bands(at, query, across[document], mask.bounds())
 
 
 def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Tile]:
@@ -145,7 +113,7 @@ def _pieces(spans: Spans, ends: tuple[int, ...] | None) -> list[tuple[int, int, 
 
 
 @lru_cache(maxsize=4096)
-def _by_document(spans: Spans, ends: tuple[int, ...] | None) -> dict[int, list[Placed]]:
+def by_document(spans: Spans, ends: tuple[int, ...] | None) -> dict[int, list[Placed]]:
     """The pieces of each document that a shard has any of."""
     found: dict[int, list[Placed]] = {}
     for document, at, piece in _pieces(spans, ends):
@@ -156,22 +124,33 @@ def _by_document(spans: Spans, ends: tuple[int, ...] | None) -> dict[int, list[P
 def _bands(q_at: int, query: range, keys: Iterable[Placed], bounds: Window) -> Iterator[Tile]:
     """The visible part of one query span against key spans, a trimmed tile for each span that is seen."""
     for k_at, key in keys:
-        for (a, q), (b, k) in _equal_steps((q_at, query), (k_at, key)):
+        for (a, q), (b, k) in equal_steps((q_at, query), (k_at, key)):
             if tile := _band(a, q, b, k, bounds):
                 yield tile
 
 
 def _band(q_at: int, query: range, k_at: int, key: range, bounds: Window) -> Tile | None:
-    """Row a is position query[0] + a * step, column b is key[0] + b * step: bounds on positions are bounds on b - a."""
     step = query.step if len(query) > 1 else key.step
-    apart, shift = key[0] - query[0], k_at - q_at
+    return band(Tile(q_at, q_at + len(query), k_at, k_at + len(key)), key[0] - query[0], step, bounds)
+
+
+def band(tile: Tile, apart: int, step: int, bounds: Window) -> Tile | None:
+    """What is visible of a tile whose rows and columns are positions `step` apart, trimmed.
+
+    Row a is position query[0] + a * step, column b is key[0] + b * step: bounds on positions are bounds on b - a.
+
+    Args:
+        apart: the first key's position less the first query's.
+        bounds: of a key's position less a query's.
+    """
     low, high = bounds
+    shift = tile.k0 - tile.q0
     low = None if low is None else -((apart - low) // step) + shift
     high = None if high is None else (high - apart) // step + shift
-    return Tile(q_at, q_at + len(query), k_at, k_at + len(key), low, high).trimmed()
+    return Tile(tile.q0, tile.q1, tile.k0, tile.k1, low, high).trimmed()
 
 
-def _equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
+def equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
     """Spans of unequal steps have no band: the shorter one goes token by token. Right, if slow."""
     (q_at, q), (k_at, k) = query, key
     if q.step == k.step or len(q) == 1 or len(k) == 1:
@@ -196,6 +175,17 @@ def _joined_rows(a: Tile, b: Tile) -> Tile | None:
         if tile.rows(tile.q0, b.q0) == a and tile.rows(b.q0, tile.q1) == b:
             return tile
     return None
+
+
+def _up_to(high: int, rows: int, columns: int) -> int:
+    """Pairs of a rectangle with b - a <= high: row after row one more, from none to all columns."""
+
+    def rising(last: int) -> int:
+        """The sum of x from 0 to `last`, none of them counted above `columns`."""
+        whole = max(0, min(last, columns))
+        return whole * (whole + 1) // 2 + max(0, last - columns) * columns
+
+    return rising(high + rows) - rising(high)
 
 
 def _unions(a: Tile, b: Tile) -> Iterator[Tile]:

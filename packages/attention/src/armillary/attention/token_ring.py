@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_queries
 from armillary.attention.call import Call, Saved
+from armillary.attention.circle import Circle
 from armillary.attention.method import Method
 from armillary.attention.rotation import Rotation
+from armillary.attention.schedule import Schedule, Work
 from armillary.core import Axis
 
 
@@ -50,3 +52,11 @@ class TokenRing(Method):
 
     def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return rotate_queries.backward(dout, saved, self.rotation(), call, direct=True)
+
+
+def schedule(work: Work) -> Schedule:
+    """What `TokenRing` sends and computes over the shards of `work`."""
+    circles = [Circle.of_all(work.layout.shards, "queries")]
+    return Schedule(
+        rotate_queries.forward_steps(work, circles), rotate_queries.backward_steps(work, circles, direct=True)
+    )

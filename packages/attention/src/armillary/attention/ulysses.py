@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.head_axis import Arriving, HeadMethod, split_heads
+from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
 from armillary.attention.method import Method
+from armillary.attention.schedule import Schedule, Step, Work, steps
 from armillary.core import Axis, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
 
 
@@ -90,5 +91,25 @@ class Ulysses(HeadMethod):
     def _inside(self, call: Call) -> Call:
         """The call as `inner` sees it: this rank's heads only."""
         heads = split_heads(call.key_heads, self.axis.size)
-        queries, keys = heads.queries[self.axis.rank], heads.keys[self.axis.rank]
-        return replace(call, key_heads=tuple(call.key_heads[q] - keys.start for q in queries))
+        return replace(call, key_heads=heads.key_heads(call.key_heads, self.axis.rank))
+
+
+def schedule(work: Work, ranks: int, inner: Inside) -> Schedule:
+    """What `Ulysses` sends and computes on `ranks` ranks of the head axis, around a method on the sequence axis."""
+    moves = HeadMoves(work, ranks)
+    heads = moves.heads
+    queries, keys = (moves.tokens, heads.queries), (moves.keys, heads.keys)
+    q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e
+    summed = work.a if heads.shared else e
+    inside = moves.inside(inner, [_inside(work, heads, u) for u in range(ranks)])
+    bring = Step((moves.to_heads(*queries, q * e), moves.to_heads(*keys, q * e), moves.to_heads(*keys, v * e)))
+    home = (moves.to_tokens(*queries, q * e), moves.to_tokens(*keys, q * summed), moves.to_tokens(*keys, v * summed))
+    return Schedule(
+        steps(bring, *inside.forward, Step((moves.to_tokens(*queries, v * e),))),
+        steps(Step((moves.to_heads(*queries, v * e),)), *inside.backward, Step(home)),
+    )
+
+
+def _inside(work: Work, heads: HeadShards, rank: int) -> Work:
+    """The work as `inner` sees it: the heads of one rank of the head axis."""
+    return replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))

@@ -13,21 +13,22 @@ placement of DistFlashAttention (arXiv 2310.03294), for any method. Which heads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.head_axis import Arriving, HeadMethod, split_heads
+from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, Inside, split_heads
 from armillary.attention.method import Method
 from armillary.attention.projected import attend_projected
 from armillary.attention.projections import Projections
+from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, beside, steps
 from armillary.attention.sources import Finished, Heads, Source, place, select
-from armillary.attention.stages import Keys, Stage, stages
+from armillary.attention.stages import Keys, Share, Stage, stages
 from armillary.core import (
     Axis,
     PackedHeads,
@@ -94,9 +95,7 @@ class UPipe(HeadMethod):
         prefetch: bool = False,
     ) -> None:
         super().__init__(axis, inner)
-        ranks = self.axis.size
-        if heads_per_stage is not None and (heads_per_stage < 1 or heads_per_stage % ranks):
-            raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {ranks} ranks")
+        check_stages(heads_per_stage, self.axis.size)
         if self.inner.head_axis is not None:
             raise ValueError(f"inner {type(self.inner).__name__} divides heads itself; give a sequence-axis method")
         self.heads_per_stage, self.prefetch = heads_per_stage, prefetch
@@ -263,9 +262,7 @@ class UPipe(HeadMethod):
         return dk, dv
 
     def _plan(self, call: Call) -> tuple[Stage, ...]:
-        ranks = self.axis.size
-        every = -(-len(call.key_heads) // ranks) * ranks
-        return stages(call.key_heads, self._queries(call), min(self.heads_per_stage or every, every))
+        return _plan(call.key_heads, self.axis.size, self.heads_per_stage)
 
     def _queries(self, call: Call) -> tuple[range, ...]:
         """The query heads that each rank of the axis works on."""
@@ -278,5 +275,96 @@ class UPipe(HeadMethod):
 
     def _inside(self, stage: Stage, call: Call) -> Call:
         """The call as `inner` sees it: this rank's heads of the stage, against the keys on hand."""
-        share = stage.shares[self.axis.rank]
-        return replace(call, key_heads=tuple(share.keys.index(call.key_heads[head]) for head in share.queries))
+        return replace(call, key_heads=stage.shares[self.axis.rank].key_heads(call.key_heads))
+
+
+def _plan(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | None) -> tuple[Stage, ...]:
+    """The stages of a call, all heads in one unless told otherwise."""
+    every = -(-len(key_heads) // ranks) * ranks
+    return stages(key_heads, split_heads(key_heads, ranks).queries, min(heads_per_stage or every, every))
+
+
+def check_stages(heads_per_stage: int | None, ranks: int) -> None:
+    """Refuses heads that do not go round."""
+    if heads_per_stage is not None and (heads_per_stage < 1 or heads_per_stage % ranks):
+        raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {ranks} ranks")
+
+
+# -- what is sent and computed ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The steps of each stage of a call, on all ranks."""
+
+    moves: HeadMoves
+    inner: Inside
+    plan: tuple[Stage, ...]
+    prefetch: bool
+
+    def walk(
+        self, columns: Sequence[int], inside: Callable[[Schedule], Steps], home: Callable[[Stage], Sequence[Move]]
+    ) -> Iterator[Step]:
+        """What `UPipe` does at each stage.
+
+        Args:
+            columns: bytes of what comes in for each query head and token.
+            inside: forward or backward of the inner method.
+            home: what goes back, one after another.
+        """
+        coming = [self._bring(stage, columns) for stage in self.plan]
+        for i, stage in enumerate(self.plan):
+            if i == 0 or not self.prefetch:
+                yield from [Step(tuple(coming[i]))] if self.prefetch else [Step((one,)) for one in coming[i]]
+            early = coming[i + 1] if self.prefetch and i + 1 < len(coming) else []
+            yield from beside(early, inside(self._inside(stage)))
+            yield from (Step((one,)) for one in home(stage))
+
+    def out_home(self, stage: Stage) -> list[Move]:
+        """The output of a stage."""
+        work, moves = self.moves.work, self.moves
+        return [moves.to_tokens(moves.tokens, stage.query_ranges, work.batch * work.value_dim * work.e)]
+
+    def gradients_home(self, stage: Stage) -> list[Move]:
+        """dq of a stage, and dk, dv of keys that are done with: wide where ranks share a head."""
+        work, moves, leaving = self.moves.work, self.moves, stage.leaving
+        width = work.a if leaving.shared else work.e
+        keys = (work.batch * dim * width for dim in (work.head_dim, work.value_dim))
+        dq = moves.to_tokens(moves.tokens, stage.query_ranges, work.batch * work.head_dim * work.e)
+        return [dq, *(moves.to_tokens(moves.keys, leaving.ranges, size) for size in keys)]
+
+    def _bring(self, stage: Stage, columns: Sequence[int]) -> list[Move]:
+        work, moves = self.moves.work, self.moves
+        keys = [work.batch * dim * work.e for dim in (work.head_dim, work.value_dim)]
+        coming = [moves.to_heads(moves.keys, stage.arriving.ranges, size) for size in keys]
+        return [*coming, *(moves.to_heads(moves.tokens, stage.query_ranges, size) for size in columns)]
+
+    def _inside(self, stage: Stage) -> Schedule:
+        """The inner method on the heads of a stage; a rank without any waits."""
+        work = self.moves.work
+
+        def of(share: Share) -> Work | None:
+            if not share.queries:
+                return None
+            return replace(work, key_heads=share.key_heads(work.key_heads), kv_heads=len(share.keys))
+
+        return self.moves.inside(self.inner, [of(share) for share in stage.shares])
+
+
+def schedule(
+    work: Work,
+    ranks: int,
+    inner: Inside,
+    heads_per_stage: int | None = None,
+    prefetch: bool = False,
+) -> Schedule:
+    """What `UPipe` with these options sends and computes on `ranks` ranks of the head axis, around a method."""
+    check_stages(heads_per_stage, ranks)
+    moves = HeadMoves(work, ranks)
+    walk = Stages(moves, lru_cache(inner), _plan(work.key_heads, ranks, heads_per_stage), prefetch)
+    q, v, lse = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e, work.batch * work.a
+    queries = (moves.tokens, moves.heads.queries)
+    forward = walk.walk([q], lambda inside: inside.forward, walk.out_home)
+    backward = walk.walk([q, v, v], lambda inside: inside.backward, walk.gradients_home)
+    there, back = (Step(() if work.projected else (way(*queries, lse),)) for way in (moves.to_heads, moves.to_tokens))
+    return Schedule(steps(*forward, back), steps(there, *backward))

@@ -12,8 +12,8 @@ C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring makes R - 1 s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,14 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import rotate_keys, rotate_queries
 from armillary.attention.call import Call, Saved
+from armillary.attention.circle import Moving
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method, layout_of
-from armillary.attention.ring import Backward, check_backward, fewer_bytes
-from armillary.attention.rotation import Moving, Rotation
+from armillary.attention.ring import Backward, backward_steps, check_backward, fewer_bytes
+from armillary.attention.rotation import Rotation
+from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, all_gather, move, reduce_scatter, steps
 from armillary.attention.teams import Placement, Teams
 from armillary.core import (
     Axis,
     Parcel,
+    Send,
     SequenceLayout,
     start_exchange,
     start_gather_seq,
@@ -74,7 +77,7 @@ class WallFacer(Method):
         self.teams = Teams(self.axis.size, team, placement)
         self.seat = self.teams.seat(self.axis.rank)
         self.back = self.axis.twin()
-        self.mates = self.axis.part([self.teams.rank(self.seat[0], a) for a in range(team)])
+        self.mates = self.axis.part(self.teams.mates(self.seat[0]))
         self.gather_keys = gather_keys
         self.backward_moves: Backward = check_backward(backward)
         self.shards = self.sequence_shards = self.axis.size
@@ -103,7 +106,7 @@ class WallFacer(Method):
         gathered = self._gather((saved.q, saved.out, dout, saved.lse), call.layout)
         k, v = self._place_keys(saved.k, saved.v, call)
         q, out, dout, lse = gathered()
-        team, moving = Saved(q, k, v, out, lse), fewer_bytes(self.backward_moves, saved, call)
+        team, moving = Saved(q, k, v, out, lse), fewer_bytes(self.backward_moves, Work.of_call(saved, call))
         if moving == "keys":
             dq, dk, dv = rotate_keys.backward(dout, team, self.rotation(moving), self._by_teams(call))
         else:
@@ -115,27 +118,16 @@ class WallFacer(Method):
 
     def rotation(self, moving: Moving) -> Rotation:
         """The ring of this rank: one member of each team of its group. Shards are teams."""
-        teams, (team, member) = self.teams, self.seat
-        group, place = divmod(team, teams.ring)
-        mates = tuple(group * teams.ring + j for j in range(teams.ring))
-        circle = tuple(teams.rank(mate, member) for mate in mates)
-        keys = tuple(j * teams.team + member for j in range(teams.ring))
-        residents, travellers = (mates, keys) if moving == "keys" else (keys, mates)
-        return Rotation(self.axis, self.back, circle, place, residents, travellers, moving)
+        team, member = self.seat
+        return Rotation(self.axis, self.back, self.teams.circle(team // self.teams.ring, member, moving))
 
     def _by_teams(self, call: Call) -> Call:
         """The call over teams as shards."""
-        return replace(call, layout=self._team_layout(call.layout), key_layout=self._team_layout(call.key_layout))
-
-    def _team_layout(self, layout: SequenceLayout) -> SequenceLayout:
-        members = range(self.teams.team)
-        every = range(self.axis.size // self.teams.team)
-        return SequenceLayout([[s for a in members for s in layout.spans(self.teams.rank(t, a))] for t in every])
+        return replace(call, layout=self.teams.layout(call.layout), key_layout=self.teams.layout(call.key_layout))
 
     def _sizes(self, layout: SequenceLayout, team: int | None = None) -> tuple[int, ...]:
         """Tokens of each member of a team, by default this rank's."""
-        team = self.seat[0] if team is None else team
-        return tuple(layout.sizes[self.teams.rank(team, a)] for a in range(self.teams.team))
+        return self.teams.sizes(layout, self.seat[0] if team is None else team)
 
     def _gather(self, tensors: Sequence[Tensor], layout: SequenceLayout) -> Gathering:
         """Step 1: starts gathering the team's tokens; the result waits for them."""
@@ -180,3 +172,77 @@ class WallFacer(Method):
         coming = {rank: Parcel.like(like, tokens) for rank, tokens in receive.items() if rank != me}
         start_exchange(self.axis, going, coming).wait()
         return [send[rank] if rank == me else coming[rank].tensors for rank in receive]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The collectives and exchanges of a call of WallFacer, on all ranks."""
+
+    teams: Teams
+    work: Work
+    gather_keys: bool
+
+    @property
+    def mates(self) -> list[tuple[int, ...]]:
+        """The ranks of each team."""
+        return [self.teams.mates(team) for team in range(self.teams.ranks // self.teams.team)]
+
+    @property
+    def by_teams(self) -> Work:
+        """The work over teams as shards."""
+        layout, key_layout = (self.teams.layout(x) for x in (self.work.layout, self.work.key_layout))
+        return replace(self.work, layout=layout, key_layout=key_layout)
+
+    def gather(self, *sizes: int) -> tuple[Move, ...]:
+        """Step 1 for tensors of queries, of so many bytes a token each."""
+        return tuple(all_gather(self.mates, self.work.layout.sizes, size) for size in sizes)
+
+    def scatter(self, *sizes: int) -> tuple[Move, ...]:
+        """Step 4."""
+        return tuple(reduce_scatter(self.mates, self.work.layout.sizes, size) for size in sizes)
+
+    def bring(self, queries: tuple[Move, ...]) -> Steps:
+        """Steps 1 and 2 for keys, beside the gathering of queries."""
+        work, tokens = self.work, self.work.key_layout.sizes
+        place = move("p2p", "ring", self._placing((work.k + work.v) * work.e))
+        if not self.gather_keys:
+            return steps(Step((*queries, place)))
+        keys = (all_gather(self.mates, tokens, x * work.e) for x in (work.k, work.v))
+        return steps(Step((*queries, *keys)), Step((place,)))
+
+    def home(self, queries: tuple[Move, ...]) -> Steps:
+        """Step 2 backwards, for gradients of keys, beside the scattering of those of queries; and back to members."""
+        work, tokens = self.work, self.work.key_layout.sizes
+        back = (Send(target, source, size) for source, target, size in self._placing((work.k + work.v) * work.a))
+        keys = (reduce_scatter(self.mates, tokens, x * work.a) for x in (work.k, work.v))
+        return steps(Step((*queries, move("p2p", "ring", back))), Step(tuple(keys) if self.gather_keys else ()))
+
+    def _placing(self, size: int) -> Iterator[Send]:
+        """To each keeper of a team its keys, of so many bytes a token: from one member, or each its own."""
+        tokens = self.work.key_layout.sizes
+        for team, mates in enumerate(self.mates):
+            for member, rank in enumerate(mates):
+                keeper = self.teams.keeper(team, member)
+                if self.gather_keys:
+                    yield Send(rank, keeper, sum(tokens[mate] for mate in mates) * size)
+                else:
+                    yield from (Send(mate, keeper, tokens[mate] * size) for mate in mates)
+
+
+def schedule(
+    work: Work,
+    team: int,
+    placement: Placement = "collect_intra",
+    backward: Backward = "auto",
+    gather_keys: bool = True,
+) -> Schedule:
+    """What `WallFacer` with these options sends and computes over the shards of `work`."""
+    parts = Parts(Teams(work.layout.shards, team, placement), work, gather_keys)
+    by_teams, lse, e = parts.by_teams, work.lse * work.a, work.e
+    ring = rotate_keys.forward_steps(by_teams, parts.teams.circles("keys"))
+    back = backward_steps(by_teams, check_backward(backward), parts.teams.circles)
+    inputs = parts.gather(work.q * e, work.out * e, work.out * e, lse)
+    return Schedule(
+        steps(*parts.bring(parts.gather(work.q * e)), *ring, Step(parts.scatter(work.out * e, lse))),
+        steps(*parts.bring(inputs), *back, *parts.home(parts.scatter(work.q * work.a))),
+    )

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import Method, WallFacer, build_attention
+from armillary.attention import Method, build_attention
 from armillary.attention.build import HEAD_METHODS, largest_team
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The method `build_attention(name, mesh, heads_per_stage)`; calling it with a mesh builds it, as a `Job` wants.
+    """The method `build_attention(name, mesh, heads_per_stage, team)`; calling it with a mesh builds it, for a `Job`.
 
     Args:
         name: such as "ring", "usp" or "upipe+wallfacer".
@@ -25,10 +25,7 @@ class AttentionChoice:
     team: int | None = None
 
     def __call__(self, mesh: DeviceMesh) -> Method:
-        if self.team is None:
-            return build_attention(self.name, mesh, self.heads_per_stage)
-        inner = WallFacer(mesh["ring"], self.team)
-        return HEAD_METHODS[self.head](mesh["ulysses"], inner, self.heads_per_stage) if self.head else inner
+        return build_attention(self.name, mesh, self.heads_per_stage, self.team)
 
     @property
     def head(self) -> str:

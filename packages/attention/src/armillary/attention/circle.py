@@ -1,0 +1,106 @@
+"""Who passes what to whom round a circle of ranks, and how much of it: pure, for the walk and for its schedule.
+
+On every rank of a circle something stays (its residents) and something passes by (the travellers): keys go past
+queries, or queries past keys. Of a traveller, no more goes on than what some rank further on sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from armillary.attention.grid import Grid
+from armillary.core import Send
+
+Moving = Literal["keys", "queries"]
+
+
+@dataclass(frozen=True)
+class Circle:
+    """R ranks in a circle. A place is an index in it.
+
+    Args:
+        ranks: in the order in which travellers visit them, numbered as on their axis.
+        residents: the shard that stays on each rank of the circle.
+        travellers: the shard that sets out from each rank of the circle.
+        moving: what travels; the other stays.
+    """
+
+    ranks: tuple[int, ...]
+    residents: tuple[int, ...]
+    travellers: tuple[int, ...]
+    moving: Moving
+
+    @classmethod
+    def of_all(cls, ranks: int, moving: Moving) -> Circle:
+        """All ranks of an axis, each with its own shard."""
+        every = tuple(range(ranks))
+        return cls(every, every, every, moving)
+
+    @property
+    def opposite(self) -> Circle:
+        """The same circle the other way round."""
+        return Circle(self.ranks[::-1], self.residents[::-1], self.travellers[::-1], self.moving)
+
+    def shorter_way(self, grid: Grid) -> Circle:
+        """This circle or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
+
+        With causal masks and zigzag shards, keys that go down visit those who see all of them first, then those who see
+        half: three quarters of what goes up. Where all see all, both ways are equal, and it is this one.
+        """
+        return min((self, self.opposite), key=lambda way: way.tokens_sent(grid))
+
+    def tokens_sent(self, grid: Grid) -> int:
+        """By all ranks of the circle together, as many times as they make a hop."""
+        return sum(len(tokens) for steps in self.needed(grid) for tokens in steps[1:])
+
+    def origin(self, place: int, step: int) -> int:
+        """The place from which the traveller set out that is in hand at `step`."""
+        return (place - step) % len(self.ranks)
+
+    def ahead(self, place: int, steps: int) -> int:
+        """The rank that is so many places further round."""
+        return self.ranks[(place + steps) % len(self.ranks)]
+
+    def needed(self, grid: Grid) -> tuple[tuple[range, ...], ...]:
+        """For the traveller from each place: its tokens that any rank so many steps on, or further, sees.
+
+        All of them at step 0, none at step R, and never more than the step before.
+        """
+        return _needed(self, grid)
+
+    def cell(self, place: int, origin: int) -> tuple[int, int]:
+        """(shard of queries, shard of keys) of the resident at `place` and the traveller from `origin`."""
+        resident, traveller = self.residents[place], self.travellers[origin]
+        return (resident, traveller) if self.moving == "keys" else (traveller, resident)
+
+    def seen(self, grid: Grid, place: int, origin: int) -> range:
+        """Tokens of the traveller from `origin` that the rank at `place` sees."""
+        both = grid.hull(*self.cell(place, origin))
+        return both.keys if self.moving == "keys" else both.queries
+
+    def hops(self, grid: Grid, step: int) -> Iterator[Send]:
+        """What goes on at `step`, in tokens."""
+        needed = self.needed(grid)
+        for place, rank in enumerate(self.ranks):
+            yield Send(rank, self.ahead(place, 1), len(needed[self.origin(place, step)][step + 1]))
+
+
+@lru_cache(maxsize=64)
+def _needed(circle: Circle, grid: Grid) -> tuple[tuple[range, ...], ...]:
+    size, sizes = len(circle.ranks), (grid.key_layout if circle.moving == "keys" else grid.layout).sizes
+
+    def of(origin: int) -> tuple[range, ...]:
+        ranges = [range(0)]
+        for step in range(size - 1, 0, -1):
+            ranges.append(_around(ranges[-1], circle.seen(grid, (origin + step) % size, origin)))
+        return (range(sizes[circle.travellers[origin]]), *reversed(ranges))
+
+    return tuple(of(origin) for origin in range(size))
+
+
+def _around(a: range, b: range) -> range:
+    """The smallest range with all of both."""
+    return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
