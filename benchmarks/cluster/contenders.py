@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method, WallFacer, build_attention
-from armillary.core import Cluster
+from armillary.attention import AttentionMask, Method, build_attention, build_schedule
+from armillary.attention.schedule import Schedule, Work
+from armillary.attention.teams import Placement, Teams
+from armillary.core import Cluster, SequenceLayout
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method on the axes of a mesh: `ring` x `ulysses` ranks.
+    """A method on the axes of a mesh: `ring` x `ulysses` ranks. As `build_attention` and `build_schedule` take it."""
 
-    Args:
-        make: on a mesh of that shape, from `build_mesh`.
-    """
-
-    name: str
+    method: str
     ring: int
-    ulysses: int
-    make: Callable[[DeviceMesh], Method]
+    ulysses: int = 1
+    team: int | None = None
+    placement: Placement = "collect_intra"
+
+    def __str__(self) -> str:
+        team = "" if self.team is None else f" C={self.team}"
+        # With C = sqrt(P) there is no ring, and both placements are one.
+        return f"{self.method}{team}" + (f" {self.placement}" if team and self.team**2 < self.ring else "")
+
+    def build(self, mesh: DeviceMesh) -> Method:
+        """On a mesh of that shape, from `build_mesh`."""
+        return build_attention(self.method, mesh, team=self.team, placement=self.placement)
+
+    def schedule(self, shapes: Shapes) -> Schedule:
+        """What it sends and computes on all ranks."""
+        work = Work.of(
+            self.layout(shapes),
+            shapes.mask,
+            heads=shapes.heads,
+            kv_heads=shapes.key_heads,
+            head_dim=shapes.head_dim,
+            dtype=torch.float32,
+            projected=False,
+        )
+        return build_schedule(self.method, work, self.ring, self.ulysses, team=self.team, placement=self.placement)
+
+    def layout(self, shapes: Shapes) -> SequenceLayout:
+        """Over the sequence axis, as `Method.layout` of what `build` makes."""
+        length, team = shapes.tokens * self.ring * self.ulysses, self.team or 1
+        cut = SequenceLayout.zigzag(length, self.ring // team).refine(team)
+        seat = Teams(self.ring, team, self.placement).seat
+        return SequenceLayout([cut.spans(t * team + member) for t, member in map(seat, range(self.ring))])
 
 
 @dataclass(frozen=True)
@@ -52,24 +81,12 @@ class Race:
     shapes: tuple[Shapes, ...]
 
 
-def named(name: str, ring: int, ulysses: int) -> Contender:
-    """As `build_attention` makes it."""
-    return Contender(name, ring, ulysses, lambda mesh: build_attention(name, mesh))
-
-
 def wall_facers(ranks: int) -> tuple[Contender, ...]:
-    """All team sizes; where there is no ring (C = sqrt(P)), both placements are one."""
-
-    def of(team: int, placement: str) -> Contender:
-        name = f"wallfacer C={team}" + (f" {placement}" if team**2 < ranks else "")
-        return Contender(name, ranks, 1, lambda mesh: WallFacer(mesh["ring"], team, placement))
-
-    return tuple(
-        of(team, placement)
-        for team in range(2, ranks)
-        if ranks % team**2 == 0
-        for placement in (("collect_intra", "p2p_intra") if team**2 < ranks else ("collect_intra",))
-    )
+    """All team sizes above 1, in all placements that differ."""
+    teams = [team for team in range(2, ranks) if ranks % team**2 == 0]
+    both = [Contender("wallfacer", ranks, team=team) for team in teams]
+    apart = [Contender("wallfacer", ranks, team=t, placement="p2p_intra") for t in teams if t**2 < ranks]
+    return (*both, *apart)
 
 
 HEADS, HEAD_DIM = 16, 64
@@ -89,11 +106,11 @@ def race(name: str, tokens: int) -> Race:
     """
     match name:
         case "emulated-4x4-card-per-rank" | "emulated-4x4-card-per-node":
-            return of(name, tokens, (HEADS,), (*everyone(16), named("usp", 4, 4)))
+            return of(name, tokens, (HEADS,), (*everyone(16), Contender("usp", 4, 4)))
         case "emulated-1x8-mesh":
             return of(name, tokens, (HEADS, HEADS // 4), everyone(8))
         case "emulated-2x4-card-per-node":
-            both = (named("usp", 2, 4), named("upipe", 1, 8), named("upipe+ring", 2, 4))
+            both = (Contender("usp", 2, 4), Contender("upipe", 1, 8), Contender("upipe+ring", 2, 4))
             return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *both))
         case _:
             raise ValueError(f"no race for {name!r}; known: {', '.join(RACES)}")
@@ -101,8 +118,8 @@ def race(name: str, tokens: int) -> Race:
 
 def everyone(ranks: int) -> tuple[Contender, ...]:
     """Every method that puts all ranks on one axis, the ring first."""
-    others = (named("token_ring", ranks, 1), named("all_gather", ranks, 1), named("ulysses", 1, ranks))
-    return (named("ring", ranks, 1), *others, *wall_facers(ranks))
+    others = (Contender("token_ring", ranks), Contender("all_gather", ranks), Contender("ulysses", 1, ranks))
+    return (Contender("ring", ranks), *others, *wall_facers(ranks))
 
 
 def of(name: str, tokens: int, key_heads: Sequence[int], contenders: tuple[Contender, ...]) -> Race:

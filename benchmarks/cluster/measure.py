@@ -33,12 +33,11 @@ def main() -> None:
     parser.add_argument("cluster")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     chosen = race(options.cluster, options.tokens)
-    methods = methods_of(chosen, options.only)
+    methods = methods_of(chosen)
     found = {"wires": wires(chosen), "turns": [measure(methods, shapes, options.repeats) for shapes in chosen.shapes]}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
@@ -46,10 +45,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def methods_of(race: Race, only: Sequence[str]) -> dict[str, Method]:
-    shapes = {(c.ring, c.ulysses) for c in race.contenders}
+def methods_of(chosen: Race) -> dict[str, Method]:
+    shapes = {(c.ring, c.ulysses) for c in chosen.contenders}
     meshes = {(ring, ulysses): build_mesh("cpu", ring=ring, ulysses=ulysses) for ring, ulysses in sorted(shapes)}
-    return {c.name: c.make(meshes[c.ring, c.ulysses]) for c in race.contenders if not only or c.name in only}
+    return {str(c): c.build(meshes[c.ring, c.ulysses]) for c in chosen.contenders}
 
 
 def wires(race: Race) -> list[dict[str, Any]]:
