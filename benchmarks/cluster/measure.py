@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from contenders import Race, Shapes, race
 from patterns import patterns
+from predict import cell_sizes
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method
@@ -89,15 +90,17 @@ def measure(methods: dict[str, Method], shapes: Shapes, repeats: int) -> dict[st
             before = time.process_time()
             taken[name].append(elapsed(turn))
             busy[name].append(sum(gathered(time.process_time() - before)))
-    cells = [elapsed(cell_of(shapes)) for _ in range(repeats)]
+    cells = {size: [elapsed(cell_of(shapes, size)) for _ in range(repeats)] for size in cell_sizes(shapes)}
     return {"shapes": vars(shapes), "seconds": taken, "busy": busy, "cells": cells, "sent": sent, "errors": errors}
 
 
-def cell_of(shapes: Shapes) -> Callable[[], None]:
-    """Forward and backward of one cell that is seen whole, without any exchange: T queries by T keys."""
-    q, k, v, dout = (x[:, : shapes.tokens].clone() for x in inputs(shapes))
-    inner = [x.requires_grad_() for x in (q, k, v)]
-    return lambda: torch.autograd.grad(Local()(q, k, v, mask=AttentionMask(causal=False)), inner, dout)
+def cell_of(shapes: Shapes, size: int) -> Callable[[], object]:
+    """Forward and backward of `size` queries by `size` keys, all seen, without any exchange."""
+    q, k, v, dout = (x[:, :size].clone() for x in inputs(shapes))
+    for x in (q, k, v):
+        x.requires_grad_()
+    attend, mask = Local(), AttentionMask(causal=False)
+    return lambda: torch.autograd.grad(attend(q, k, v, mask=mask), (q, k, v), dout)
 
 
 def turn_of(attend: Method, shapes: Shapes) -> Turn:

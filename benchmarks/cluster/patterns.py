@@ -28,7 +28,7 @@ def patterns(cluster: Cluster) -> dict[str, list[Send]]:
         **(between if cluster.nodes > 1 else {}),
         "all round": [(r, (r + 1) % len(ranks)) for r in ranks],
     }
-    small = {f"{name}, small": pairs for name, pairs in chosen.items() if "one way" in name}
+    small = {f"{name}, small": chosen[name] for name in chosen if "one way" in name or name == "all round"}
     return {
         name: [Send(a, b, size) for a, b in pairs]
         for size, patterns in ((LARGE, chosen), (SMALL, small))

@@ -95,13 +95,13 @@ EMULATED = {
     "emulated-4x4-card-per-node": replace(
         _NODES,
         name="emulated: 4 nodes of 4, a card each node",
-        between=Link(bandwidth=8e6, latency=1e-3, per="group"),
+        between=Link(bandwidth=4e6, latency=1e-3, per="group"),
     ),
     "emulated-2x4-card-per-node": replace(
         _NODES,
         name="emulated: 2 nodes of 4, a card each node",
         nodes=2,
-        between=Link(bandwidth=8e6, latency=1e-3, per="group"),
+        between=Link(bandwidth=4e6, latency=1e-3, per="group"),
     ),
     "emulated-1x8-mesh": replace(
         _NODES,
