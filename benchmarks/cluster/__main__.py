@@ -24,6 +24,7 @@ from typing import Any
 from contenders import RACES, Race, Shapes, race
 from network import EmulatedCluster, leave_on_signals, obstacle
 from predict import Kernels, predicted
+from verdict import verdict
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
@@ -73,7 +74,7 @@ def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
 
 def write(name: str, chosen: Race, found: dict[str, Any]) -> str:
     """The report of one cluster, as files; returns its table."""
-    rows = [row for turns in found["turns"] for row in rows_of(chosen, turns)]
+    tables = [rows_of(chosen, turns) for turns in found["turns"]]
     link = chosen.cluster.within if chosen.cluster.nodes == 1 else chosen.cluster.between
     shapes = chosen.shapes[0]
     notes = [
@@ -86,7 +87,9 @@ def write(name: str, chosen: Race, found: dict[str, Any]) -> str:
         "seconds that sends took, and that they should have taken: "
         + "; ".join(f"{w['sends']} {w['seconds']:.4f} ({w['expected']:.4f})" for w in found["wires"]),
     ]
-    return report.write(f"cluster-{name.removeprefix('emulated-')}", f"Attention on {chosen.cluster.name}", rows, notes)
+    notes += [verdict(rows) for rows in tables]
+    rows, title = [row for rows in tables for row in rows], f"Attention on {chosen.cluster.name}"
+    return report.write(f"cluster-{name.removeprefix('emulated-')}", title, rows, notes)
 
 
 def rows_of(chosen: Race, turns: dict[str, Any]) -> list[dict[str, Any]]:
