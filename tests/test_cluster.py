@@ -15,6 +15,7 @@ from armillary.core import Cluster, Link
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
 from contenders import RACES, race
 from network import EmulatedCluster, Wiring, obstacle
+from verdict import verdict
 
 needs_namespaces = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 CARDS, SHARED, MESH, MIXED = (Cluster.named(name) for name in RACES)
@@ -60,6 +61,27 @@ def test_other_networks_are_refused():
             Wiring(wrong)
     with pytest.raises(ValueError, match="no race for 'other'; known: emulated-4x4-card-per-rank"):
         race("other", 32)
+
+
+def test_predictions_are_held_against_what_was_measured():
+    figures = {"ring": (1.0, 1.0, 9.0), "a": (2.0, 2.2, 4.0), "b": (2.05, 2.3, 3.9), "c": (0.5, 1.1, 8.0)}
+    keys = ("over ring", "predicted over ring", "predicted")
+    rows = [{"shapes": "S", "contender": name, **dict(zip(keys, each, strict=True))} for name, each in figures.items()]
+    assert verdict(rows) == (
+        "S: not predicted: ring before c; predicted ratios over ring off by up to +120% (c); "
+        "predicted best b, 0% slower than b, measured best"
+    )
+    assert verdict(rows[:3]).startswith("S: ranking as predicted; predicted ratios over ring off by up to +12% (b)")
+
+
+def test_each_contender_has_a_schedule_of_its_shapes():
+    for cluster in RACES:
+        chosen = race(cluster, 32)
+        for contender in chosen.contenders:
+            for shapes in chosen.shapes:
+                layout, schedule = contender.layout(shapes), contender.schedule(shapes)
+                assert layout.length == 32 * chosen.cluster.ranks and layout.shards == contender.ring
+                assert all(schedule.bytes(rank) for rank in range(chosen.cluster.ranks))
 
 
 @needs_namespaces
