@@ -88,7 +88,7 @@ CORE = Accelerator(
 )
 """Of 16 ranks on two cores; in float32. What one has really is measured where it matters."""
 
-_FAST = Link(bandwidth=64e6, latency=2e-4)
+_FAST = Link(bandwidth=16e6, latency=2e-3)
 _NODES = Cluster(
     name="emulated: 4 nodes of 4, a card each rank",
     nodes=4,
@@ -96,7 +96,7 @@ _NODES = Cluster(
     accelerator=CORE,
     host_memory=4 * GiB,
     within=_FAST,
-    between=Link(bandwidth=8e6, latency=1e-3),
+    between=Link(bandwidth=4e6, latency=2e-3),
 )
 
 EMULATED = {
@@ -104,20 +104,20 @@ EMULATED = {
     "emulated-4x4-card-per-node": replace(
         _NODES,
         name="emulated: 4 nodes of 4, a card each node",
-        between=Link(bandwidth=16e6, latency=1e-3, per="group"),
+        between=Link(bandwidth=4e6, latency=2e-3, per="group"),
     ),
     "emulated-2x4-card-per-node": replace(
         _NODES,
         name="emulated: 2 nodes of 4, a card each node",
         nodes=2,
-        between=Link(bandwidth=16e6, latency=1e-3, per="group"),
+        between=Link(bandwidth=4e6, latency=2e-3, per="group"),
     ),
     "emulated-1x8-mesh": replace(
         _NODES,
         name="emulated: 8 ranks, a link each pair",
         nodes=1,
         ranks_per_node=8,
-        within=Link(bandwidth=4e6, latency=1e-3, per="pair"),
+        within=Link(bandwidth=4e6, latency=2e-3, per="pair"),
     ),
 }
 """Networks slow enough to be made of network namespaces on one machine."""

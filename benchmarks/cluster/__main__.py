@@ -1,0 +1,118 @@
+"""Attention methods on networks of every kind, made of network namespaces on one machine. Needs root and iproute2.
+
+    uv run python benchmarks/cluster                                        # all clusters
+    uv run python benchmarks/cluster --clusters emulated-1x8-mesh --repeats 3
+
+One torchrun for each node, each rank in a namespace of its own behind wires of the cluster's bandwidth. Contenders take
+turns within each repeat; figures are medians over repeats of ratios within one. Results are checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from contenders import RACES, Race, Shapes, race
+from network import EmulatedCluster, leave_on_signals, obstacle
+from predict import Kernels, predicted
+from verdict import verdict
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import report
+
+HERE = Path(__file__).parent
+QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Of the ranks' environment: one thread, no accelerator, and no warnings that namespaces have no DNS."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clusters", nargs="+", choices=RACES, default=RACES)
+    parser.add_argument("--tokens", type=int, default=32, help="of each rank")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if (why := obstacle()) is not None:
+        print(f"skipped: {why}", file=sys.stderr)
+        return
+    leave_on_signals()
+    for name in options.clusters:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        chosen = race(name, options.tokens)
+        print(write(name, chosen, run(chosen, name, options.tokens, options.repeats)), end="\n\n", flush=True)
+
+
+def run(chosen: Race, name: str, tokens: int, repeats: int) -> dict[str, Any]:
+    """What `measure.py` has found on the cluster."""
+    with TemporaryDirectory() as folder, EmulatedCluster(chosen.cluster) as emulated:
+        found = Path(folder) / "found.json"
+        options = ["--tokens", str(tokens), "--repeats", str(repeats), "--out", str(found)]
+        program = [sys.executable, str(HERE / "measure.py"), name, *options]
+        wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
+        return json.loads(found.read_text())
+
+
+def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Until all have ended well, or one has not.
+
+    Raises:
+        SystemExit: one has failed, and said why.
+    """
+    while None in (codes := [process.poll() for process in processes]) or any(codes):
+        if any(codes):
+            sys.exit(f"exit codes of the nodes: {codes}")
+        time.sleep(0.1)
+
+
+def write(name: str, chosen: Race, found: dict[str, Any]) -> str:
+    """The report of one cluster, as files; returns its table."""
+    tables = [rows_of(chosen, turns) for turns in found["turns"]]
+    link = chosen.cluster.within if chosen.cluster.nodes == 1 else chosen.cluster.between
+    shapes = chosen.shapes[0]
+    notes = [
+        f"{shapes.tokens} tokens a rank, {shapes.heads} heads of {shapes.head_dim}, batch 1, float32, forward and "
+        f"backward; links per {link.per}, {link.bandwidth / 1e6:g} MB/s each way",
+        "over ring: tokens a second, as a multiple of ring's; busy: processor seconds of all ranks together, gloo's "
+        "own included; kernels: seconds of those alone, as many as ring calls",
+        f"every contender's out, dq, dk and dv agree with attention on one rank, largest relative error "
+        f"{max(error for turns in found['turns'] for error in turns['errors'].values()):.1e}",
+        "seconds that sends took, and that they should have taken: "
+        + "; ".join(f"{w['sends']} {w['seconds']:.4f} ({w['expected']:.4f})" for w in found["wires"]),
+    ]
+    notes += [verdict(rows) for rows in tables]
+    rows, title = [row for rows in tables for row in rows], f"Attention on {chosen.cluster.name}"
+    return report.write(f"cluster-{name.removeprefix('emulated-')}", title, rows, notes)
+
+
+def rows_of(chosen: Race, turns: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each contender, all with the same shapes."""
+    shapes, seconds = Shapes(**turns["shapes"]), turns["seconds"]
+    kernels = Kernels.of(shapes, turns["cells"])
+    expected = {str(c): predicted(chosen.cluster, c, shapes, kernels) for c in chosen.contenders}
+    return [
+        {
+            "shapes": str(shapes),
+            "contender": name,
+            "seconds": median(times),
+            "over ring": report.median_ratio(seconds["ring"], times),
+            "predicted": expected[name],
+            "predicted over ring": expected["ring"] / expected[name],
+            "MB sent, mean": turns["sent"][name]["mean"] / 1e6,
+            "MB, most": turns["sent"][name]["most"] / 1e6,
+            "busy": median(turns["busy"][name]),
+            "kernels": kernels.of_all(shapes, chosen.cluster.ranks),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

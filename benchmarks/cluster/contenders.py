@@ -1,0 +1,127 @@
+"""Who runs against whom on which cluster, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention import AttentionMask, Method, build_attention, build_schedule
+from armillary.attention.schedule import Schedule, Work
+from armillary.attention.teams import Placement, Teams
+from armillary.core import Cluster, SequenceLayout
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method on the axes of a mesh: `ring` x `ulysses` ranks. As `build_attention` and `build_schedule` take it."""
+
+    method: str
+    ring: int
+    ulysses: int = 1
+    team: int | None = None
+    placement: Placement = "collect_intra"
+
+    def __str__(self) -> str:
+        team = "" if self.team is None else f" C={self.team}"
+        # With C = sqrt(P) there is no ring, and both placements are one.
+        return f"{self.method}{team}" + (f" {self.placement}" if team and self.team**2 < self.ring else "")
+
+    def build(self, mesh: DeviceMesh) -> Method:
+        """On a mesh of that shape, from `build_mesh`."""
+        return build_attention(self.method, mesh, team=self.team, placement=self.placement)
+
+    def schedule(self, shapes: Shapes) -> Schedule:
+        """What it sends and computes on all ranks."""
+        work = Work.of(
+            self.layout(shapes),
+            shapes.mask,
+            heads=shapes.heads,
+            kv_heads=shapes.key_heads,
+            head_dim=shapes.head_dim,
+            dtype=torch.float32,
+            projected=False,
+        )
+        return build_schedule(self.method, work, self.ring, self.ulysses, team=self.team, placement=self.placement)
+
+    def layout(self, shapes: Shapes) -> SequenceLayout:
+        """Over the sequence axis, as `Method.layout` of what `build` makes."""
+        length, team = shapes.tokens * self.ring * self.ulysses, self.team or 1
+        cut = SequenceLayout.zigzag(length, self.ring // team).refine(team)
+        seat = Teams(self.ring, team, self.placement).seat
+        return SequenceLayout([cut.spans(t * team + member) for t, member in map(seat, range(self.ring))])
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What attention is given: T tokens a rank, H heads, K key/value heads, head dim D; batch 1, float32."""
+
+    tokens: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(causal=self.causal)
+
+    def __str__(self) -> str:
+        return f"H {self.heads}, K {self.key_heads}, {'causal' if self.causal else 'full'}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """What is measured on a cluster."""
+
+    cluster: Cluster
+    contenders: tuple[Contender, ...]
+    shapes: tuple[Shapes, ...]
+
+
+def wall_facers(ranks: int) -> tuple[Contender, ...]:
+    """All team sizes above 1, in all placements that differ."""
+    teams = [team for team in range(2, ranks) if ranks % team**2 == 0]
+    both = [Contender("wallfacer", ranks, team=team) for team in teams]
+    apart = [Contender("wallfacer", ranks, team=t, placement="p2p_intra") for t in teams if t**2 < ranks]
+    return (*both, *apart)
+
+
+HEADS, HEAD_DIM = 16, 64
+RACES = (
+    "emulated-4x4-card-per-rank",
+    "emulated-4x4-card-per-node",
+    "emulated-1x8-mesh",
+    "emulated-2x4-card-per-node",
+)
+
+
+def race(name: str, tokens: int) -> Race:
+    """What is measured on the emulated cluster of that name, with so many tokens a rank.
+
+    Raises:
+        ValueError: another name.
+    """
+    match name:
+        case "emulated-4x4-card-per-rank" | "emulated-4x4-card-per-node":
+            return of(name, tokens, (HEADS,), (*everyone(16), Contender("usp", 4, 4)))
+        case "emulated-1x8-mesh":
+            return of(name, tokens, (HEADS, HEADS // 4), everyone(8))
+        case "emulated-2x4-card-per-node":
+            both = (Contender("usp", 2, 4), Contender("upipe", 1, 8), Contender("upipe+ring", 2, 4))
+            return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *both))
+        case _:
+            raise ValueError(f"no race for {name!r}; known: {', '.join(RACES)}")
+
+
+def everyone(ranks: int) -> tuple[Contender, ...]:
+    """Every method that puts all ranks on one axis, the ring first."""
+    others = (Contender("token_ring", ranks), Contender("all_gather", ranks), Contender("ulysses", 1, ranks))
+    return (Contender("ring", ranks), *others, *wall_facers(ranks))
+
+
+def of(name: str, tokens: int, key_heads: Sequence[int], contenders: tuple[Contender, ...]) -> Race:
+    shapes = (Shapes(tokens, HEADS, heads, HEAD_DIM, causal) for heads in key_heads for causal in (False, True))
+    return Race(Cluster.named(name), contenders, tuple(shapes))

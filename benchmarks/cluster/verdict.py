@@ -1,0 +1,33 @@
+"""Whether predictions came true: who is faster than whom, by how much, and who is best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+TIE = 0.05
+"""Contenders that were measured within so much of each other may be predicted in either order."""
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Of contenders that ran with the same shapes, in words."""
+    ratios = {row["contender"]: row["predicted over ring"] / row["over ring"] - 1 for row in rows}
+    worst = max(ratios, key=lambda name: abs(ratios[name]))
+    best, chosen = max(rows, key=lambda row: row["over ring"]), min(rows, key=lambda row: row["predicted"])
+    loss = best["over ring"] / chosen["over ring"] - 1
+    return (
+        f"{rows[0]['shapes']}: {misplaced(rows)}; predicted ratios over ring off by up to {ratios[worst]:+.0%} "
+        f"({worst}); predicted best {chosen['contender']}, {loss:.0%} slower than {best['contender']}, measured best"
+    )
+
+
+def misplaced(rows: Sequence[dict[str, Any]]) -> str:
+    """Pairs whose order was predicted wrongly, faster one first; ties aside."""
+    ordered = sorted(rows, key=lambda row: -row["over ring"])
+    wrong = [
+        f"{fast['contender']} before {slow['contender']}"
+        for fast, slow in combinations(ordered, 2)
+        if fast["over ring"] > (1 + TIE) * slow["over ring"] and fast["predicted"] > slow["predicted"]
+    ]
+    return f"not predicted: {', '.join(wrong)}" if wrong else "ranking as predicted"

@@ -1,0 +1,118 @@
+"""The emulated cluster of benchmarks/cluster: its wires, that they limit what goes over them, and that they go."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launches import PATIENCE, environment
+
+from armillary.core import Cluster, Link
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
+from contenders import RACES, race
+from network import EmulatedCluster, Wiring, obstacle
+from verdict import verdict
+
+needs_namespaces = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+CARDS, SHARED, MESH, MIXED = (Cluster.named(name) for name in RACES)
+TWO = replace(CARDS, nodes=2, ranks_per_node=1, between=Link(bandwidth=1e6))
+HELD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from network import Cluster, EmulatedCluster, leave_on_signals
+leave_on_signals()
+with EmulatedCluster(Cluster.named("emulated-1x8-mesh")) as cluster:
+    processes = [cluster.hosts.run(i, ["sleep", "600"]) for i in range(3)]
+    print("up", *(process.pid for process in processes), flush=True)
+    processes[0].wait()
+"""
+
+
+def ends(cluster: Cluster, host: int) -> list[str]:
+    wires = Wiring(cluster).wires()
+    return [end.name for wire in wires for end in (wire.one, wire.other) if end.host == host]
+
+
+def test_each_topology_has_its_wires():
+    cards, shared, mesh, mixed = (list(Wiring(cluster).wires()) for cluster in (CARDS, SHARED, MESH, MIXED))
+    assert [len(wires) for wires in (cards, shared, mesh, mixed)] == [16 + 16, 16 + 4, 8 * 7 // 2, 8 + 2]
+    assert ends(CARDS, Wiring(CARDS).host(5)) == ["within", "card"]
+    assert ends(SHARED, Wiring(SHARED).host(5)) == ["within"] and "card" in ends(SHARED, 1)
+    assert ends(MESH, Wiring(MESH).host(1)) == ["pair0", *(f"pair{i}" for i in range(2, 8))]
+    assert {wire.bandwidth for wire in shared} == {SHARED.within.bandwidth, SHARED.between.bandwidth}
+    routes = [
+        Wiring(cluster).interface(1, other) for cluster, other in ((CARDS, 2), (CARDS, 4), (SHARED, 4), (MESH, 4))
+    ]
+    assert routes == ["within", "card", "within", "pair4"]
+
+
+def test_other_networks_are_refused():
+    for wrong in (
+        replace(MIXED, within=replace(MIXED.within, per="group")),
+        replace(MIXED, within=replace(MIXED.within, per="pair")),
+        replace(MIXED, between=replace(MIXED.between, per="pair")),
+        Cluster.named("8xl20"),
+    ):
+        with pytest.raises(ValueError, match="within"):
+            Wiring(wrong)
+    with pytest.raises(ValueError, match="no race for 'other'; known: emulated-4x4-card-per-rank"):
+        race("other", 32)
+
+
+def test_predictions_are_held_against_what_was_measured():
+    figures = {"ring": (1.0, 1.0, 9.0), "a": (2.0, 2.2, 4.0), "b": (2.05, 2.3, 3.9), "c": (0.5, 1.1, 8.0)}
+    keys = ("over ring", "predicted over ring", "predicted")
+    rows = [{"shapes": "S", "contender": name, **dict(zip(keys, each, strict=True))} for name, each in figures.items()]
+    assert verdict(rows) == (
+        "S: not predicted: ring before c; predicted ratios over ring off by up to +120% (c); "
+        "predicted best b, 0% slower than b, measured best"
+    )
+    assert verdict(rows[:3]).startswith("S: ranking as predicted; predicted ratios over ring off by up to +12% (b)")
+
+
+def test_each_contender_has_a_schedule_of_its_shapes():
+    for cluster in RACES:
+        chosen = race(cluster, 32)
+        for contender in chosen.contenders:
+            for shapes in chosen.shapes:
+                layout, schedule = contender.layout(shapes), contender.schedule(shapes)
+                assert layout.length == 32 * chosen.cluster.ranks and layout.shards == contender.ring
+                assert all(schedule.bytes(rank) for rank in range(chosen.cluster.ranks))
+
+
+@needs_namespaces
+def test_a_ring_over_the_wire_is_right_and_takes_what_its_bytes_take():
+    with EmulatedCluster(TWO) as cluster:
+        program = [sys.executable, str(Path(__file__).parent / "cluster_rank.py")]
+        options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        nodes = cluster.torchrun(program, **options)
+        printed = [node.communicate(timeout=PATIENCE) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    found = json.loads(printed[0][0])
+    assert found["error"] < 1e-5
+    assert found["sent"] == 64 * 4 * 64 * 4 * (2 + 4)  # k and v; again with their gradients
+    assert found["seconds"] > 0.8 * found["sent"] / TWO.between.bandwidth  # buckets let through a little at once
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_behind_when_interrupted(number):
+    command = [sys.executable, "-c", HELD, sys.path[0]]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as held:
+        up, *pids = held.stdout.readline().split()
+        assert up == "up" and namespaces_of(held.pid)
+        held.send_signal(number)
+        held.communicate(timeout=PATIENCE)
+    assert held.returncode != 0 and not namespaces_of(held.pid)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def namespaces_of(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"armillary-{pid}-")]
