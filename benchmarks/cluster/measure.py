@@ -58,7 +58,7 @@ def wires(race: Race) -> list[dict[str, Any]]:
     for name, sends in patterns(race.cluster).items():
         exchange(sends)
         seconds = min(elapsed(lambda sends=sends: exchange(sends)) for _ in range(3))
-        rows.append({"sends": name, "seconds": seconds, "expected": race.cluster.transit(sends).seconds})
+        rows.append({"sends": name, "seconds": seconds, "expected": race.cluster.transit(sends)})
     return rows
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple, Self
 
 from contenders import Contender, Shapes
 
-from armillary.attention.schedule import Step, Steps
 from armillary.core import Cluster
+from armillary.train.plan.timing import spent
 
 FORWARD, BACKWARD = 2, 5
 """Matrix products of a cell."""
@@ -40,20 +41,8 @@ def cell_sizes(shapes: Shapes) -> tuple[int, int]:
 
 
 def predicted(cluster: Cluster, contender: Contender, shapes: Shapes, kernels: Kernels) -> float:
-    """Seconds of a forward and backward: at each step those of what is sent, or of what is computed meanwhile."""
+    """Seconds of a forward and backward, as the planner has them."""
     schedule, products = contender.schedule(shapes), FORWARD + BACKWARD
-    forward, backward = (Kernels(n / products * kernels.pair, kernels.cell / 2) for n in (FORWARD, BACKWARD))
-    return seconds(cluster, schedule.forward, forward) + seconds(cluster, schedule.backward, backward)
-
-
-def seconds(cluster: Cluster, steps: Steps, kernels: Kernels) -> float:
-    """Of steps that follow each other; each waits for the slowest rank."""
-    return sum(max(exchange(cluster, step), compute(step, kernels)) for step in steps)
-
-
-def exchange(cluster: Cluster, step: Step) -> float:
-    return cluster.transit(send for move in step.moves for send in move.sends).seconds
-
-
-def compute(step: Step, kernels: Kernels) -> float:
-    return kernels.cell + max(step.pairs) * kernels.pair if step.pairs else 0.0
+    machine = replace(cluster, accelerator=replace(cluster.accelerator, step=kernels.cell / 2))
+    passes = ((schedule.forward, FORWARD), (schedule.backward, BACKWARD))
+    return sum(spent(steps, machine, kernels.pair * n / products).seconds for steps, n in passes)

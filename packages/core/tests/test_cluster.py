@@ -16,7 +16,7 @@ NODES = replace(
 
 
 def seconds(cluster: Cluster, *sends: tuple[int, int, int]) -> float:
-    return cluster.transit(Send(*send) for send in sends).seconds
+    return cluster.transit(Send(*send) for send in sends)
 
 
 def test_presets_know_their_nodes():
@@ -38,7 +38,7 @@ def test_presets_know_their_nodes():
 
 def test_the_busiest_port_decides():
     nothing = (3, 3, GB), (0, 1, 0)
-    assert seconds(NODES, *nothing) == 0 and NODES.transit([]).seconds == 0
+    assert seconds(NODES, *nothing) == 0 and NODES.transit([]) == 0
     assert seconds(NODES, (0, 1, GB), *nothing) == pytest.approx(1e-2 + 1e-6)  # a rank sends nothing to itself
     assert seconds(NODES, (0, 1, GB), (1, 2, GB), (2, 0, GB)) == pytest.approx(1e-2 + 1e-6)  # each way at once
     assert seconds(NODES, (0, 1, GB), (0, 2, GB)) == pytest.approx(2e-2 + 1e-6)  # out of one port
@@ -67,12 +67,17 @@ def bus_of(bandwidth: float) -> Cluster:
     return replace(NODES, within=Link(bandwidth=bandwidth, per="group"))
 
 
-def test_computation_is_disturbed_by_what_is_busiest():
+def test_each_send_takes_as_long_as_the_busiest_port_on_its_way():
     cluster = replace(NODES, between=Link(bandwidth=GB, disturbs=0.5))
-    transit = cluster.transit([Send(0, 8, 2 * GB), Send(1, 2, GB)])
-    assert transit.seconds == pytest.approx(2.0) and transit.disturbs == 0.5
-    assert transit.beside(0.0) == pytest.approx(2.0) and transit.beside(3.0) == pytest.approx(4.0)
-    assert cluster.transit([]).beside(3.0) == 3.0
+    slow, fast, alone = cluster.deliveries([Send(0, 8, 2 * GB), Send(0, 9, GB), Send(1, 2, GB)])
+    assert slow[2:] == fast[2:] == (3.0, 0.5) and alone.seconds == pytest.approx(1e-2, rel=1e-3)
+    assert slow.beside(0.0) == 3.0 and slow.beside(4.0) == 5.5 and alone.beside(3.0) == 3.0
+
+
+def test_messages_may_cost_something_besides():
+    cluster = replace(NODES, within=Link(bandwidth=GB, message=0.25))
+    assert seconds(cluster, (0, 1, GB), (0, 2, GB)) == pytest.approx(2.5)
+    assert seconds(cluster, (0, 1, GB), (1, 2, GB)) == pytest.approx(1.25)
 
 
 def test_a_port_that_serves_many_at_once_may_be_slower():

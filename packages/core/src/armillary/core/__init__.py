@@ -23,7 +23,7 @@ from armillary.core.label import Label, current_label, label
 from armillary.core.layout import SequenceLayout, Spans, attention_balance, cut_at
 from armillary.core.ledger import CommLedger
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
-from armillary.core.network import Link, Send, Transit
+from armillary.core.network import Delivery, Link, Send
 from armillary.core.pieces import Totals, pieces, rehearsing
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
 from armillary.core.recompute import Draws, as_now
@@ -36,6 +36,7 @@ __all__ = [
     "Cluster",
     "Collective",
     "CommLedger",
+    "Delivery",
     "Draws",
     "Exchange",
     "Label",
@@ -48,7 +49,6 @@ __all__ = [
     "Spans",
     "Totals",
     "Trace",
-    "Transit",
     "Visibility",
     "as_now",
     "attention_balance",

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from armillary.core.network import Level, Link, Send, Transit, transit
+from armillary.core.network import Delivery, Level, Link, Send, deliveries
 from armillary.core.quantity import quantity
 
 
@@ -109,9 +109,13 @@ class Cluster:
         node = Level("within", self.ranks_per_node, self.within)
         return (*inner, node, Level("between", self.ranks, self.between, card=self.ranks_per_node))
 
-    def transit(self, sends: Iterable[Send]) -> Transit:
-        """What sends from rank to rank take that are under way together. Ranks fill one machine after another."""
-        return transit(self.levels, sends)
+    def deliveries(self, sends: Iterable[Send]) -> list[Delivery]:
+        """How long each of some sends takes that are under way together. Ranks fill one machine after another."""
+        return deliveries(self.levels, sends)
+
+    def transit(self, sends: Iterable[Send]) -> float:
+        """Seconds until all of them have arrived."""
+        return max((delivery.seconds for delivery in self.deliveries(sends)), default=0.0)
 
     @classmethod
     def named(cls, name: str) -> Cluster:

@@ -29,6 +29,7 @@ class Link:
             together, which share it: the network card of a node, or the bus within one.
         disturbs: what an exchange and computation beside it take from each other, as a share of the shorter one: 0
             where one hides the other, 1 where it is as if they came one after the other.
+        message: seconds that each message takes of a port besides, for software.
         crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
 
     Raises:
@@ -39,12 +40,13 @@ class Link:
     latency: float = 0.0
     per: Wiring = "rank"
     disturbs: float = 0.0
+    message: float = 0.0
     crowding: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second")
-        for name in ("latency", "disturbs", "crowding"):
+        for name in ("latency", "disturbs", "message", "crowding"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be below 0")
         if self.disturbs > 1:
@@ -79,14 +81,16 @@ class Level:
             yield (self.name, "in", target // sharing)
 
 
-class Transit(NamedTuple):
-    """What some sends take together, and how much of it computation beside them loses: 0 to 1, as `Link.disturbs`."""
+class Delivery(NamedTuple):
+    """One of several sends that are under way together: how long it takes, and its link's `disturbs`."""
 
+    source: int
+    target: int
     seconds: float
     disturbs: float
 
     def beside(self, compute: float) -> float:
-        """Seconds of the two together: as long as the longer one, and what they take from each other."""
+        """Seconds of it and of computation that begins with it: the longer, and what they take from each other."""
         return max(compute, self.seconds) + self.disturbs * min(compute, self.seconds)
 
 
@@ -96,33 +100,38 @@ class Load:
 
     link: Link
     bytes: int = 0
+    messages: int = 0
     peers: set[int] = field(default_factory=set[int])
 
     @property
     def seconds(self) -> float:
         """By itself."""
         crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
-        return self.bytes * crowd / self.link.bandwidth
+        return self.bytes * crowd / self.link.bandwidth + self.messages * self.link.message
 
 
-def transit(levels: tuple[Level, ...], sends: Iterable[Send]) -> Transit:
-    """Until all have arrived: what the busiest port takes, and the longest latency on the way.
+def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
+    """How long each of some sends takes that begin together: what the busiest port on its way has to carry in all.
 
     Args:
         levels: from the smallest groups to all ranks.
     """
-    loads, latency = dict[Port, Load](), 0.0
-    for source, target, size in sends:
-        if source == target or not size:
+    loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
+    for send in sends:
+        if send.source == send.target or not send.bytes:
             continue
-        level = next(level for level in levels if source // level.ranks == target // level.ranks)
-        latency = max(latency, level.link.latency)
-        for port in level.ports(source, target):
+        level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
+        route = list[Load]()
+        for port in level.ports(send.source, send.target):
             load = loads.setdefault(port, Load(level.link))
-            load.bytes += size
+            load.bytes += send.bytes
+            load.messages += 1
             if level.link.crowding:
-                load.peers.add(source if "in" in port else target)
-    if not loads:
-        return Transit(0.0, 0.0)
-    busiest = max(loads.values(), key=lambda load: load.seconds)
-    return Transit(latency + busiest.seconds, busiest.link.disturbs)
+                load.peers.add(send.source if "in" in port else send.target)
+            route.append(load)
+        routes.append((send, level.link, route))
+    times = {id(load): load.seconds for load in loads.values()}
+    return [
+        Delivery(send.source, send.target, link.latency + max(times[id(load)] for load in route), link.disturbs)
+        for send, link, route in routes
+    ]

@@ -1,13 +1,13 @@
-"""How long a schedule takes on a cluster: each step as long as the slower of computing and sending."""
+"""How long a schedule takes on a cluster: each rank waits for what it computes, sends and receives, step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from armillary.attention.schedule import Move, Step
-from armillary.core import Cluster, Send, Transit
+from armillary.core import Cluster, Delivery, Send
 
 FORWARD, BACKWARD = 4, 10
 """Floating-point operations for each visible (query, key) pair of a head, by head dim: two products, and five."""
@@ -43,31 +43,55 @@ class Span:
         )
 
 
-def spent(steps: Iterable[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1) -> Span:
-    """One pass of attention, by all ranks together.
+def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1) -> Span:
+    """One pass of attention, by all ranks together, until the last is through.
 
-    Ranks go from step to step together: what one has more to do than others, all wait for.
+    A rank goes on to its next step when it has computed, and all that it sends and receives has arrived; sends begin
+    when both ends are there.
 
     Args:
         steps: of the forward or of the backward of a schedule over P ranks.
         seconds_per_pair: that a rank takes for each visible (query, key) pair of a head.
         copies: of the schedule that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
     """
-    total = Span()
+    ranks, overhead = range(cluster.ranks // copies), cluster.accelerator.step
+    clock, computing, exchange, steps_with = [0.0] * len(ranks), [0.0] * len(ranks), 0.0, 0
     for step in steps:
-        compute = max(step.pairs, default=0) * seconds_per_pair
-        transit = under_way(step.moves, cluster, copies)
-        overhead = cluster.accelerator.step if compute else 0.0
-        total += Span(compute, transit.beside(compute) - compute, overhead, transit.seconds)
-    return total
+        compute = [pairs * seconds_per_pair for pairs in step.pairs] or [0.0] * len(ranks)
+        under_way = sent(step.moves, cluster, copies)
+        clock = after(clock, compute, under_way, overhead if step.pairs else 0.0)
+        computing = [a + b for a, b in zip(computing, compute, strict=True)]
+        exchange += max((delivery.seconds for delivery in under_way), default=0.0)
+        steps_with += bool(step.pairs)
+    busiest = max(computing, default=0.0)
+    overheads = steps_with * overhead
+    return Span(busiest, max(0.0, max(clock, default=0.0) - busiest - overheads), overheads, exchange)
+
+
+def after(
+    clock: Sequence[float], compute: Sequence[float], under_way: Iterable[Delivery], overhead: float
+) -> list[float]:
+    """When each rank is through with a step that it begins at `clock`."""
+    ends = [start + seconds + overhead for start, seconds in zip(clock, compute, strict=True)]
+    for send in under_way:
+        start = max(clock[send.source], clock[send.target])
+        for rank in (send.source, send.target):
+            ends[rank] = max(ends[rank], start + send.beside(compute[rank]) + overhead)
+    return ends
 
 
 @lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are much alike
-def under_way(moves: tuple[Move, ...], cluster: Cluster, copies: int) -> Transit:
-    """What moves take together, made by each of several groups of ranks."""
+def sent(moves: tuple[Move, ...], cluster: Cluster, copies: int) -> list[Delivery]:
+    """How long what the first of several groups of ranks sends takes, while the others send the same."""
     ranks, sends = cluster.ranks // copies, [send for move in moves for send in move.sends]
     firsts = range(0, copies * ranks, ranks)
-    return cluster.transit(Send(a + first, b + first, size) for first in firsts for a, b, size in sends)
+    every = cluster.deliveries(Send(a + first, b + first, size) for first in firsts for a, b, size in sends)
+    slowest = dict[tuple[int, int], Delivery]()
+    for found in every:
+        ends = found.source % ranks, found.target % ranks
+        if ends not in slowest or found.seconds > slowest[ends].seconds:
+            slowest[ends] = found._replace(source=ends[0], target=ends[1])
+    return list(slowest.values())
 
 
 @lru_cache(maxsize=1024)
@@ -84,4 +108,4 @@ def around(cluster: Cluster, size: float) -> float:
     sends = [Send(rank, rank - rank % each + (rank + 1) % each, passing) for rank in range(n)]
     if cluster.nodes > 1:
         sends += [Send(rank, (rank + each) % n, passing // each) for rank in range(n)]
-    return cluster.transit(sends).seconds
+    return cluster.transit(sends)
