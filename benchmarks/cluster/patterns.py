@@ -29,6 +29,7 @@ def patterns(cluster: Cluster) -> dict[str, list[Send]]:
         "all round": [(r, (r + 1) % len(ranks)) for r in ranks],
     }
     small = {f"{name}, small": chosen[name] for name in chosen if "one way" in name or name == "all round"}
+    small["all to all, small"] = [(a, b) for a in ranks for b in ranks if a != b]
     return {
         name: [Send(a, b, size) for a, b in pairs]
         for size, patterns in ((LARGE, chosen), (SMALL, small))

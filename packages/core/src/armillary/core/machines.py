@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from armillary.core.cluster import Accelerator, Cluster
-from armillary.core.network import Link
+from armillary.core.network import Link, Wiring
 
 GB, GiB, TB = 10**9, 2**30, 10**12
 
@@ -88,15 +88,23 @@ CORE = Accelerator(
 )
 """Of 16 ranks on two cores; in float32. What one has really is measured where it matters."""
 
-_FAST = Link(bandwidth=16e6, latency=2e-3)
+_SOFTWARE = 1.25e-4
+"""Seconds of a processor that a message costs at both ends together, while two of them serve all ranks."""
+
+
+def _wire(megabytes: float, ranks: int, per: Wiring = "rank", sharing: int = 1) -> Link:
+    """So many MB a second, each way; messages of so many ranks wait for the two processors."""
+    return Link(bandwidth=megabytes * 1e6, latency=2e-3, per=per, message=_SOFTWARE * ranks / 2 / sharing)
+
+
 _NODES = Cluster(
     name="emulated: 4 nodes of 4, a card each rank",
     nodes=4,
     ranks_per_node=4,
     accelerator=CORE,
     host_memory=4 * GiB,
-    within=_FAST,
-    between=Link(bandwidth=4e6, latency=2e-3),
+    within=_wire(8, ranks=16),
+    between=_wire(2, ranks=16),
 )
 
 EMULATED = {
@@ -104,20 +112,22 @@ EMULATED = {
     "emulated-4x4-card-per-node": replace(
         _NODES,
         name="emulated: 4 nodes of 4, a card each node",
-        between=Link(bandwidth=4e6, latency=2e-3, per="group"),
+        between=_wire(2, ranks=16, per="group", sharing=4),
     ),
     "emulated-2x4-card-per-node": replace(
         _NODES,
         name="emulated: 2 nodes of 4, a card each node",
         nodes=2,
-        between=Link(bandwidth=4e6, latency=2e-3, per="group"),
+        within=_wire(8, ranks=8),
+        between=_wire(2, ranks=8, per="group", sharing=4),
     ),
     "emulated-1x8-mesh": replace(
         _NODES,
         name="emulated: 8 ranks, a link each pair",
         nodes=1,
         ranks_per_node=8,
-        within=Link(bandwidth=4e6, latency=2e-3, per="pair"),
+        within=_wire(1, ranks=8, per="pair", sharing=7),
+        between=_wire(1, ranks=8),
     ),
 }
 """Networks slow enough to be made of network namespaces on one machine."""

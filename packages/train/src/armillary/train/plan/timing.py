@@ -20,7 +20,7 @@ class Span:
     Args:
         compute: kernels, as if nothing were sent.
         exposed: waiting for exchanges, and computing more slowly beside them.
-        overhead: what steps cost beside both.
+        overhead: what steps cost beside kernels.
         exchange: all exchanges, hidden or not: no part of the sum.
     """
 
@@ -54,29 +54,26 @@ def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copi
         seconds_per_pair: that a rank takes for each visible (query, key) pair of a head.
         copies: of the schedule that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
     """
-    ranks, overhead = range(cluster.ranks // copies), cluster.accelerator.step
-    clock, computing, exchange, steps_with = [0.0] * len(ranks), [0.0] * len(ranks), 0.0, 0
+    ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
+    clock, computing, exchange = [0.0] * ranks, [0.0] * ranks, 0.0
     for step in steps:
-        compute = [pairs * seconds_per_pair for pairs in step.pairs] or [0.0] * len(ranks)
+        compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs] or [0.0] * ranks
         under_way = sent(step.moves, cluster, copies)
-        clock = after(clock, compute, under_way, overhead if step.pairs else 0.0)
+        clock = after(clock, compute, under_way)
         computing = [a + b for a, b in zip(computing, compute, strict=True)]
         exchange += max((delivery.seconds for delivery in under_way), default=0.0)
-        steps_with += bool(step.pairs)
+    overheads = overhead * sum(bool(step.pairs) for step in steps)
     busiest = max(computing, default=0.0)
-    overheads = steps_with * overhead
-    return Span(busiest, max(0.0, max(clock, default=0.0) - busiest - overheads), overheads, exchange)
+    return Span(busiest - overheads, max(clock, default=0.0) - busiest, overheads, exchange)
 
 
-def after(
-    clock: Sequence[float], compute: Sequence[float], under_way: Iterable[Delivery], overhead: float
-) -> list[float]:
+def after(clock: Sequence[float], compute: Sequence[float], under_way: Iterable[Delivery]) -> list[float]:
     """When each rank is through with a step that it begins at `clock`."""
-    ends = [start + seconds + overhead for start, seconds in zip(clock, compute, strict=True)]
+    ends = [start + seconds for start, seconds in zip(clock, compute, strict=True)]
     for send in under_way:
         start = max(clock[send.source], clock[send.target])
         for rank in (send.source, send.target):
-            ends[rank] = max(ends[rank], start + send.beside(compute[rank]) + overhead)
+            ends[rank] = max(ends[rank], start + send.beside(compute[rank]))
     return ends
 
 
