@@ -199,9 +199,19 @@ class EmulatedCluster:
 
 
 def leave_on_signals() -> None:
-    """From now on whoever ends this process, but by force, ends it as an exception does: context managers close."""
-    for number in SIGNALS - {signal.SIGINT}:  # that is one already
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    """From now on whoever ends this process, but by force, ends it as an exception does: context managers close.
+
+    Once: what comes after the first signal, as from a parent that hands on what the terminal has sent already, would
+    end them before they have closed.
+    """
+
+    def leave(number: int, _: object) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in SIGNALS:
+        signal.signal(each, leave)
 
 
 def bucket(bandwidth: float) -> str:

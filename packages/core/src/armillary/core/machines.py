@@ -126,8 +126,8 @@ EMULATED = {
         name="emulated: 8 ranks, a link each pair",
         nodes=1,
         ranks_per_node=8,
-        within=_wire(1, ranks=8, per="pair", sharing=7),
-        between=_wire(1, ranks=8),
+        within=_wire(2, ranks=8, per="pair", sharing=7),
+        between=_wire(2, ranks=8),
     ),
 }
 """Networks slow enough to be made of network namespaces on one machine."""
