@@ -12,17 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from contenders import RACES, Race, Shapes, race
-from network import EmulatedCluster, leave_on_signals, obstacle
+from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
 from predict import Kernels, predicted
 from verdict import verdict
 
@@ -30,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 
 HERE = Path(__file__).parent
-QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Of the ranks' environment: one thread, no accelerator, and no warnings that namespaces have no DNS."""
 
 
 def main() -> None:
@@ -58,18 +53,6 @@ def run(chosen: Race, name: str, tokens: int, repeats: int) -> dict[str, Any]:
         program = [sys.executable, str(HERE / "measure.py"), name, *options]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
         return json.loads(found.read_text())
-
-
-def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Until all have ended well, or one has not.
-
-    Raises:
-        SystemExit: one has failed, and said why.
-    """
-    while None in (codes := [process.poll() for process in processes]) or any(codes):
-        if any(codes):
-            sys.exit(f"exit codes of the nodes: {codes}")
-        time.sleep(0.1)
 
 
 def write(name: str, chosen: Race, found: dict[str, Any]) -> str:

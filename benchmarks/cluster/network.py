@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -38,6 +39,10 @@ SETTINGS = {
 HOME = "home"
 """A rank's interface that leads nowhere and has its address, whichever wires it is reached by."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Of the ranks' environment: one thread, no accelerator, and no warnings that namespaces have no DNS."""
 
 
 class End(NamedTuple):
@@ -212,6 +217,18 @@ def leave_on_signals() -> None:
 
     for each in SIGNALS:
         signal.signal(each, leave)
+
+
+def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Until all have ended well, or one has not.
+
+    Raises:
+        SystemExit: one has failed, and said why.
+    """
+    while None in (codes := [process.poll() for process in processes]) or any(codes):
+        if any(codes):
+            sys.exit(f"exit codes of the nodes: {codes}")
+        time.sleep(0.1)
 
 
 def bucket(bandwidth: float) -> str:

@@ -1,0 +1,79 @@
+"""Whether the tuner picks what is fastest: it runs on an emulated cluster, and all candidates are measured once more.
+
+    uv run python benchmarks/cluster/tuner.py
+
+Needs root and iproute2. The block is small, so that the network rules; its parameters are sharded over it as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
+
+from armillary.core import Cluster
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import report
+
+MODEL = ["--model.dim", "256", "--model.layers", "1", "--model.heads", "16", "--model.kv-heads", "4"]
+MODEL += ["--model.hidden-dim", "32"]
+DATA = ["--data.sequence-length", "1024", "--data.rows", "1", "--train.device", "cpu", "--save.every", "1000"]
+METHODS = ("ring", "token_ring", "ulysses", "usp", "wallfacer")
+CLUSTER = "emulated-2x4-card-per-node"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=2)
+    options = parser.parse_args()
+    if (why := obstacle()) is not None:
+        print(f"skipped: {why}", file=sys.stderr)
+        return
+    leave_on_signals()
+    print(write([tuned(options.iterations) for _ in range(2)]))
+
+
+def tuned(iterations: int) -> dict[str, Any]:
+    """What the tuner's file says in the end."""
+    with TemporaryDirectory() as folder, EmulatedCluster(Cluster.named(CLUSTER)) as emulated:
+        out = Path(folder) / "tuned.json"
+        flags = [*MODEL, *DATA, "--iterations", str(iterations), "--out", str(out), "--attention", *METHODS]
+        program = [sys.executable, "-m", "armillary.train.tune", *flags]
+        wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
+        return json.loads(out.read_text())
+
+
+def write(runs: list[dict[str, Any]]) -> str:
+    """The report: both runs, and what the first one's choice takes in the second."""
+    first, second = ({name(each["candidate"]): each["seconds"] for each in run["measured"]} for run in runs)
+    chosen, best = name(runs[0]["choice"]), min(second, key=lambda each: second[each] or float("inf"))
+    rows = [{"candidate": each, "tuner's seconds": first[each], "seconds again": second[each]} for each in first]
+    notes = [
+        "forward and backward of one block, " + " ".join([*MODEL, *DATA]),
+        f"chosen: {chosen}; fastest when all were measured again: {best}, the choice {loss(second, chosen, best):.1%} "
+        "slower than that",
+    ]
+    return report.write("cluster-tuner", f"The tuner on {Cluster.named(CLUSTER).name}", rows, notes)
+
+
+def loss(seconds: dict[str, float], chosen: str, best: str) -> float:
+    return seconds[chosen] / seconds[best] - 1
+
+
+def name(candidate: dict[str, Any]) -> str:
+    """For people."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in candidate["mesh"].items() if size > 1)
+    attention = candidate["attention"]
+    team = f" C={attention['team']} {attention['placement']}" if attention["team"] else ""
+    return f"{attention['name']}{team} on {axes}"
+
+
+if __name__ == "__main__":
+    main()
