@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -80,7 +80,7 @@ def after(clock: Sequence[float], compute: Sequence[float], under_way: Iterable[
 @lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are much alike
 def sent(moves: tuple[Move, ...], cluster: Cluster, copies: int) -> list[Delivery]:
     """How long what the first of several groups of ranks sends takes, while the others send the same."""
-    ranks, sends = cluster.ranks // copies, [send for move in moves for send in move.sends]
+    ranks, sends = cluster.ranks // copies, [send for move in moves for send in in_rounds(move)]
     firsts = range(0, copies * ranks, ranks)
     every = cluster.deliveries(Send(a + first, b + first, size) for first in firsts for a, b, size in sends)
     slowest = dict[tuple[int, int], Delivery]()
@@ -88,7 +88,35 @@ def sent(moves: tuple[Move, ...], cluster: Cluster, copies: int) -> list[Deliver
         ends = found.source % ranks, found.target % ranks
         if ends not in slowest or found.seconds > slowest[ends].seconds:
             slowest[ends] = found._replace(source=ends[0], target=ends[1])
-    return list(slowest.values())
+    late = latencies(moves, cluster)
+    return [found._replace(seconds=found.seconds + late.get(ends, 0.0)) for ends, found in slowest.items()]
+
+
+def in_rounds(move: Move) -> Iterator[Send]:
+    """A move's sends; of an all-gather, which its schedule gives as the sum of them, each round's."""
+    for send in move.sends:
+        rounds = others(move, send.source) if move.kind == "all_gather" else 1
+        yield from [send._replace(bytes=send.bytes // rounds)] * rounds
+
+
+def latencies(moves: Iterable[Move], cluster: Cluster) -> dict[tuple[int, int], float]:
+    """What an all-gather takes longer than its bytes do: each of its rounds waits for the one before."""
+    late = dict[tuple[int, int], float]()
+    for move in moves:
+        if move.kind == "all_gather":
+            slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
+            for send in move.sends:
+                late[send.source, send.target] = (others(move, send.source) - 1) * slowest
+    return late
+
+
+def others(move: Move, rank: int) -> int:
+    """Ranks on the ring of an all-gather beside this one."""
+    following = {send.source: send.target for send in move.sends}
+    count, at = 0, following[rank]
+    while at != rank:
+        count, at = count + 1, following[at]
+    return count
 
 
 @lru_cache(maxsize=1024)
