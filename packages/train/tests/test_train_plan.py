@@ -3,13 +3,15 @@
 import json
 
 import pytest
+from rich.console import Console
 
 from armillary.core.quantity import quantity, short
 from armillary.models import Checkpointing
 from armillary.train.memory import StepMemory
+from armillary.train.plan import report
 from armillary.train.plan.cli import main
 from armillary.train.plan.fit import Room, longest
-from armillary.train.plan.memory import MemoryPlan, axes_of
+from armillary.train.plan.memory import MemoryPlan, axes_of, plan_memory
 from armillary.train.plan.presets import MODELS, cluster_of, model_of
 
 
@@ -113,16 +115,18 @@ def test_what_cannot_be_planned_is_refused_in_one_line(capsys, argv, said):
     assert stop.value.code == 2 and said in error and error.count("\n") == 1
 
 
-def test_the_command_prints_a_table_or_json(capsys):
-    axes = "--cluster 8xh100 --ulysses 4 --ring 2 --attention upipe+ring"
-    command = f"memory --model debug --tokens 64k {axes}".split()
-    main(command)
+def test_a_plan_is_shown_as_a_table_or_json(capsys):
+    options = {"cluster": "8xh100", "ulysses": 4, "ring": 2, "attention": "upipe+ring"}
+    planned = plan_memory(MemoryPlan(model="debug", tokens="64k", **options))
+    report.show(planned, Console())
     shown = capsys.readouterr().out
     assert "a sequence of 64,000 tokens, 8k on a rank" in shown and "fits" in shown and "attention" in shown
-    main([*command, "--max-context", "--host-memory", "120GB"])
-    assert "the longest that fits; full is the host's memory" in capsys.readouterr().out
-    main([*command, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(report.as_json(planned))
     assert found["fits"] and found["axes"] == {"shard": 1, "ring": 2, "ulysses": 4}
     assert found["memory"]["device"] == sum(found["memory"]["device_breakdown"].values()) > 0
     assert found["plan"]["checkpointing"] == {**vars(Checkpointing("layer", offload=True, ahead=False))}
+
+
+def test_the_command_finds_the_longest_sequence(capsys):
+    main(["memory", "--model", "debug", "--tokens", "64k", "--max-context", "--host-memory", "120GB"])
+    assert "the longest that fits; full is the host's memory" in capsys.readouterr().out
