@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method, build_attention, build_schedule
+from armillary.attention import AttentionMask, Method
 from armillary.attention.schedule import Schedule, Work
-from armillary.attention.teams import Placement, Teams
+from armillary.attention.teams import Placement
 from armillary.core import Cluster, SequenceLayout
+from armillary.train.memory.estimate import AttentionChoice
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method on the axes of a mesh: `ring` x `ulysses` ranks. As `build_attention` and `build_schedule` take it."""
+    """A method on the axes of a mesh: `ring` x `ulysses` ranks."""
 
     method: str
     ring: int
@@ -31,7 +32,7 @@ class Contender:
 
     def build(self, mesh: DeviceMesh) -> Method:
         """On a mesh of that shape, from `build_mesh`."""
-        return build_attention(self.method, mesh, team=self.team, placement=self.placement)
+        return self.attention(mesh)
 
     def schedule(self, shapes: Shapes) -> Schedule:
         """What it sends and computes on all ranks."""
@@ -44,14 +45,16 @@ class Contender:
             dtype=torch.float32,
             projected=False,
         )
-        return build_schedule(self.method, work, self.ring, self.ulysses, team=self.team, placement=self.placement)
+        return self.attention.schedule(work, self.ring, self.ulysses)
 
     def layout(self, shapes: Shapes) -> SequenceLayout:
         """Over the sequence axis, as `Method.layout` of what `build` makes."""
-        length, team = shapes.tokens * self.ring * self.ulysses, self.team or 1
-        cut = SequenceLayout.zigzag(length, self.ring // team).refine(team)
-        seat = Teams(self.ring, team, self.placement).seat
-        return SequenceLayout([cut.spans(t * team + member) for t, member in map(seat, range(self.ring))])
+        return self.attention.layout(shapes.tokens * self.ring * self.ulysses, self.ring)
+
+    @property
+    def attention(self) -> AttentionChoice:
+        """As the planner has it."""
+        return AttentionChoice(self.method, team=self.team, placement=self.placement)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from contenders import Contender, Shapes
 
 from armillary.core import Cluster
-from armillary.train.plan.timing import spent
+from armillary.train.plan.schedule_time import spent
 
 FORWARD, BACKWARD = 2, 5
 """Matrix products of a cell."""

@@ -17,9 +17,9 @@ from armillary.train.plan.candidates import Candidate, Mesh, candidates
 from armillary.train.plan.cli import main
 from armillary.train.plan.command_line import command_line, config_of
 from armillary.train.plan.presets import model_of
+from armillary.train.plan.schedule_time import FORWARD, Span, around, spent
 from armillary.train.plan.search import SearchPlan, passes_of, search
 from armillary.train.plan.step_time import step_time
-from armillary.train.plan.timing import FORWARD, Span, around, spent
 
 # -- against what papers have measured --------------------------------------------------------------------------------
 

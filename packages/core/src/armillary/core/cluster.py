@@ -24,7 +24,7 @@ class Accelerator:
         memory_bandwidth: bytes a second of its own memory.
         host_bandwidth: bytes a second to and from the machine's memory, each way.
         matmul, attention, attention_backward: shares of the peak that large products and attention kernels attain.
-        step: seconds that each step of a method costs beside its kernels: launches, merging, waiting for the slowest.
+        step: seconds that each step of a method costs beside its kernels: launches and merges.
 
     Raises:
         ValueError: a number that is not above 0.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt
+from typing import Any
 
 from armillary.models import Checkpointing
 from armillary.train.memory.estimate import AttentionChoice
@@ -52,6 +53,18 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.attention} on {self.mesh}"
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """As fields of `ParallelConfig`."""
+        attention = self.attention
+        return {
+            **self.mesh.axes,
+            "attention": attention.name,
+            "heads_per_stage": attention.heads_per_stage,
+            "team": attention.team,
+            "placement": attention.placement,
+        }
 
 
 def candidates(heads: int, ranks: int, rows: int) -> Iterator[Candidate]:

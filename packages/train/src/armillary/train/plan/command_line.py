@@ -17,18 +17,9 @@ from armillary.train.plan.search import Choice, Found
 
 def config_of(found: Found, choice: Choice) -> Config:
     """The trainer's configuration for a choice."""
-    mesh, attention = choice.candidate.mesh, choice.candidate.attention
     return Config(
         model=sizes_of(found.model),
-        parallel=ParallelConfig(
-            shard=mesh.shard,
-            ring=mesh.ring,
-            ulysses=mesh.ulysses,
-            attention=attention.name,
-            heads_per_stage=attention.heads_per_stage,
-            team=attention.team,
-            placement=attention.placement,
-        ),
+        parallel=ParallelConfig(**choice.candidate.parallel),
         checkpointing=choice.checkpointing,
         data=DataConfig(sequence_length=found.length, rows=found.plan.rows),
         optimizer=OptimizerConfig(on_host=choice.on_host),

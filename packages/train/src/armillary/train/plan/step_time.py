@@ -9,7 +9,7 @@ from armillary.core import Cluster
 from armillary.train.memory import Job
 from armillary.train.memory.estimate.moments import Moments
 from armillary.train.memory.estimate.step import MASTER, Step
-from armillary.train.plan.timing import BACKWARD, FORWARD, Span, around, spent
+from armillary.train.plan.schedule_time import BACKWARD, FORWARD, Span, around, spent
 
 ADAM = 7 * MASTER
 """Bytes that AdamW reads and writes for each parameter: itself, its gradient, both moments."""
@@ -87,8 +87,6 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     again, attended_again = recomputed(step, dense, passes.forward)
     forward, backward = passes.forward, passes.backward + attended_again
     hiding = (dense + hides(forward), 2 * dense + again + hides(backward))
-    waiting = [waits(step, cluster), copies(step, cluster)]
-    exposed = [sum(max(0.0, wait - free) for wait, free in zip(waits_, hiding, strict=True)) for waits_ in waiting]
     return StepTime(
         dense=3 * dense * layers,
         attention=(forward.compute + passes.backward.compute) * layers,
@@ -96,8 +94,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         head=6 * step.model.vocabulary * step.model.dim * tokens / products,
         exchange=(forward.exposed + backward.exposed) * layers,
         steps=(forward.overhead + backward.overhead) * layers,
-        parameters=exposed[0] * layers + ends(step, cluster),
-        offload=exposed[1] * layers,
+        parameters=exposed(waits(step, cluster), hiding) * layers + ends(step, cluster),
+        offload=exposed(copies(step, cluster), hiding) * layers,
         optimizer=update(step, cluster),
     )
 
@@ -105,6 +103,11 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 def hides(attention: Span) -> float:
     """Seconds of attention's computation beside which nothing is sent yet."""
     return max(0.0, attention.compute + attention.exposed - attention.exchange)
+
+
+def exposed(waiting: tuple[float, float], hiding: tuple[float, float]) -> float:
+    """What of waiting in forward and in backward is not hidden."""
+    return sum(max(0.0, wait - free) for wait, free in zip(waiting, hiding, strict=True))
 
 
 def recomputed(step: Step, dense: float, forward: Span) -> tuple[float, Span]:

@@ -23,7 +23,6 @@ from armillary.train.config import Config
 from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 from armillary.train.plan.candidates import Candidate
-from armillary.train.tune.choice import fields_of
 
 VOCABULARY = 256
 """Tokens that the measured model knows. Embedding and loss cost all candidates the same, and are kept small."""
@@ -60,7 +59,7 @@ class Bench:
         Raises:
             ValueError: the candidate does not fit the model, the rows or the length; on every rank.
         """
-        config = replace(config, parallel=replace(config.parallel, **fields_of(candidate)))
+        config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         check(config)
         mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
         sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))

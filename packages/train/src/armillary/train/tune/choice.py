@@ -11,7 +11,6 @@ from armillary.train.overlay import flag, shown
 from armillary.train.tune.question import FIXED, difference, question_of
 
 if TYPE_CHECKING:
-    from armillary.train.plan.candidates import Candidate
     from armillary.train.tune.file import Tuned
 
 NAMES = (*FIXED, "shard", "ring", "ulysses", "attention", "heads_per_stage", "team", "placement")
@@ -80,16 +79,4 @@ def finished(path: Path) -> Tuned:
 def choice(tuned: Tuned) -> dict[str, Any]:
     """What a finished file chose, as fields of `ParallelConfig`."""
     assert tuned.choice is not None
-    return {**{name: tuned.question[f"parallel.{name}"] for name in FIXED}, **fields_of(tuned.choice)}
-
-
-def fields_of(candidate: Candidate) -> dict[str, Any]:
-    """A candidate as fields of `ParallelConfig`."""
-    attention = candidate.attention
-    return {
-        **candidate.mesh.axes,
-        "attention": attention.name,
-        "heads_per_stage": attention.heads_per_stage,
-        "team": attention.team,
-        "placement": attention.placement,
-    }
+    return {**{name: tuned.question[f"parallel.{name}"] for name in FIXED}, **tuned.choice.parallel}

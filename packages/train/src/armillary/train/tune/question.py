@@ -10,12 +10,11 @@ import torch
 
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
-from armillary.train.model import model_config
+from armillary.train.model import SIZES, model_config
 from armillary.train.overlay import flag, shown
 
 Question = dict[str, Any]
 """Values by "section.key", and "ranks"."""
-SIZES = ("dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
 FIXED = ("replicate", "tp")
 """Axes that the tuner leaves as they are asked for."""
 

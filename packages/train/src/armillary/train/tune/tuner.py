@@ -19,10 +19,10 @@ from armillary.train.tune import bench
 from armillary.train.tune.bench import Timing
 from armillary.train.tune.command import Order
 from armillary.train.tune.file import Measured, Tuned, read, write
+from armillary.train.tune.groups import Groups
 from armillary.train.tune.prune import looked_at, pruned
 from armillary.train.tune.question import Question, difference, dtype_name, question_of
 from armillary.train.tune.screen import Screen
-from armillary.train.tune.together import Together
 from armillary.train.watchdog import about_others
 
 NEAR = 1.05
@@ -53,8 +53,8 @@ def tune(order: Order, measure: Measure = bench.measure, compare: Compare = benc
     Raises:
         ValueError: what is asked for cannot be measured, the file is that of another question, or nothing could be run.
     """
-    with Together.watched(order.run) as together:
-        tuner, tuned = Tuner.start(order, together, measure, compare)
+    with Groups.watched(order.run) as groups:
+        tuner, tuned = Tuner.start(order, groups, measure, compare)
         with tuner.screen:
             return tuner.run(tuned)
 
@@ -64,21 +64,21 @@ class Tuner:
     """What does not change on the way. What is known so far goes through its methods, the same on all ranks."""
 
     order: Order
-    together: Together
+    groups: Groups
     candidates: Sequence[Candidate]
     screen: Screen
     measure: Measure
     compare: Compare
 
     @classmethod
-    def start(cls, order: Order, together: Together, measure: Measure, compare: Compare) -> tuple[Tuner, Tuned]:
+    def start(cls, order: Order, groups: Groups, measure: Measure, compare: Compare) -> tuple[Tuner, Tuned]:
         """The tuner, and what rank 0 finds in the file."""
         config = order.run
-        with together.group("starting") as (device, ranks):
+        with groups.group("starting") as (device, ranks):
             check_alike("the configuration", settings(config) | options(order))
             dtype = precision(config, device)
             candidates, tuned = ranks.on_first(lambda: opened(order, dtype))
-        return cls(order, together, candidates, Screen(ranks.rank), measure, compare), tuned
+        return cls(order, groups, candidates, Screen(ranks.rank), measure, compare), tuned
 
     def run(self, tuned: Tuned) -> Tuned:
         """Measures what is left, and chooses."""
@@ -97,7 +97,7 @@ class Tuner:
         """Measures a candidate, and keeps what came of it."""
         name = str(candidate)
         begun = tuned.attempts.get(name, 0)
-        with self.together.group("measuring", number) as (device, ranks):
+        with self.groups.group("measuring", number) as (device, ranks):
             if begun < ATTEMPTS:
                 self.keep(ranks, replace(tuned, attempts=tuned.attempts | {name: begun + 1}))
                 result = self.tried(candidate, device, ranks)
@@ -122,7 +122,7 @@ class Tuner:
         """The fastest; where others are about as fast, after all these were measured again in turns."""
         tuned = replace(tuned, measured=tuple(replace(each, again=None) for each in tuned.measured))
         near = [each for each in tuned.fastest if within(each, tuned.fastest[0])][:FINALISTS]
-        with self.together.group("comparing") as (device, ranks):
+        with self.groups.group("comparing") as (device, ranks):
             if len(near) > 1:
                 tuned = replace(tuned, measured=self.compared(near, tuned, device, ranks))
             best = min(tuned.fastest, key=by_speed, default=None)

@@ -18,7 +18,7 @@ from armillary.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
-class Together:
+class Groups:
     """All ranks, and a watchdog that sees to it that none waits for ever, when groups come and go too.
 
     Args:
@@ -31,7 +31,7 @@ class Together:
 
     @classmethod
     @contextmanager
-    def watched(cls, config: Config) -> Generator[Together]:
+    def watched(cls, config: Config) -> Generator[Groups]:
         """All ranks must enter it. Starts a group, for the store, and takes it down again."""
         with ExitStack() as stack:
             with process_group(config):
