@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from launches import Launch, torchrun
+from launches import Launch, forked
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 STEPS = 24
@@ -24,10 +25,9 @@ def folder(parent: Path, name: str) -> Path:
     return made
 
 
-def training(*torchrun_flags: str, flags: tuple[str, ...] = ()) -> list[str]:
+def training(*options: str, **changed: Any) -> list[str]:
     """torchrun with 4 ranks."""
-    command = torchrun(4, *SMALL, *flags)
-    return [command[0], *torchrun_flags, *command[1:]]
+    return forked("--nproc-per-node", "4", *options, **{"flags": SMALL, **changed})
 
 
 def losses(printed: str) -> dict[int, str]:
