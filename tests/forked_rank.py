@@ -1,4 +1,4 @@
-"""What a rank of forked.py runs: the trainer. The environment that the kernel shows is torchrun's; so it says who it is."""
+"""What a rank of forked.py runs: the trainer. It leaves its process id where the test finds it."""
 
 import os
 import sys

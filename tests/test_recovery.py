@@ -5,7 +5,7 @@ import re
 import signal
 import time
 
-from launches import Launch
+from launches import Launch, torchrun
 from recovery import SMALL, STEPS, assert_same_end, folder, losses, training
 
 
@@ -39,7 +39,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
         assert launch.wait() == 0, launch.printed
         printed += launch.printed
     assert re.search(rf"^stopped after step \d+ of {STEPS}, as asked by a signal; the same", printed, re.MULTILINE)
-    with Launch(training(), where) as launch:
+    with Launch(torchrun(4, *SMALL), where) as launch:  # which would wait for ranks that it has forked
         launch.wait_for(f"^step: {max(losses(printed)) + 2} ")
         launch.signal(signal.SIGTERM)  # torchrun hands it on, and then fails, though its ranks do not
         assert launch.wait() == 1
