@@ -27,8 +27,12 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(ranks), "-m", "armillary.train", *flags]
 
 
-def forked(*options: str, script: str = str(HERE / "forked_rank.py"), flags: Sequence[str]) -> list[str]:
-    """torchrun with these options for ranks that train, or run a `script` that does, without importing it all again."""
+TRAINER = str(HERE / "forked_rank.py")
+"""A script that trains."""
+
+
+def forked(*options: str, flags: Sequence[str], script: str = TRAINER) -> list[str]:
+    """torchrun with these options for ranks that train, without each importing it all again."""
     return [sys.executable, str(HERE / "forked.py"), *options, script, *flags]
 
 
