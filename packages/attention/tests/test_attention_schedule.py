@@ -283,7 +283,7 @@ def test_steps_compute_every_visible_pair_once(name, call):
     for steps in (schedule.forward, schedule.backward):
         assert sum(sum(step.pairs) for step in steps) == pairs
         assert {len(step.pairs) for step in steps} <= {0, shards * ranks}
-        for send in (send for step in steps for move in step.moves for send in move.sends):
+        for send in (send for step in steps for move in (*step.moves, *step.leaving) for send in move.sends):
             assert send.bytes > 0 and send.source != send.target
             assert {send.source, send.target} <= set(range(shards * ranks))
 
@@ -296,11 +296,10 @@ def visible(call: Work) -> int:
 
 
 def test_steps_of_ring():
-    """Each step's exchange is under way beside its computation; gradients follow one step behind."""
+    """Each step's exchange is under way beside its computation; gradients go on when they are there."""
     schedule = ring.schedule(work_of(H, mask=CAUSAL), "keys")
     assert [(len(step.moves), bool(step.pairs)) for step in schedule.forward] == [(1, True)] * (P - 1) + [(0, True)]
-    moves = [(1, True), (1, True), (2, True), (1, True), (1, False)]
-    assert [(len(step.moves), bool(step.pairs)) for step in schedule.backward] == moves
+    assert kinds(schedule.backward) == ["p2p +", "p2p + p2p", "p2p + p2p", "+ p2p"]
     for step in schedule.forward[1:]:
         assert len(set(step.pairs)) == 1, "zigzag shards compute equally much at every step"
     shard = 2 * B * T * H * D * 4
@@ -310,8 +309,10 @@ def test_steps_of_ring():
 
 
 def kinds(steps: tuple[Step, ...]) -> list[str]:
-    """What moves at each step, and "+" where something is computed."""
-    return [" ".join([*(move.kind for move in step.moves), *["+"] * bool(step.pairs)]) for step in steps]
+    """What moves at each step, "+" where something is computed, and what leaves then."""
+    computed = (["+"] * bool(step.pairs) for step in steps)
+    moving = ([[move.kind for move in moves] for moves in (step.moves, step.leaving)] for step in steps)
+    return [" ".join([*before, *plus, *after]) for (before, after), plus in zip(moving, computed, strict=True)]
 
 
 def test_steps_of_ulysses_and_all_gather():
@@ -330,7 +331,7 @@ def test_steps_of_wall_facer():
     assert kinds(schedule.forward) == [
         "all_gather all_gather all_gather", "p2p", *ring_steps, "reduce_scatter reduce_scatter",
     ]  # fmt: skip
-    assert kinds(schedule.backward)[:3] == [" ".join(["all_gather"] * 6), "p2p", "p2p +"]
+    assert kinds(schedule.backward)[:4] == [" ".join(["all_gather"] * 6), "p2p", "p2p +", "p2p + p2p"]
     assert kinds(schedule.backward)[-2:] == ["reduce_scatter p2p", "reduce_scatter reduce_scatter"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, ring, ulysses
-from armillary.attention.schedule import Step, Work
+from armillary.attention.schedule import Kind, Move, Step, Work
 from armillary.core import Cluster, Send, SequenceLayout
 from armillary.models import Checkpointing
 from armillary.train.command import read_command
@@ -82,33 +82,57 @@ def test_the_best_team_depends_on_how_many_ranks_a_node_has(machine, best):
 NODES = Cluster.named("16xh100")
 
 
+PLAIN = replace(
+    NODES,
+    within=replace(NODES.within, bandwidth=1e9, latency=0, disturbs=0),
+    accelerator=replace(NODES.accelerator, step=1e-3),
+)
+"""One gigabyte a second within nodes."""
+
+
+def moved(kind: Kind, *ends: tuple[int, int], gigabytes: float = 1) -> Move:
+    return Move(kind, "ring", tuple(Send(*pair, int(gigabytes * 1e9)) for pair in ends))
+
+
 def test_a_step_of_a_schedule_takes_the_slower_of_computing_and_sending():
-    cluster = replace(
-        NODES,
-        within=replace(NODES.within, bandwidth=1e9, latency=0, disturbs=0),
-        accelerator=replace(NODES.accelerator, step=1e-3),
-    )
-    move = (
-        ring.schedule(
-            Work.of(
-                SequenceLayout.contiguous(8, 2),
-                AttentionMask(False),
-                heads=1,
-                kv_heads=1,
-                head_dim=8,
-                dtype=torch.float64,
-            ),
-        )
-        .forward[0]
-        .moves[0]
-    )
-    gigabyte = move._replace(sends=(Send(0, 1, 10**9),))
+    gigabyte = moved("p2p", (0, 1))
     steps = [Step((gigabyte,), (3, 1)), Step((gigabyte,), (0, 0)), Step((), (1, 2))]
-    found = spent(steps, cluster, seconds_per_pair=0.5, copies=8)
+    found = spent(steps, PLAIN, seconds_per_pair=0.5, copies=8)
     assert found.compute == pytest.approx(2.0) and found.exchange == pytest.approx(2.0)  # of the busiest rank
     assert found.exposed == pytest.approx(1.5, rel=1e-2) and found.overhead == pytest.approx(3e-3)
     assert found.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, and has more to do then
     assert Span(1, 2, 3, 4) + Span(1, 1, 1, 1) == Span(2, 3, 4, 5)
+
+
+def test_what_leaves_has_until_the_next_step_is_computed():
+    cluster = replace(PLAIN, accelerator=replace(PLAIN.accelerator, step=0.0))
+
+    def seconds(*steps: Step) -> float:
+        return spent(steps, cluster, seconds_per_pair=1.0, copies=8).seconds
+
+    gone = Step((), (2, 1), (moved("p2p", (0, 1), gigabytes=3),))  # from second 2 to second 5
+    assert seconds(gone) == pytest.approx(5)
+    assert seconds(gone, Step((), (2, 2))) == pytest.approx(5)  # from 2 to 4 beside it
+    assert seconds(gone, Step((), (4, 4))) == pytest.approx(6)
+    assert seconds(gone, Step((moved("p2p", (0, 1)),))) == pytest.approx(6)  # nothing to compute: waits for it
+    sharing = Step((moved("p2p", (0, 1)),), (2, 1), (moved("p2p", (0, 1)),))
+    assert seconds(sharing) == pytest.approx(4), "what a step sends before and after it shares the wire with its like"
+
+
+@pytest.mark.parametrize(
+    ("move", "seconds"),
+    [
+        (moved("all_gather", (0, 1), (1, 0)), 1.5),
+        (moved("all_gather", (0, 1), (1, 2), (2, 0)), 1.0),  # a ring: nobody sends to whom it receives from
+        (moved("reduce_scatter", (0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)), 2.5),
+        (moved("all_to_all", (0, 1), (1, 0)), 1.0),
+        (moved("p2p", (0, 1), (1, 0)), 1.0),
+    ],
+)
+def test_ranks_may_have_to_take_turns(move, seconds):
+    cluster = replace(PLAIN, within=replace(PLAIN.within, turns=0.5))
+    assert spent([Step((move,))], cluster, 0.0).seconds == pytest.approx(seconds)
+    assert spent([Step((move, move))], cluster, 0.0).seconds == pytest.approx(2 * seconds)
 
 
 def test_gathering_around_a_cluster_uses_every_card():

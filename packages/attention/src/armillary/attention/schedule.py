@@ -48,10 +48,13 @@ class Step(NamedTuple):
         moves: under way.
         pairs: meanwhile each rank computes so many visible (query, key) pairs, summed over its query heads and the
             batch; empty: nothing is computed.
+        leaving: under way as soon as that is computed, until what the next step computes is, or to its beginning if it
+            computes nothing.
     """
 
     moves: tuple[Move, ...] = ()
     pairs: tuple[int, ...] = ()
+    leaving: tuple[Move, ...] = ()
 
 
 Steps = tuple[Step, ...]
@@ -77,7 +80,7 @@ class Schedule:
     def _sent(self) -> Counter[tuple[int, Kind, str, Role]]:
         sent = Counter[tuple[int, Kind, str, Role]]()
         for phase, steps in (("forward", self.forward), ("backward", self.backward)):
-            for move in (move for step in steps for move in step.moves):
+            for move in (move for step in steps for move in (*step.moves, *step.leaving)):
                 for send in move.sends:
                     sent[send.source, move.kind, phase, move.axis] += send.bytes
         return sent
@@ -238,30 +241,37 @@ def reduce_scatter(groups: Groups, tokens: Sequence[int], size: int) -> Move:
 
 def steps(*these: Step) -> Steps:
     """Without empty moves, and without steps at which nothing happens."""
-    filled = (Step(tuple(move for move in step.moves if move.sends), step.pairs) for step in these)
-    return tuple(step for step in filled if step.moves or step.pairs)
+    filled = (Step(_filled(step.moves), step.pairs, _filled(step.leaving)) for step in these)
+    return tuple(step for step in filled if any(step))
+
+
+def _filled(moves: Iterable[Move]) -> tuple[Move, ...]:
+    return tuple(move for move in moves if move.sends)
 
 
 def beside(moves: Iterable[Move], following: Steps) -> Steps:
     """The moves under way during the first of some steps."""
-    moves = tuple(move for move in moves if move.sends)
+    moves = _filled(moves)
     if not moves:
         return following
     first = following[0] if following else Step()
-    return (Step((*moves, *first.moves), first.pairs), *following[1:])
+    return (first._replace(moves=(*moves, *first.moves)), *following[1:])
 
 
 def placed(these: Steps, ranks: Sequence[int], total: int) -> Steps:
     """The same steps where rank r is rank ranks[r] of `total`."""
 
-    def moved(sends: Sequence[Send]) -> tuple[Send, ...]:
-        return tuple(Send(ranks[source], ranks[target], size) for source, target, size in sends)
+    def moved(moves: Sequence[Move]) -> tuple[Move, ...]:
+        return tuple(Move(kind, axis, tuple(map(sent, sends))) for kind, axis, sends in moves)
+
+    def sent(send: Send) -> Send:
+        return Send(ranks[send.source], ranks[send.target], send.bytes)
 
     def of(step: Step) -> Step:
         pairs = [0] * total if step.pairs else []
         for rank, count in zip(ranks, step.pairs, strict=False):
             pairs[rank] = count
-        return Step(tuple(Move(kind, axis, moved(sends)) for kind, axis, sends in step.moves), tuple(pairs))
+        return Step(moved(step.moves), tuple(pairs), moved(step.leaving))
 
     return tuple(of(step) for step in these)
 
@@ -274,13 +284,17 @@ def together(many: Sequence[Steps]) -> Steps:
 
 
 def _joined(abreast: Sequence[Step]) -> Step:
+    moves, leaving = (_merged(many) for many in zip(*((step.moves, step.leaving) for step in abreast), strict=True))
+    computing = [step.pairs for step in abreast if step.pairs]
+    return Step(moves, tuple(map(sum, zip(*computing, strict=True))), leaving)
+
+
+def _merged(abreast: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
     """Moves of one kind, axis and turn become one."""
     sends = dict[tuple[Kind, Role, int], list[Send]]()
-    for step in abreast:
+    for moves in abreast:
         turns = Counter[tuple[Kind, Role]]()
-        for kind, axis, some in step.moves:
+        for kind, axis, some in moves:
             sends.setdefault((kind, axis, turns[kind, axis]), []).extend(some)
             turns[kind, axis] += 1
-    computing = [step.pairs for step in abreast if step.pairs]
-    moves = tuple(Move(kind, axis, tuple(some)) for (kind, axis, _), some in sends.items())
-    return Step(moves, tuple(map(sum, zip(*computing, strict=True))))
+    return tuple(Move(kind, axis, tuple(some)) for (kind, axis, _), some in sends.items())

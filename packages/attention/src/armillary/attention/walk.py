@@ -14,7 +14,7 @@ Returning = Callable[[Circle, Grid, int], Iterable[Send]]
 
 
 def walk(work: Work, circles: Sequence[Circle], hop: int, back: int = 0, returns: Returning | None = None) -> Steps:
-    """R steps: travellers go on beside the step's computation, and so does what is returned of the step before.
+    """R steps: travellers go on beside the step's computation, and what that gives is returned when it is there.
 
     Args:
         work: whose shards those of the circles are.
@@ -27,15 +27,13 @@ def walk(work: Work, circles: Sequence[Circle], hop: int, back: int = 0, returns
 
     def sends(step: int) -> Iterator[Move]:
         yield move("p2p", "ring", _bytes((circle.hops(grid, step) for circle in circles), hop))
-        yield from returned(step - 1)
 
     def returned(step: int) -> Iterator[Move]:
         if returns and step > 0:
             yield move("p2p", "ring", _bytes((returns(circle, grid, step) for circle in circles), back))
 
     turns = range(len(circles[0].ranks))
-    turning = [Step(tuple(sends(step)), _pairs(work, circles, step)) for step in turns]
-    return steps(*turning, Step(tuple(returned(turns[-1]))))
+    return steps(*(Step(tuple(sends(step)), _pairs(work, circles, step), tuple(returned(step))) for step in turns))
 
 
 def _bytes(sends: Iterable[Iterable[Send]], size: int) -> Iterator[Send]:

@@ -31,6 +31,8 @@ class Link:
             where one hides the other, 1 where it is as if they came one after the other.
         message: seconds that each message takes of a port besides, for software.
         crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
+        turns: of what two ranks send each other in a collective, the share that one way waits for the other: 0 where
+            both go at once, 1 where one goes after the other.
 
     Raises:
         ValueError: no bandwidth, a negative number, or other wiring.
@@ -42,15 +44,17 @@ class Link:
     disturbs: float = 0.0
     message: float = 0.0
     crowding: float = 0.0
+    turns: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second")
-        for name in ("latency", "disturbs", "message", "crowding"):
+        for name in ("latency", "disturbs", "message", "crowding", "turns"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be below 0")
-        if self.disturbs > 1:
-            raise ValueError(f"disturbs={self.disturbs} must not be above 1")
+        for name in ("disturbs", "turns"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)} must not be above 1")
         if self.per not in ("rank", "pair", "group"):
             raise ValueError(f"per={self.per!r}; known: rank, pair, group")
 
@@ -82,16 +86,16 @@ class Level:
 
 
 class Delivery(NamedTuple):
-    """One of several sends that are under way together: how long it takes, and its link's `disturbs`."""
+    """One of several sends that are under way together: how long it takes, and over which link."""
 
     source: int
     target: int
     seconds: float
-    disturbs: float
+    link: Link
 
     def beside(self, compute: float) -> float:
         """Seconds of it and of computation that begins with it: the longer, and what they take from each other."""
-        return max(compute, self.seconds) + self.disturbs * min(compute, self.seconds)
+        return max(compute, self.seconds) + self.link.disturbs * min(compute, self.seconds)
 
 
 @dataclass
@@ -132,6 +136,6 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
         routes.append((send, level.link, route))
     times = {id(load): load.seconds for load in loads.values()}
     return [
-        Delivery(send.source, send.target, link.latency + max(times[id(load)] for load in route), link.disturbs)
+        Delivery(send.source, send.target, link.latency + max(times[id(load)] for load in route), link)
         for send, link, route in routes
     ]

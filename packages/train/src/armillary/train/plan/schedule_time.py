@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from armillary.attention.schedule import Move, Step
 from armillary.core import Cluster, Delivery, Send
 
 FORWARD, BACKWARD = 4, 10
 """Floating-point operations for each visible (query, key) pair of a head, by head dim: two products, and five."""
+
+Ends = tuple[int, int]
+"""Source and target of a send."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +60,69 @@ def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copi
         copies: of the schedule that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
-    clock, computing, exchange = [0.0] * ranks, [0.0] * ranks, 0.0
+    clocks, computing, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
     for step in steps:
-        compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs] or [0.0] * ranks
-        under_way = sent(step.moves, cluster, copies)
-        clock = after(clock, compute, under_way)
-        computing = [a + b for a, b in zip(computing, compute, strict=True)]
-        exchange += max((delivery.seconds for delivery in under_way), default=0.0)
+        compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
+        under_way = sent(step.moves, step.leaving, cluster, copies)
+        clocks = clocks.after(compute, *under_way)
+        computing = [a + b for a, b in zip(computing, compute, strict=True)] if compute else computing
+        exchange += max((delivery.seconds for deliveries in under_way for delivery in deliveries), default=0.0)
     overheads = overhead * sum(bool(step.pairs) for step in steps)
     busiest = max(computing, default=0.0)
-    return Span(busiest - overheads, max(clock, default=0.0) - busiest, overheads, exchange)
+    return Span(busiest - overheads, max((*clocks.free, *clocks.owed), default=0.0) - busiest, overheads, exchange)
 
 
-def after(clock: Sequence[float], compute: Sequence[float], under_way: Iterable[Delivery]) -> list[float]:
-    """When each rank is through with a step that it begins at `clock`."""
-    ends = [start + seconds for start, seconds in zip(clock, compute, strict=True)]
-    for send in under_way:
-        start = max(clock[send.source], clock[send.target])
-        for rank in (send.source, send.target):
-            ends[rank] = max(ends[rank], start + send.beside(compute[rank]))
-    return ends
+class Clocks(NamedTuple):
+    """How far all ranks are.
+
+    Args:
+        free: when each begins its next step.
+        owed: when what it sends and receives of the last step will have arrived.
+    """
+
+    free: list[float]
+    owed: list[float]
+
+    def after(self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery]) -> Clocks:
+        """Once each has gone through one more step; `compute` is empty where nothing is computed."""
+        begin = self.free if compute else [max(pair) for pair in zip(self.free, self.owed, strict=True)]
+        compute = compute or [0.0] * len(begin)
+        done = [max(a + b, late) for a, b, late in zip(begin, compute, self.owed, strict=True)]
+        ends, owed = list(done), list(done)
+        for send in moves:
+            start = max(begin[send.source], begin[send.target])
+            for rank in (send.source, send.target):
+                ends[rank] = max(ends[rank], start + send.beside(compute[rank]))
+        for send in leaving:
+            arrival = max(done[send.source], done[send.target]) + send.seconds
+            for rank in (send.source, send.target):
+                owed[rank] = max(owed[rank], arrival)
+        return Clocks(ends, owed)
 
 
 @lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are much alike
-def sent(moves: tuple[Move, ...], cluster: Cluster, copies: int) -> list[Delivery]:
-    """How long what the first of several groups of ranks sends takes, while the others send the same."""
-    ranks, sends = cluster.ranks // copies, [send for move in moves for send in in_rounds(move)]
+def sent(
+    moves: tuple[Move, ...], leaving: tuple[Move, ...], cluster: Cluster, copies: int
+) -> tuple[list[Delivery], list[Delivery]]:
+    """How long what the first of several groups of ranks sends takes, while the others send the same.
+
+    Moves and what is leaving share wires: in the steady state there is always some of both.
+    """
+    ranks = cluster.ranks // copies
+    sends, more = ([send for move in some for send in in_rounds(move)] for some in (moves, leaving))
     firsts = range(0, copies * ranks, ranks)
-    every = cluster.deliveries(Send(a + first, b + first, size) for first in firsts for a, b, size in sends)
-    slowest = dict[tuple[int, int], Delivery]()
-    for found in every:
-        ends = found.source % ranks, found.target % ranks
-        if ends not in slowest or found.seconds > slowest[ends].seconds:
-            slowest[ends] = found._replace(source=ends[0], target=ends[1])
-    late = latencies(moves, cluster)
-    return [found._replace(seconds=found.seconds + late.get(ends, 0.0)) for ends, found in slowest.items()]
+    every = cluster.deliveries(Send(a + first, b + first, size) for first in firsts for a, b, size in (*sends, *more))
+    each = len(every) // copies
+    found = [_slowest(every, range(part, len(every), each), ranks) for part in range(each)]
+    late = lateness(moves, cluster)
+    found = [one._replace(seconds=one.seconds + late[one.source, one.target]) for one in found]
+    return found[: len(sends)], found[len(sends) :]
+
+
+def _slowest(every: Sequence[Delivery], copies: Iterable[int], ranks: int) -> Delivery:
+    """Of the same send of several groups, as that of the first."""
+    slowest = max((every[i] for i in copies), key=lambda one: one.seconds)
+    return slowest._replace(source=slowest.source % ranks, target=slowest.target % ranks)
 
 
 def in_rounds(move: Move) -> Iterator[Send]:
@@ -99,15 +132,32 @@ def in_rounds(move: Move) -> Iterator[Send]:
         yield from [send._replace(bytes=send.bytes // rounds)] * rounds
 
 
-def latencies(moves: Iterable[Move], cluster: Cluster) -> dict[tuple[int, int], float]:
-    """What an all-gather takes longer than its bytes do: each of its rounds waits for the one before."""
-    late = dict[tuple[int, int], float]()
+def lateness(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, float]:
+    """Seconds that collectives take longer than their bytes do, by source and target.
+
+    Each round of an all-gather waits for the one before. Ranks that send each other tokens, or sums of them, may have
+    to take turns (see `Link.turns`); when they redistribute heads they are still in step.
+    """
+    late = defaultdict[Ends, float](float)
     for move in moves:
-        if move.kind == "all_gather":
-            slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
-            for send in move.sends:
-                late[send.source, send.target] = (others(move, send.source) - 1) * slowest
+        rounds = _rounds(move, cluster) if move.kind == "all_gather" else ()
+        turns = _turns(move, cluster) if move.kind in ("all_gather", "reduce_scatter") else ()
+        for ends, seconds in (*rounds, *turns):
+            late[ends] += seconds
     return late
+
+
+def _rounds(move: Move, cluster: Cluster) -> Iterator[tuple[Ends, float]]:
+    slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
+    return (((send.source, send.target), (others(move, send.source) - 1) * slowest) for send in move.sends)
+
+
+def _turns(move: Move, cluster: Cluster) -> Iterator[tuple[Ends, float]]:
+    all_ends = {send[:2] for send in move.sends}
+    for send in move.sends:
+        if (send.target, send.source) in all_ends:
+            (alone,) = cluster.deliveries([send])
+            yield (send.target, send.source), alone.link.turns * alone.seconds
 
 
 def others(move: Move, rank: int) -> int:
