@@ -24,6 +24,9 @@ MTU = 9000
 """Bytes of a packet, and no larger ones to be cut up on the way: a bucket takes whole packets."""
 BURST = 1e-3
 """Seconds of traffic that a bucket holds: a millisecond late, its timer has lost nothing."""
+SMALL = 256
+"""Packets of fewer bytes do not queue behind larger ones: accelerators' networks have lanes of their own for what asks
+for data and acknowledges it."""
 QUEUE = 64 << 20
 """Bytes that may wait at a wire: more than all connections have under way together."""
 SETTINGS = {
@@ -187,7 +190,7 @@ class EmulatedCluster:
             ends = [(end.name, w.bandwidth) for w in wires for end in w[:2] if end.host == host]
             master = " master wires" if host in switches else ""
             _batch("ip", name, [f"link set {end} up gso_max_size {MTU} gso_max_segs 1{master}" for end, _ in ends])
-            _batch("tc", name, [f"qdisc add dev {end} root {bucket(bandwidth)}" for end, bandwidth in ends])
+            _batch("tc", name, [command for end, bandwidth in ends for command in shaped(end, bandwidth)])
         for rank in range(self.cluster.ranks):
             self._address(rank)
 
@@ -231,10 +234,17 @@ def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
         time.sleep(0.1)
 
 
-def bucket(bandwidth: float) -> str:
-    """The queueing discipline of a wire's end: what leaves there is `bandwidth` bytes a second."""
+def shaped(end: str, bandwidth: float) -> tuple[str, ...]:
+    """Commands of tc for a wire's end: what leaves there is `bandwidth` bytes a second, small packets first."""
     size = max(2 * (MTU + 14), int(bandwidth * BURST))
-    return f"tbf rate {int(bandwidth)}bps burst {size} limit {QUEUE}"
+    return (
+        f"qdisc add dev {end} root handle 1: tbf rate {int(bandwidth)}bps burst {size} limit {QUEUE}",
+        f"qdisc add dev {end} parent 1:1 handle 2: htb default 2",  # for its priorities: its rates hold nothing up
+        f"class add dev {end} parent 2: classid 2:1 htb rate 10gbit quantum {MTU} prio 0",
+        f"class add dev {end} parent 2: classid 2:2 htb rate 10gbit quantum {MTU} prio 1",
+        f"qdisc add dev {end} parent 2:2 bfifo limit {QUEUE}",
+        f"filter add dev {end} parent 2: protocol ip u32 match u16 0 {(1 << 16) - SMALL:#x} at 2 flowid 2:1",  # length
+    )
 
 
 def obstacle() -> str | None:

@@ -124,7 +124,7 @@ def test_what_leaves_has_until_the_next_step_is_computed():
     [
         (moved("all_gather", (0, 1), (1, 0)), 1.5),
         (moved("all_gather", (0, 1), (1, 2), (2, 0)), 1.0),  # a ring: nobody sends to whom it receives from
-        (moved("reduce_scatter", (0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)), 2.5),
+        (moved("reduce_scatter", (0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)), 3.0),  # 2 and half of 2
         (moved("all_to_all", (0, 1), (1, 0)), 1.0),
         (moved("p2p", (0, 1), (1, 0)), 1.0),
     ],

@@ -153,11 +153,14 @@ def _rounds(move: Move, cluster: Cluster) -> Iterator[tuple[Ends, float]]:
 
 
 def _turns(move: Move, cluster: Cluster) -> Iterator[tuple[Ends, float]]:
-    all_ends = {send[:2] for send in move.sends}
+    """What a rank asks for goes behind all that it sends."""
+    by_source = defaultdict[int, list[Send]](list)
     for send in move.sends:
-        if (send.target, send.source) in all_ends:
-            (alone,) = cluster.deliveries([send])
-            yield (send.target, send.source), alone.link.turns * alone.seconds
+        by_source[send.source].append(send)
+    for sends in by_source.values():
+        for found in cluster.deliveries(sends):
+            if any(back.target == found.source for back in by_source[found.target]):
+                yield (found.target, found.source), found.link.turns * found.seconds
 
 
 def others(move: Move, rank: int) -> int:
