@@ -29,10 +29,14 @@ SMALL = 256
 for data and acknowledges it."""
 QUEUE = 64 << 20
 """Bytes that may wait at a wire: more than all connections have under way together."""
+PATIENCE = "10s"
+"""Before TCP sends again what has not been acknowledged: it is still in a queue."""
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",  # others pace, and probe for a bandwidth that is known here
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
+    "net/ipv4/tcp_reordering": "300",  # what small packets have overtaken is not lost
+    "net/ipv4/tcp_sack": "0",  # and with it the clock that would say so
     "net/ipv4/tcp_rmem": "4096 524288 524288",
     "net/ipv4/tcp_wmem": "4096 262144 262144",
     "net/ipv4/conf/all/rp_filter": "0",  # answers may take another wire
@@ -199,9 +203,8 @@ class EmulatedCluster:
         source, others = wiring.address(rank), (r for r in range(self.cluster.ranks) if r != rank)
         writes = [f'echo "{value}" > /proc/sys/{key}' for key, value in SETTINGS.items()]
         subprocess.run(["ip", "netns", "exec", name, "sh", "-ec", "\n".join(writes)], check=True)
-        routes = (
-            f"route add {wiring.address(r)} dev {wiring.interface(rank, r)} src {source} scope link" for r in others
-        )
+        onward = f"src {source} scope link rto_min {PATIENCE}"
+        routes = (f"route add {wiring.address(r)} dev {wiring.interface(rank, r)} {onward}" for r in others)
         home = (f"link add {HOME} type bridge", f"address add {source}/32 dev {HOME}", f"link set {HOME} up")
         _batch("ip", name, [*home, *routes])
 
