@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Wiring = Literal["rank", "pair", "group"]
@@ -100,22 +103,29 @@ class Delivery(NamedTuple):
 
 @dataclass
 class Load:
-    """What a port has to carry."""
+    """What a port has to carry: sends share it evenly, so that small ones are through before large ones."""
 
     link: Link
-    bytes: int = 0
-    messages: int = 0
+    sizes: list[int] = field(default_factory=list[int])
     peers: set[int] = field(default_factory=set[int])
 
-    @property
-    def seconds(self) -> float:
-        """By itself."""
+    @cached_property
+    def ordered(self) -> tuple[list[int], list[int]]:
+        """Sizes from the smallest, and the sums of the first none, one, two, ... Not before all are there."""
+        sizes = sorted(self.sizes)
+        return sizes, [0, *accumulate(sizes)]
+
+    def seconds(self, size: int) -> float:
+        """Until a send of so many bytes is through, if all begin together."""
+        sizes, sums = self.ordered
+        smaller = bisect_right(sizes, size)
+        carried = sums[smaller] + (len(sizes) - smaller) * size
         crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
-        return self.bytes * crowd / self.link.bandwidth + self.messages * self.link.message
+        return carried * crowd / self.link.bandwidth + len(sizes) * self.link.message
 
 
 def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
-    """How long each of some sends takes that begin together: what the busiest port on its way has to carry in all.
+    """How long each of some sends takes that begin together: as long as at the busiest port on its way.
 
     Args:
         levels: from the smallest groups to all ranks.
@@ -128,14 +138,12 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
         route = list[Load]()
         for port in level.ports(send.source, send.target):
             load = loads.setdefault(port, Load(level.link))
-            load.bytes += send.bytes
-            load.messages += 1
+            load.sizes.append(send.bytes)
             if level.link.crowding:
                 load.peers.add(send.source if "in" in port else send.target)
             route.append(load)
         routes.append((send, level.link, route))
-    times = {id(load): load.seconds for load in loads.values()}
     return [
-        Delivery(send.source, send.target, link.latency + max(times[id(load)] for load in route), link)
+        Delivery(send.source, send.target, link.latency + max(load.seconds(send.bytes) for load in route), link)
         for send, link, route in routes
     ]
