@@ -70,9 +70,16 @@ def bus_of(bandwidth: float) -> Cluster:
 def test_sends_share_the_busiest_port_on_their_way_evenly():
     cluster = replace(NODES, between=Link(bandwidth=GB, disturbs=0.5))
     slow, fast, alone = cluster.deliveries([Send(0, 8, 2 * GB), Send(0, 9, GB), Send(1, 2, GB)])
-    assert slow[2:] == (3.0, cluster.between) and fast[2:] == (2.0, cluster.between)
+    assert slow[2:] == (3.0, 3.0, cluster.between) and fast[2:] == (2.0, 2.0, cluster.between)
     assert alone.seconds == pytest.approx(1e-2, rel=1e-3)
     assert slow.beside(0.0) == 3.0 and slow.beside(4.0) == 5.5 and alone.beside(3.0) == 3.0
+
+
+def test_senders_may_go_on_before_it_has_arrived():
+    cluster = replace(NODES, between=Link(bandwidth=GB, latency=0.5, buffer=GB, disturbs=0.5))
+    slow, fast = cluster.deliveries([Send(0, 8, 2 * GB), Send(1, 9, GB)])
+    assert (slow.seconds, slow.sending) == (2.5, 1.5) and (fast.seconds, fast.sending) == (1.5, 0.5)
+    assert slow.beside(1.0) == 3.0 and slow.sending_beside(1.0) == 2.0
 
 
 def test_messages_may_cost_something_besides():

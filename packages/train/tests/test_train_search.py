@@ -119,6 +119,16 @@ def test_what_leaves_has_until_the_next_step_is_computed():
     assert seconds(sharing) == pytest.approx(4), "what a step sends before and after it shares the wire with its like"
 
 
+def test_whoever_has_handed_over_what_it_sends_goes_on():
+    cluster = replace(PLAIN, within=replace(PLAIN.within, buffer=10**9))
+    relay = [Step((moved("p2p", (0, 1)),)), Step((moved("p2p", (0, 2)),)), Step((moved("p2p", (1, 2)),))]
+    assert spent(relay, PLAIN, 0.0).seconds == pytest.approx(3)
+    assert spent(relay, cluster, 0.0).seconds == pytest.approx(2)  # 0 sends to 2 while 1 is receiving
+    leaving = [Step((), (1,) * 16, step.moves) for step in relay]
+    assert spent(leaving, PLAIN, 0.0).seconds == pytest.approx(3, rel=1e-2)
+    assert spent(leaving, cluster, 0.0).seconds == pytest.approx(2, rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("move", "seconds"),
     [

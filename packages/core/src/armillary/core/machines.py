@@ -95,11 +95,14 @@ _TURNS = 0.35
 """With gloo a rank asks for what it is to be sent, on the connection by which it sends: whoever comes later to a
 collective asks behind its own data. Sometimes nobody is late, sometimes all wait for it."""
 
+_SOCKET = 1 << 18
+"""Bytes of a connection's send buffer."""
+
 
 def _wire(megabytes: float, ranks: int, per: Wiring = "rank", sharing: int = 1) -> Link:
     """So many MB a second, each way; messages of so many ranks wait for the two processors."""
     software = _SOFTWARE * ranks / 2 / sharing
-    return Link(bandwidth=megabytes * 1e6, latency=2e-3, per=per, message=software, turns=_TURNS)
+    return Link(bandwidth=megabytes * 1e6, latency=2e-3, per=per, message=software, turns=_TURNS, buffer=_SOCKET)
 
 
 _NODES = Cluster(

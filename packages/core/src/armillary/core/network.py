@@ -36,6 +36,7 @@ class Link:
         crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
         turns: of what two ranks send each other in a collective, the share that one way waits for the other: 0 where
             both go at once, 1 where one goes after the other.
+        buffer: bytes that a sender hands over at once when the receiver is ready: it does not wait for their arrival.
 
     Raises:
         ValueError: no bandwidth, a negative number, or other wiring.
@@ -48,11 +49,12 @@ class Link:
     message: float = 0.0
     crowding: float = 0.0
     turns: float = 0.0
+    buffer: int = 0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second")
-        for name in ("latency", "disturbs", "message", "crowding", "turns"):
+        for name in ("latency", "disturbs", "message", "crowding", "turns", "buffer"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be below 0")
         for name in ("disturbs", "turns"):
@@ -89,16 +91,24 @@ class Level:
 
 
 class Delivery(NamedTuple):
-    """One of several sends that are under way together: how long it takes, and over which link."""
+    """One of several sends that are under way together: how long it takes, how long its sender, and over which link."""
 
     source: int
     target: int
     seconds: float
+    sending: float
     link: Link
 
     def beside(self, compute: float) -> float:
         """Seconds of it and of computation that begins with it: the longer, and what they take from each other."""
-        return max(compute, self.seconds) + self.link.disturbs * min(compute, self.seconds)
+        return self._beside(self.seconds, compute)
+
+    def sending_beside(self, compute: float) -> float:
+        """The same, for its sender."""
+        return self._beside(self.sending, compute)
+
+    def _beside(self, seconds: float, compute: float) -> float:
+        return max(compute, seconds) + self.link.disturbs * min(compute, seconds)
 
 
 @dataclass
@@ -143,7 +153,9 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
                 load.peers.add(send.source if "in" in port else send.target)
             route.append(load)
         routes.append((send, level.link, route))
-    return [
-        Delivery(send.source, send.target, link.latency + max(load.seconds(send.bytes) for load in route), link)
-        for send, link, route in routes
-    ]
+    return [_delivery(send, link, max(load.seconds(send.bytes) for load in route)) for send, link, route in routes]
+
+
+def _delivery(send: Send, link: Link, busy: float) -> Delivery:
+    unbuffered = max(0.0, 1 - link.buffer / send.bytes)
+    return Delivery(send.source, send.target, link.latency + busy, link.latency + busy * unbuffered, link)

@@ -77,7 +77,7 @@ class Clocks(NamedTuple):
 
     Args:
         free: when each begins its next step.
-        owed: when what it sends and receives of the last step will have arrived.
+        owed: when it will be done with what it sends and receives of the last step.
     """
 
     free: list[float]
@@ -91,12 +91,12 @@ class Clocks(NamedTuple):
         ends, owed = list(done), list(done)
         for send in moves:
             start = max(begin[send.source], begin[send.target])
-            for rank in (send.source, send.target):
-                ends[rank] = max(ends[rank], start + send.beside(compute[rank]))
+            ends[send.target] = max(ends[send.target], start + send.beside(compute[send.target]))
+            ends[send.source] = max(ends[send.source], start + send.sending_beside(compute[send.source]))
         for send in leaving:
-            arrival = max(done[send.source], done[send.target]) + send.seconds
-            for rank in (send.source, send.target):
-                owed[rank] = max(owed[rank], arrival)
+            start = max(done[send.source], done[send.target])
+            owed[send.target] = max(owed[send.target], start + send.seconds)
+            owed[send.source] = max(owed[send.source], start + send.sending)
         return Clocks(ends, owed)
 
 
