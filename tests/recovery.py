@@ -1,12 +1,11 @@
 """A small run on 4 ranks under torchrun, and what it leaves behind when nobody disturbs it."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from launches import TRAINER, Launch, forked
+from launches import Launch, torchrun
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 STEPS = 24
@@ -25,9 +24,10 @@ def folder(parent: Path, name: str) -> Path:
     return made
 
 
-def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER) -> list[str]:
+def training(*torchrun_flags: str, flags: tuple[str, ...] = ()) -> list[str]:
     """torchrun with 4 ranks."""
-    return forked("--nproc-per-node", "4", *options, flags=flags, script=script)
+    command = torchrun(4, *SMALL, *flags)
+    return [command[0], *torchrun_flags, *command[1:]]
 
 
 def losses(printed: str) -> dict[int, str]:
