@@ -96,7 +96,7 @@ _TURNS = 0.35
 collective asks behind its own data. Sometimes nobody is late, sometimes all wait for it."""
 
 _SOCKET = 1 << 18
-"""Bytes of a connection's send buffer."""
+"""Bytes of a connection's send buffer, as the emulation sets it."""
 
 
 def _wire(megabytes: float, ranks: int, per: Wiring = "rank", sharing: int = 1) -> Link:

@@ -51,8 +51,8 @@ class Span:
 def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1) -> Span:
     """One pass of attention, by all ranks together, until the last is through.
 
-    A rank goes on to its next step when it has computed, and all that it sends and receives has arrived; sends begin
-    when both ends are there.
+    A rank goes on to its next step when it has computed, has received that step's moves, and is done with sending them
+    (see `Link.buffer`); what is leaving has until the next step is computed. Sends begin when both ends are there.
 
     Args:
         steps: of the forward or of the backward of a schedule over P ranks.
