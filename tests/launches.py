@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
+
+HERE = Path(__file__).parent
 
 PATIENCE = 900.0
 """Seconds after which whoever waits gives up. No test expects to wait so long."""
@@ -25,11 +27,20 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(ranks), "-m", "armillary.train", *flags]
 
 
+TRAINER = str(HERE / "forked_rank.py")
+"""A script that trains."""
+
+
+def forked(*options: str, flags: Sequence[str], script: str = TRAINER) -> list[str]:
+    """torchrun with these options for ranks that train, without each importing it all again."""
+    return [sys.executable, str(HERE / "forked.py"), *options, script, *flags]
+
+
 class Launch:
     """A command that runs in `folder`, what it prints in a file. Whatever is left of it is killed at the end."""
 
     def __init__(self, command: list[str], folder: Path, popen: Callable[..., subprocess.Popen] = subprocess.Popen):
-        self.path = folder / f"launch-{time.monotonic_ns()}.txt"
+        self.folder, self.path = folder, folder / f"launch-{time.monotonic_ns()}.txt"
         with self.path.open("w") as file:
             options = {"cwd": folder, "env": environment(), "stdout": file, "stderr": subprocess.STDOUT}
             self.process = popen(command, start_new_session=True, **options)
@@ -63,15 +74,10 @@ class Launch:
         return match.end()
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that torchrun has started and that still run, by rank."""
-        found = {}
-        for pid in children(self.process.pid):
-            try:
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            found |= {int(value[5:]): pid for value in variables if value.startswith(b"RANK=")}
-        return found
+        """Process ids of the ranks that torchrun has started here and that still run, by rank, as each has left it."""
+        running = children(self.process.pid)
+        left = {int(file.stem.removeprefix("rank-")): file.read_text() for file in self.folder.glob("rank-*.pid")}
+        return {rank: int(pid) for rank, pid in left.items() if pid and int(pid) in running}
 
     def signal(self, number: signal.Signals, *ranks: int) -> None:
         """To these ranks, or to torchrun itself."""

@@ -1,11 +1,12 @@
 """A small run on 4 ranks under torchrun, and what it leaves behind when nobody disturbs it."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from launches import Launch, torchrun
+from launches import TRAINER, Launch, forked
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 STEPS = 24
@@ -24,10 +25,9 @@ def folder(parent: Path, name: str) -> Path:
     return made
 
 
-def training(*torchrun_flags: str, flags: tuple[str, ...] = ()) -> list[str]:
+def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER) -> list[str]:
     """torchrun with 4 ranks."""
-    command = torchrun(4, *SMALL, *flags)
-    return [command[0], *torchrun_flags, *command[1:]]
+    return forked("--nproc-per-node", "4", *options, flags=flags, script=script)
 
 
 def losses(printed: str) -> dict[int, str]:

@@ -14,8 +14,9 @@ from armillary.core import Cluster, Link
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
 from contenders import RACES, race
-from network import EmulatedCluster, Wiring, obstacle
+from network import EmulatedCluster, obstacle
 from verdict import verdict
+from wiring import End, Wiring
 
 BENCHMARK = str(Path(__file__).parent.parent / "benchmarks" / "cluster")
 needs_namespaces = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
@@ -49,6 +50,20 @@ def test_each_topology_has_its_wires():
         Wiring(cluster).interface(1, other) for cluster, other in ((CARDS, 2), (CARDS, 4), (SHARED, 4), (MESH, 4))
     ]
     assert routes == ["within", "card", "within", "pair4"]
+
+
+def test_what_goes_from_rank_to_rank_leaves_by_the_ends_on_its_way():
+    node, spine = [End(0, "port2")], [End(CARDS.nodes + CARDS.ranks, "port5")]
+    assert list(Wiring(CARDS).way(1, 2)) == [End(Wiring(CARDS).host(1), "within"), *node]
+    assert list(Wiring(CARDS).way(1, 5)) == [End(Wiring(CARDS).host(1), "card"), *spine]
+    card = [End(0, "card"), End(Wiring(SHARED).spine, "port1"), End(1, "port5")]
+    assert list(Wiring(SHARED).way(1, 5)) == [End(Wiring(SHARED).host(1), "within"), *card]
+    assert list(Wiring(MESH).way(1, 5)) == [End(Wiring(MESH).host(1), "pair5")]
+    for cluster in (CARDS, SHARED, MESH, MIXED):
+        crossing = Wiring(cluster).crossing()
+        assert set(crossing) == {end for wire in Wiring(cluster).wires() for end in (wire.one, wire.other)}
+    crossing = Wiring(SHARED).crossing()
+    assert sorted(crossing[End(1, "card")]) == [(a, b) for a in range(4, 8) for b in range(16) if b not in range(4, 8)]
 
 
 def test_other_networks_are_refused():

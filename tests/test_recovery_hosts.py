@@ -5,18 +5,18 @@ import re
 from functools import partial
 
 import pytest
-from launches import Launch
+from launches import Launch, forked
 from recovery import SMALL, assert_same_end, folder
 
 from armillary.core.testing.namespaces import Namespaces, obstacle
 
 
 def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
-    """torchrun with 2 of 4 ranks on host `i`; all meet at host 0."""
+    """torchrun with 2 of 4 ranks that train on host `i`; all meet at host 0."""
     again = "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # else no new torchrun can join one that stayed
     meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {hosts.addresses[0]}:29400"
     ranks = f"--nnodes 2 --nproc-per-node 2 --max-restarts 3 --local-addr {hosts.addresses[i]}"
-    return f"{again} torchrun {meeting} {ranks}".split()
+    return [*again.split(), *forked(*meeting.split(), *ranks.split(), flags=SMALL)]
 
 
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
@@ -24,7 +24,7 @@ def test_a_run_on_two_hosts_goes_on_when_one_of_them_has_died_and_come_back(undi
     where = folder(tmp_path, "hosts")
 
     def start(i: int) -> Launch:
-        return Launch([*torchrun_on(hosts, i), "-m", "armillary.train", *SMALL], where, partial(hosts.run, i))
+        return Launch(torchrun_on(hosts, i), where, partial(hosts.run, i))
 
     with Namespaces(2) as hosts, start(0) as first:
         with start(1) as second:

@@ -1,8 +1,9 @@
 """A `Cluster` made of network namespaces: each rank has its own, and its wires are as fast as the cluster says.
 
-A wire is a veth pair with a token bucket (`tc tbf`) at either end, one for each way. Switches are bridges; what they
-forward, they forward at once. No queue overflows: TCP may have so little under way that none can (as in a network with
-credits), and forgets nothing between messages. Every rank has one address, and to each other a route over its wire.
+A wire is a veth pair with a token bucket (`tc tbf`) at either end, one for each way, at which all pairs of ranks take
+turns, packet by packet. Switches are bridges; what they forward, they forward at once. No queue overflows: TCP may have
+so little under way that none can (as in a network with credits), and forgets nothing between messages. Every rank has
+one address, and to each other a route over its wire.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from wiring import End, Wiring
 
 from armillary.core import Cluster
 from armillary.core.testing import namespaces
@@ -22,8 +24,11 @@ from armillary.core.testing.namespaces import Namespaces
 
 MTU = 9000
 """Bytes of a packet, and no larger ones to be cut up on the way: a bucket takes whole packets."""
-BURST = 1e-3
-"""Seconds of traffic that a bucket holds: a millisecond late, its timer has lost nothing."""
+ETHERNET = 14
+"""Bytes of a packet's header there."""
+LATE = 2.5e-4
+"""Seconds that a bucket's timer may be late and lose nothing: beside one packet, it holds as much traffic. As little as
+can be, since whoever has waited is given so much for nothing."""
 SMALL = 256
 """Packets of fewer bytes do not queue behind larger ones: accelerators' networks have lanes of their own for what asks
 for data and acknowledges it."""
@@ -50,80 +55,6 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Of the ranks' environment: one thread, no accelerator, and no warnings that namespaces have no DNS."""
-
-
-class End(NamedTuple):
-    """An interface of a host."""
-
-    host: int
-    name: str
-
-
-class Wire(NamedTuple):
-    """Two interfaces joined, so many bytes a second each way."""
-
-    one: End
-    other: End
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """Which hosts there are and how they are joined: nodes first (each a switch), then ranks, then the spine.
-
-    Raises:
-        ValueError: links that cannot be made of wires and switches.
-    """
-
-    cluster: Cluster
-
-    def __post_init__(self) -> None:
-        cluster = self.cluster
-        if cluster.switch or cluster.within.per == "group" or cluster.between.per == "pair":
-            raise ValueError(
-                f"{cluster.name}: within per {cluster.within.per}, between per {cluster.between.per}, switches of "
-                f"{cluster.switch_ranks} ranks; can be emulated: within per rank or pair, between per rank or group, "
-                "one switch in a node"
-            )
-        if cluster.between.per == "group" and cluster.within.per == "pair":
-            raise ValueError(f"{cluster.name}: a card for each node needs a port for each rank within, not pairs")
-
-    @property
-    def spine(self) -> int:
-        """The host that joins the nodes."""
-        return self.cluster.nodes + self.cluster.ranks
-
-    def host(self, rank: int) -> int:
-        return self.cluster.nodes + rank
-
-    def node(self, rank: int) -> int:
-        return rank // self.cluster.ranks_per_node
-
-    def address(self, rank: int) -> str:
-        return f"10.78.{rank // 250}.{rank % 250 + 1}"
-
-    def wires(self) -> Iterator[Wire]:
-        within, between, ranks = self.cluster.within, self.cluster.between, range(self.cluster.ranks)
-        for rank in ranks:
-            host = self.host(rank)
-            if within.per == "rank":
-                yield Wire(End(host, "within"), End(self.node(rank), f"port{rank}"), within.bandwidth)
-            else:
-                others = (r for r in ranks if r > rank and self.node(r) == self.node(rank))
-                yield from (
-                    Wire(End(host, f"pair{r}"), End(self.host(r), f"pair{rank}"), within.bandwidth) for r in others
-                )
-            if between.per == "rank" and self.cluster.nodes > 1:
-                yield Wire(End(host, "card"), End(self.spine, f"port{rank}"), between.bandwidth)
-        if between.per == "group" and self.cluster.nodes > 1:
-            for node in range(self.cluster.nodes):
-                yield Wire(End(node, "card"), End(self.spine, f"port{node}"), between.bandwidth)
-
-    def interface(self, rank: int, other: int) -> str:
-        """Through which a rank reaches another."""
-        if self.node(rank) == self.node(other):
-            return "within" if self.cluster.within.per == "rank" else f"pair{other}"
-        return "card" if self.cluster.between.per == "rank" else "within"
 
 
 class EmulatedCluster:
@@ -190,11 +121,15 @@ class EmulatedCluster:
                     if a.host == host
                 ],
             )
+        lanes = {
+            end: [(wiring.address(source), wiring.address(target)) for source, target in pairs]
+            for end, pairs in wiring.crossing().items()
+        }
         for host, name in enumerate(names):
             ends = [(end.name, w.bandwidth) for w in wires for end in w[:2] if end.host == host]
             master = " master wires" if host in switches else ""
             _batch("ip", name, [f"link set {end} up gso_max_size {MTU} gso_max_segs 1{master}" for end, _ in ends])
-            _batch("tc", name, [command for end, bandwidth in ends for command in shaped(end, bandwidth)])
+            _batch("tc", name, [c for end, bandwidth in ends for c in shaped(end, bandwidth, lanes[End(host, end)])])
         for rank in range(self.cluster.ranks):
             self._address(rank)
 
@@ -237,17 +172,31 @@ def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
         time.sleep(0.1)
 
 
-def shaped(end: str, bandwidth: float) -> tuple[str, ...]:
-    """Commands of tc for a wire's end: what leaves there is `bandwidth` bytes a second, small packets first."""
-    size = max(2 * (MTU + 14), int(bandwidth * BURST))
-    return (
+def shaped(end: str, bandwidth: float, lanes: Sequence[tuple[str, str]]) -> list[str]:
+    """Commands of tc for a wire's end: what leaves there is `bandwidth` bytes a second, all `lanes` in turn.
+
+    Args:
+        lanes: addresses of senders and receivers.
+    """
+    size, handle = MTU + ETHERNET + int(bandwidth * LATE), "parent 2: protocol ip prio 1 u32 match"
+    commands = [
         f"qdisc add dev {end} root handle 1: tbf rate {int(bandwidth)}bps burst {size} limit {QUEUE}",
-        f"qdisc add dev {end} parent 1:1 handle 2: htb default 2",  # for its priorities: its rates hold nothing up
-        f"class add dev {end} parent 2: classid 2:1 htb rate 10gbit quantum {MTU} prio 0",
-        f"class add dev {end} parent 2: classid 2:2 htb rate 10gbit quantum {MTU} prio 1",
-        f"qdisc add dev {end} parent 2:2 bfifo limit {QUEUE}",
-        f"filter add dev {end} parent 2: protocol ip u32 match u16 0 {(1 << 16) - SMALL:#x} at 2 flowid 2:1",  # length
-    )
+        f"qdisc add dev {end} parent 1:1 handle 2: htb default 2",  # for its lanes: its rates hold nothing up
+        *_lane(end, 1, priority=0),
+        f"filter add dev {end} {handle} u16 0 {(1 << 16) - SMALL:#x} at 2 flowid 2:1",  # the packet's length
+        *_lane(end, 2),  # what is no IP
+    ]
+    for number, (source, target) in enumerate(lanes, start=3):
+        commands += _lane(end, number)
+        commands += [f"filter add dev {end} {handle} ip src {source} match ip dst {target} flowid 2:{number:x}"]
+    return commands
+
+
+def _lane(end: str, number: int, priority: int = 1) -> list[str]:
+    return [
+        f"class add dev {end} parent 2: classid 2:{number:x} htb rate 10gbit quantum {MTU + ETHERNET} prio {priority}",
+        f"qdisc add dev {end} parent 2:{number:x} bfifo limit {QUEUE}",
+    ]
 
 
 def obstacle() -> str | None:

@@ -1,0 +1,104 @@
+"""Which wires make a `Cluster`, and which of them lie on the way from rank to rank: nothing is made here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import NamedTuple
+
+from armillary.core import Cluster
+
+
+class End(NamedTuple):
+    """An interface of a host."""
+
+    host: int
+    name: str
+
+
+class Wire(NamedTuple):
+    """Two interfaces joined, so many bytes a second each way."""
+
+    one: End
+    other: End
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which hosts there are and how they are joined: nodes first (each a switch), then ranks, then the spine.
+
+    Raises:
+        ValueError: links that cannot be made of wires and switches.
+    """
+
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        cluster = self.cluster
+        if cluster.switch or cluster.within.per == "group" or cluster.between.per == "pair":
+            raise ValueError(
+                f"{cluster.name}: within per {cluster.within.per}, between per {cluster.between.per}, switches of "
+                f"{cluster.switch_ranks} ranks; can be emulated: within per rank or pair, between per rank or group, "
+                "one switch in a node"
+            )
+        if cluster.between.per == "group" and cluster.within.per == "pair":
+            raise ValueError(f"{cluster.name}: a card for each node needs a port for each rank within, not pairs")
+
+    @property
+    def spine(self) -> int:
+        """The host that joins the nodes."""
+        return self.cluster.nodes + self.cluster.ranks
+
+    def host(self, rank: int) -> int:
+        return self.cluster.nodes + rank
+
+    def node(self, rank: int) -> int:
+        return rank // self.cluster.ranks_per_node
+
+    def address(self, rank: int) -> str:
+        return f"10.78.{rank // 250}.{rank % 250 + 1}"
+
+    def wires(self) -> Iterator[Wire]:
+        within, between, ranks = self.cluster.within, self.cluster.between, range(self.cluster.ranks)
+        for rank in ranks:
+            host = self.host(rank)
+            if within.per == "rank":
+                yield Wire(End(host, "within"), End(self.node(rank), f"port{rank}"), within.bandwidth)
+            else:
+                others = (r for r in ranks if r > rank and self.node(r) == self.node(rank))
+                yield from (
+                    Wire(End(host, f"pair{r}"), End(self.host(r), f"pair{rank}"), within.bandwidth) for r in others
+                )
+            if between.per == "rank" and self.cluster.nodes > 1:
+                yield Wire(End(host, "card"), End(self.spine, f"port{rank}"), between.bandwidth)
+        if between.per == "group" and self.cluster.nodes > 1:
+            for node in range(self.cluster.nodes):
+                yield Wire(End(node, "card"), End(self.spine, f"port{node}"), between.bandwidth)
+
+    def way(self, source: int, target: int) -> Iterator[End]:
+        """By which ends of wires, one after the other, what one rank sends another leaves."""
+        yield End(self.host(source), self.interface(source, target))
+        home, there = self.node(source), self.node(target)
+        if home == there and self.cluster.within.per == "rank":
+            yield End(home, f"port{target}")
+        elif home != there and self.cluster.between.per == "rank":
+            yield End(self.spine, f"port{target}")
+        elif home != there:
+            yield from (End(home, "card"), End(self.spine, f"port{there}"), End(there, f"port{target}"))
+
+    def crossing(self) -> Mapping[End, Sequence[tuple[int, int]]]:
+        """By end of a wire: (source, target) of all that leaves there."""
+        found = defaultdict[End, list[tuple[int, int]]](list)
+        for source, target in permutations(range(self.cluster.ranks), 2):
+            for end in self.way(source, target):
+                found[end].append((source, target))
+        return found
+
+    def interface(self, rank: int, other: int) -> str:
+        """Through which a rank reaches another."""
+        if self.node(rank) == self.node(other):
+            return "within" if self.cluster.within.per == "rank" else f"pair{other}"
+        return "card" if self.cluster.between.per == "rank" else "within"

@@ -1,0 +1,15 @@
+"""torchrun for tests: its ranks are forked when the trainer is imported already, which is most of what they would do.
+
+    python forked.py [torchrun's options] forked_rank.py [flags of armillary.train]
+
+The agent that starts, signals, ends and restarts ranks is torchrun's own.
+"""
+
+import sys
+
+from torch.distributed.run import main
+
+import armillary.train.cli  # noqa: F401  what each rank needs
+
+if __name__ == "__main__":
+    main(["--start-method", "fork", "--run-path", *sys.argv[1:]])
