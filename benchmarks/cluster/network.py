@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Self
 
 from wiring import End, Wiring
@@ -129,7 +130,8 @@ class EmulatedCluster:
             ends = [(end.name, w.bandwidth) for w in wires for end in w[:2] if end.host == host]
             master = " master wires" if host in switches else ""
             _batch("ip", name, [f"link set {end} up gso_max_size {MTU} gso_max_segs 1{master}" for end, _ in ends])
-            _batch("tc", name, [c for end, bandwidth in ends for c in shaped(end, bandwidth, lanes[End(host, end)])])
+            shaping = (shaped(end, bandwidth, lanes.get(End(host, end), ())) for end, bandwidth in ends)
+            _batch("tc", name, chain.from_iterable(shaping))
         for rank in range(self.cluster.ranks):
             self._address(rank)
 

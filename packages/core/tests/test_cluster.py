@@ -86,6 +86,9 @@ def test_messages_may_cost_something_besides():
     cluster = replace(NODES, within=Link(bandwidth=GB, message=0.25))
     assert seconds(cluster, (0, 1, GB), (0, 2, GB)) == pytest.approx(2.5)
     assert seconds(cluster, (0, 1, GB), (1, 2, GB)) == pytest.approx(1.25)
+    pairs = replace(NODES, within=Link(bandwidth=GB, message=0.25, per="pair"))  # wires of their own, but one sender
+    assert seconds(pairs, (0, 1, GB), (0, 2, GB), (0, 3, GB)) == pytest.approx(1.75)
+    assert seconds(pairs, (1, 0, GB), (2, 0, GB)) == pytest.approx(1.5)
 
 
 def test_a_port_that_serves_many_at_once_may_be_slower():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +33,7 @@ class Link:
             together, which share it: the network card of a node, or the bus within one.
         disturbs: what an exchange and computation beside it take from each other, as a share of the shorter one: 0
             where one hides the other, 1 where it is as if they came one after the other.
-        message: seconds that each message takes of a port besides, for software.
+        message: seconds that each message takes of its sender, and of its receiver, besides: for software.
         crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
         turns: of what two ranks send each other in a collective, the share that one way waits for the other: 0 where
             both go at once, 1 where one goes after the other.
@@ -131,7 +132,7 @@ class Load:
         smaller = bisect_right(sizes, size)
         carried = sums[smaller] + (len(sizes) - smaller) * size
         crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
-        return carried * crowd / self.link.bandwidth + len(sizes) * self.link.message
+        return carried * crowd / self.link.bandwidth
 
 
 def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
@@ -141,9 +142,12 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
         levels: from the smallest groups to all ranks.
     """
     loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
+    sent, received = Counter[int](), Counter[int]()
     for send in sends:
         if send.source == send.target or not send.bytes:
             continue
+        sent[send.source] += 1
+        received[send.target] += 1
         level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
         route = list[Load]()
         for port in level.ports(send.source, send.target):
@@ -153,9 +157,17 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
                 load.peers.add(send.source if "in" in port else send.target)
             route.append(load)
         routes.append((send, level.link, route))
-    return [_delivery(send, link, max(load.seconds(send.bytes) for load in route)) for send, link, route in routes]
+    return [
+        _delivery(
+            send,
+            link,
+            link.latency + link.message * max(sent[send.source], received[send.target]),
+            max(load.seconds(send.bytes) for load in route),
+        )
+        for send, link, route in routes
+    ]
 
 
-def _delivery(send: Send, link: Link, busy: float) -> Delivery:
+def _delivery(send: Send, link: Link, before: float, busy: float) -> Delivery:
     unbuffered = max(0.0, 1 - link.buffer / send.bytes)
-    return Delivery(send.source, send.target, link.latency + busy, link.latency + busy * unbuffered, link)
+    return Delivery(send.source, send.target, before + busy, before + busy * unbuffered, link)
