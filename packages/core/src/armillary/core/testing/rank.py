@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import pickle
 import signal
 import traceback
@@ -24,7 +23,6 @@ STACKS = signal.SIGUSR1
 
 def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float) -> None:
     """Joins the world, then answers each pickled (function, args, kwargs) with ("ok", result) or ("error", text)."""
-    gc.freeze()  # what was imported before the fork stays: looking through it again and again would also copy it
     stacks = stack_file(folder, rank).open("w")
     faulthandler.register(STACKS, file=stacks, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
