@@ -34,12 +34,12 @@ def main() -> None:
         except BaseException:
             path.write_text(before)
             raise
-    after = with_pins(before, resolved())
-    if options.check and after != before:
-        sys.exit("pyproject.toml: constraint-dependencies differ from what is resolved; run scripts/pin.py")
+    pins = resolved()
     if not options.check:
-        path.write_text(after)
+        path.write_text(with_pins(before, pins))
         uv("lock")
+    elif odd := versions(PINS.findall(before)) ^ versions(pins):
+        sys.exit(f"pyproject.toml: pinned or resolved, but not both: {', '.join(sorted(odd))}; run scripts/pin.py")
 
 
 def resolved() -> list[str]:
@@ -55,6 +55,11 @@ def resolved() -> list[str]:
     )
     lines = (line.strip() for line in exported.splitlines())
     return sorted(line for line in lines if re.match(r"^[\w.-]+==", line))
+
+
+def versions(texts: list[str]) -> set[str]:
+    """The name==version of each pin; uv words the markers beside them anew from release to release."""
+    return {found for text in texts for found in re.findall(r"[\w.-]+==[\w.+!-]+", text)}
 
 
 def with_pins(text: str, pins: list[str]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from contenders import RACES, Race, Shapes, race
 from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
+from picture import draw
 from predict import Kernels, predicted
 from verdict import verdict
 
@@ -43,6 +44,7 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         chosen = race(name, options.tokens)
         print(write(name, chosen, run(chosen, name, options.tokens, options.repeats)), end="\n\n", flush=True)
+    print(f"all that has been measured so far: {draw()}")
 
 
 def run(chosen: Race, name: str, tokens: int, repeats: int) -> dict[str, Any]:
