@@ -12,7 +12,6 @@ from armillary.attention.call import Call, Saved, head_runs
 from armillary.attention.kernels import Backward, Forward
 from armillary.attention.mask import Window
 from armillary.attention.merge import Merge, Part, Sum
-from armillary.attention.tiles import tiles
 from armillary.core import span
 
 
@@ -31,7 +30,7 @@ class Cell:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
         """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
-        calls = tuple(self._kernel_calls(q.shape[0]))
+        calls = tuple(self._kernel_calls())
         pieces = (Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in calls)
         with self._span("forward"):
             for i, partial in self.call.kernel.forward_many(pieces, self.call.scores):
@@ -41,7 +40,7 @@ class Cell:
     def backward(self, dout: Tensor, saved: Saved, dq: Sum, dk: Sum, dv: Sum) -> None:
         """Adds the cell's share to dq, dk and dv; `saved` and dout [B, T, H, Dv] are of these queries and keys."""
         q, k, v, out, lse = saved
-        calls = tuple(self._kernel_calls(dout.shape[0]))
+        calls = tuple(self._kernel_calls())
         pieces = (
             Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
             for rows, columns, band in calls
@@ -58,14 +57,13 @@ class Cell:
         """Shows the cell in a trace, if one is open."""
         return span(f"{which} q{self.query} k{self.key}", query=self.query, key=self.key)
 
-    def _kernel_calls(self, batch: int) -> Iterator[tuple[Part, Part, Window]]:
+    def _kernel_calls(self) -> Iterator[tuple[Part, Part, Window]]:
         """(part of the queries, part of the keys, band) of each kernel call."""
-        call = self.call
-        queries, keys = call.layout.spans(self.query), call.key_layout.spans(self.key)
+        call, grid = self.call, self.call.grid
         first, first_key = self.first_query, self.first_key
-        for row in range(batch) if call.mask.per_row else (0,):
+        for row in grid.rows:
             rows = slice(row, row + 1) if call.mask.per_row else slice(None)
-            for whole in tiles(queries, keys, call.mask, row):
+            for whole in grid.tiles(self.query, self.key, row):
                 for tile in call.kernel.cut(whole):
                     for run in head_runs(call.key_heads):
                         yield (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from armillary.attention.grid import Grid
@@ -69,7 +68,7 @@ class Circle:
 
         All of them at step 0, none at step R, and never more than the step before.
         """
-        return _needed(self, grid)
+        return grid.once(self, lambda: _needed(self, grid))
 
     def cell(self, place: int, origin: int) -> tuple[int, int]:
         """(shard of queries, shard of keys) of the resident at `place` and the traveller from `origin`."""
@@ -88,7 +87,6 @@ class Circle:
             yield Send(rank, self.ahead(place, 1), len(needed[self.origin(place, step)][step + 1]))
 
 
-@lru_cache(maxsize=64)
 def _needed(circle: Circle, grid: Grid) -> tuple[tuple[range, ...], ...]:
     size, sizes = len(circle.ranks), (grid.key_layout if circle.moving == "keys" else grid.layout).sizes
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
-from armillary.attention.mask import AttentionMask, Window
-from armillary.attention.tiles import Placed, Tile, band, by_document, equal_steps
+from armillary.attention.mask import AttentionMask
+from armillary.attention.tiles import Pieces, Tile, bands, by_document, tiles_of
 from armillary.core import SequenceLayout
+
+Known = TypeVar("Known")
 
 
 class Hull(NamedTuple):
@@ -16,77 +18,80 @@ class Hull(NamedTuple):
 
     Args:
         queries, keys: over all rows of the batch; two empty ranges if no pair is visible.
-        pairs: how many are: in all rows together if they have documents of their own, else in each of them.
     """
 
     queries: range = range(0)
     keys: range = range(0)
-    pairs: int = 0
 
 
 class Grid:
-    """The cells of a call: shards of `layout` against those of `key_layout`, under a mask. Looks at each cell once."""
+    """The cells of a call: shards of `layout` against those of `key_layout`, under a mask.
+
+    Whatever follows from the three is found once and kept here, and goes when the grid does: a run whose masks are new
+    at every step (documents) holds the grids of a few steps and nothing else.
+    """
 
     def __init__(self, layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> None:
         self.layout, self.key_layout, self.mask = layout, key_layout, mask
-        self._known = dict[tuple[int, int], Hull]()
+        self._known = dict[Hashable, object]()
+
+    def once(self, key: Hashable, find: Callable[[], Known]) -> Known:
+        """What `find` returns, found once for each `key`."""
+        if key not in self._known:
+            self._known[key] = find()
+        return cast("Known", self._known[key])
+
+    @property
+    def rows(self) -> range:
+        """Rows of the batch with documents of their own; one for all, where they have none."""
+        return range(len(self.mask.documents or ()) if self.mask.per_row else 1)
 
     def hull(self, query: int, key: int) -> Hull:
         """Of shard `query` of the queries and shard `key` of the keys."""
-        found = self._known.get((query, key))
-        if found is None:
-            found = self._known[query, key] = _around(list(self._seen(query, key)))
-        return found
+        return self.once(("hull", query, key), lambda: _around(self._seen(query, key)))
 
     def pairs(self, query: int, key: int, batch: int) -> int:
         """Visible pairs of the cell in all rows of a batch."""
-        return self.hull(query, key).pairs * (1 if self.mask.per_row else batch)
+        found = self.once(("pairs", query, key), lambda: sum(tile.area for tile in self._seen(query, key)))
+        return found * (1 if self.mask.per_row else batch)
 
-    def _seen(self, query: int, key: int) -> Iterator[Seen]:
-        """What spans see of each other: (its queries' start and stop, its keys', pairs), local to the shards."""
+    def tiles(self, query: int, key: int, row: int) -> tuple[Tile, ...]:
+        """Kernel calls of the cell in one row of the batch."""
+        held = self.queries(query, row), self.keys(key, row)
+        return self.once(("tiles", query, key, row), lambda: tiles_of(*held, self.mask.bounds()))
+
+    def queries(self, shard: int, row: int) -> Pieces:
+        """A shard of the queries by document."""
+        return self._by_document(self.layout, shard, row)
+
+    def keys(self, shard: int, row: int) -> Pieces:
+        """A shard of the keys by document."""
+        return self._by_document(self.key_layout, shard, row)
+
+    def _by_document(self, layout: SequenceLayout, shard: int, row: int) -> Pieces:
+        key = (layout is self.layout or layout == self.layout, shard, row)
+        return self.once(key, lambda: by_document(layout.spans(shard), self.mask.boundaries(row)))
+
+    def _seen(self, query: int, key: int) -> Iterator[Tile]:
+        """What the pieces of two shards see of each other, in any order and not joined."""
         bounds = self.mask.bounds()
-        for row in range(len(self.mask.documents or ()) if self.mask.per_row else 1):
-            above, across = (_pieces(of, self.mask, row) for of in (self.layout, self.key_layout))
-            for document, held in above[query].items():
-                for first in held:
-                    for second in across[key].get(document, ()):
-                        yield from _spans_seen(first, second, bounds)
+        for row in self.rows:
+            held, others = self.queries(query, row), self.keys(key, row)
+            for document in held.keys() & others.keys():
+                for first in held[document]:
+                    for second in others[document]:
+                        yield from bands(first, second, bounds)
 
 
-Seen = tuple[int, int, int, int, int]
-
-
-def _spans_seen(first: Placed, second: Placed, bounds: Window) -> Iterator[Seen]:
-    same = first[1].step == second[1].step
-    for (q, queries), (k, keys) in ((first, second),) if same else equal_steps(first, second):
-        step = queries.step if len(queries) > 1 else keys.step
-        found = _corner(len(queries), len(keys), keys.start - queries.start, step, bounds)
-        if found:
-            yield q + found[0], q + found[1], k + found[2], k + found[3], found[4]
-
-
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> Grid:
     """The grid, the same one for all calls that are alike: layers, forward and backward."""
     return Grid(layout, key_layout, mask)
 
 
-@lru_cache(maxsize=64)
-def _pieces(layout: SequenceLayout, mask: AttentionMask, row: int) -> tuple[dict[int, list[Placed]], ...]:
-    """By shard and document."""
-    return tuple(by_document(layout.spans(shard), mask.boundaries(row)) for shard in range(layout.shards))
-
-
-# Shards differ in where their spans lie; how far spans lie from each other repeats.
-@lru_cache(maxsize=16384)
-def _corner(queries: int, keys: int, apart: int, step: int, bounds: Window) -> Seen | None:
-    """What so many queries see of so many keys, the first of which is at so many positions after the first of them."""
-    tile = band(Tile(0, queries, 0, keys), apart, step, bounds)
-    return None if tile is None else (tile.q0, tile.q1, tile.k0, tile.k1, tile.area)
-
-
-def _around(seen: list[Seen]) -> Hull:
-    if not seen:
+def _around(seen: Iterable[Tile]) -> Hull:
+    sides = [tile[:4] for tile in seen]
+    if not sides:
         return Hull()
-    q0, q1, k0, k1, pairs = zip(*seen, strict=True)
-    return Hull(range(min(q0), max(q1)), range(min(k0), max(k1)), sum(pairs))
+    q0, q1, k0, k1 = zip(*sides, strict=True)
+    return Hull(range(min(q0), max(q1)), range(min(k0), max(k1)))

@@ -7,19 +7,19 @@ bands that are one band together are joined. A full rectangle has no bounds, a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from armillary.attention.mask import AttentionMask, Window
 from armillary.core import Spans, cut_at
 
 Placed = tuple[int, range]
 """The local index of the first token of a run, and its positions."""
+Pieces = dict[int, list[Placed]]
+"""What a shard holds of each document that it has any of."""
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rows q0..q1 and columns k0..k1 (ends excluded) of two shards; row a sees column b iff low <= b - a <= high.
 
     Indices are local to the shards; a bound of None does not bind. `trimmed` tiles are canonical: every row and column
@@ -48,27 +48,29 @@ class Tile:
 
     def rows(self, start: int, stop: int) -> Tile | None:
         """The part of the tile in these rows, trimmed."""
-        return replace(self, q0=max(self.q0, start), q1=min(self.q1, stop)).trimmed()
+        return self._replace(q0=max(self.q0, start), q1=min(self.q1, stop)).trimmed()
 
     def columns(self, start: int, stop: int) -> Tile | None:
         """The part of the tile in these columns, trimmed."""
-        return replace(self, k0=max(self.k0, start), k1=min(self.k1, stop)).trimmed()
+        return self._replace(k0=max(self.k0, start), k1=min(self.k1, stop)).trimmed()
 
     def trimmed(self) -> Tile | None:
         """The same pairs in canonical form; None if there are none."""
-        q0, q1, k0, k1, low, high = self.q0, self.q1, self.k0, self.k1, self.low, self.high
-        if low is not None and high is not None and low > high:
-            return None
-        q0, q1 = q0 if high is None else max(q0, k0 - high), q1 if low is None else min(q1, k1 - low)
-        k0, k1 = k0 if low is None else max(k0, q0 + low), k1 if high is None else min(k1, q1 + high)
-        if q0 >= q1 or k0 >= k1:
-            return None
-        low = None if low is None or low <= k0 - (q1 - 1) else low
-        high = None if high is None or high >= (k1 - 1) - q0 else high
-        return Tile(q0, q1, k0, k1, low, high)
+        return _trimmed(*self)
 
 
-@lru_cache(maxsize=4096)
+def _trimmed(q0: int, q1: int, k0: int, k1: int, low: int | None, high: int | None) -> Tile | None:
+    if low is not None and high is not None and low > high:
+        return None
+    q0, q1 = q0 if high is None else max(q0, k0 - high), q1 if low is None else min(q1, k1 - low)
+    k0, k1 = k0 if low is None else max(k0, q0 + low), k1 if high is None else min(k1, q1 + high)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    low = None if low is None or low <= k0 - (q1 - 1) else low
+    high = None if high is None or high >= (k1 - 1) - q0 else high
+    return Tile(q0, q1, k0, k1, low, high)
+
+
 def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tuple[Tile, ...]:
     """Kernel calls that cover each visible (query, key) pair of two shards once, and no other pair.
 
@@ -76,12 +78,19 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
         queries, keys: the spans of the two shards, in local order.
         row: the row of the batch, where rows have documents of their own.
     """
+    ends = mask.boundaries(row)
+    return tiles_of(by_document(queries, ends), by_document(keys, ends), mask.bounds())
+
+
+def tiles_of(queries: Pieces, keys: Pieces, bounds: Window) -> tuple[Tile, ...]:
+    """`tiles` of shards that are cut at document boundaries already."""
     done: list[Tile] = []
     above: list[Tile] = []
-    inside = by_document(keys, mask.boundaries(row))
-    for document, at, query in _pieces(queries, mask.boundaries(row)):
+    shared = queries.keys() & keys.keys()  # few where shards are many: most documents lie in one shard
+    ordered = sorted((at, run, number) for number in shared for at, run in queries[number])
+    for at, run, document in ordered:
         here: list[Tile] = []
-        for band in _bands(at, query, inside.get(document, ()), mask.bounds()):
+        for band in (tile for key in keys[document] for tile in bands((at, run), key, bounds)):
             if here and (both := _joined_columns(here[-1], band)):
                 here[-1] = both
             else:
@@ -101,56 +110,35 @@ def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Ti
     done.extend(left)
 
 
-def _pieces(spans: Spans, ends: tuple[int, ...] | None) -> list[tuple[int, int, range]]:
-    """(document, local index of its first token, positions) of each piece of the spans that lies in one document."""
-    pieces: list[tuple[int, int, range]] = []
+def by_document(spans: Spans, ends: tuple[int, ...] | None) -> Pieces:
+    """A shard, cut at document boundaries; one document, number 0, where there are none."""
+    found: Pieces = {}
     at = 0
     for span in spans:
         for document, piece in [(0, span)] if ends is None else cut_at(span, ends):
-            pieces.append((document, at, piece))
+            found.setdefault(document, []).append((at, piece))
             at += len(piece)
-    return pieces
-
-
-@lru_cache(maxsize=4096)
-def by_document(spans: Spans, ends: tuple[int, ...] | None) -> dict[int, list[Placed]]:
-    """The pieces of each document that a shard has any of."""
-    found: dict[int, list[Placed]] = {}
-    for document, at, piece in _pieces(spans, ends):
-        found.setdefault(document, []).append((at, piece))
     return found
 
 
-def _bands(q_at: int, query: range, keys: Iterable[Placed], bounds: Window) -> Iterator[Tile]:
-    """The visible part of one query span against key spans, a trimmed tile for each span that is seen."""
-    for k_at, key in keys:
-        for (a, q), (b, k) in equal_steps((q_at, query), (k_at, key)):
-            if tile := _band(a, q, b, k, bounds):
-                yield tile
+def bands(first: Placed, second: Placed, bounds: Window) -> Iterator[Tile]:
+    """What a run of queries sees of a run of keys of the same document: a trimmed tile, or none.
 
-
-def _band(q_at: int, query: range, k_at: int, key: range, bounds: Window) -> Tile | None:
-    step = query.step if len(query) > 1 else key.step
-    return band(Tile(q_at, q_at + len(query), k_at, k_at + len(key)), key[0] - query[0], step, bounds)
-
-
-def band(tile: Tile, apart: int, step: int, bounds: Window) -> Tile | None:
-    """What is visible of a tile whose rows and columns are positions `step` apart, trimmed.
-
-    Row a is position query[0] + a * step, column b is key[0] + b * step: bounds on positions are bounds on b - a.
+    Query a is at position queries[0] + a * step, key b at keys[0] + b * step: bounds on positions are bounds on b - a.
 
     Args:
-        apart: the first key's position less the first query's.
         bounds: of a key's position less a query's.
     """
-    low, high = bounds
-    shift = tile.k0 - tile.q0
-    low = None if low is None else -((apart - low) // step) + shift
-    high = None if high is None else (high - apart) // step + shift
-    return Tile(tile.q0, tile.q1, tile.k0, tile.k1, low, high).trimmed()
+    for (q, queries), (k, keys) in _equal_steps(first, second):
+        step = queries.step if len(queries) > 1 else keys.step
+        apart, shift = keys.start - queries.start, k - q
+        low = None if bounds[0] is None else -((apart - bounds[0]) // step) + shift
+        high = None if bounds[1] is None else (bounds[1] - apart) // step + shift
+        if tile := _trimmed(q, q + len(queries), k, k + len(keys), low, high):
+            yield tile
 
 
-def equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
+def _equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
     """Spans of unequal steps have no band: the shorter one goes token by token. Right, if slow."""
     (q_at, q), (k_at, k) = query, key
     if q.step == k.step or len(q) == 1 or len(k) == 1:
@@ -163,6 +151,8 @@ def equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
 
 def _joined_columns(a: Tile, b: Tile) -> Tile | None:
     """`a` and `b`, to its right, as one tile, or None where no single band has exactly their pairs."""
+    if a.k1 != b.k0 or (a.low is b.low is None and a.q1 != b.q1) or (a.high is b.high is None and a.q0 != b.q0):
+        return None  # what most neighbours are: an unbounded side reaches the edge of both
     for tile in _unions(a, b):
         if tile.columns(tile.k0, b.k0) == a and tile.columns(b.k0, tile.k1) == b:
             return tile
@@ -171,6 +161,8 @@ def _joined_columns(a: Tile, b: Tile) -> Tile | None:
 
 def _joined_rows(a: Tile, b: Tile) -> Tile | None:
     """`a` and `b`, below it, as one tile, or None where no single band has exactly their pairs."""
+    if a.q1 != b.q0 or (a.low is b.low is None and a.k0 != b.k0) or (a.high is b.high is None and a.k1 != b.k1):
+        return None
     for tile in _unions(a, b):
         if tile.rows(tile.q0, b.q0) == a and tile.rows(b.q0, tile.q1) == b:
             return tile
@@ -190,6 +182,6 @@ def _up_to(high: int, rows: int, columns: int) -> int:
 
 def _unions(a: Tile, b: Tile) -> Iterator[Tile]:
     """The rectangle around both, under each pair of bounds that one of them has."""
-    for low in (a.low, b.low):
-        for high in (a.high, b.high):
+    for low in dict.fromkeys((a.low, b.low)):
+        for high in dict.fromkeys((a.high, b.high)):
             yield Tile(min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1), low, high)

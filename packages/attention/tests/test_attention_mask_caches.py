@@ -1,0 +1,50 @@
+"""What a mask made faster goes with it: a run whose documents are new at every step holds those of a few steps."""
+
+import gc
+import weakref
+
+import torch
+
+from armillary.attention import AttentionMask, Local
+from armillary.attention.build import build_attention
+from armillary.attention.grid import grid_of
+from armillary.core.testing import mesh
+
+LENGTH = 48
+STEPS = 20
+
+
+def documents(step: int) -> tuple[int, ...]:
+    """Different boundaries at every step."""
+    return (0, *(end for end in range(1, LENGTH) if (step >> (end % 6)) & 1 or end == step % 47 + 1), LENGTH)
+
+
+def alive(attend) -> int:
+    """How many of the steps' masks are still held by anything after the last step."""
+    layout = attend.layout(LENGTH)
+    masks = list[weakref.ref[AttentionMask]]()
+    for step in range(STEPS):
+        mask = AttentionMask(documents=documents(step), window=(30, None) if step % 2 else None)
+        q, k, v = (torch.randn(1, layout.sizes[attend.shard], 4, 8, requires_grad=True) for _ in range(3))
+        attend(q, k, v, mask=mask, layout=layout).sum().backward()
+        masks.append(weakref.ref(mask))
+    del mask
+    gc.collect()
+    return sum(mask() is not None for mask in masks)
+
+
+def test_masks_of_past_steps_are_let_go():
+    assert alive(Local()) <= grid_of.cache_info().maxsize
+
+
+def alive_by_method() -> dict[str, int]:
+    """On 2 x 2 ranks."""
+    around = mesh(ring=2, ulysses=2)
+    names = ("usp", "ulysses+token_ring", "upipe+wallfacer")
+    return {name: alive(build_attention(name, around)) for name in names}
+
+
+def test_masks_of_past_steps_are_let_go_under_every_method(worlds):
+    most = grid_of.cache_info().maxsize
+    for held in worlds(4).run(alive_by_method):
+        assert held and all(count <= most for count in held.values()), held
