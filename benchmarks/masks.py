@@ -93,10 +93,8 @@ def main() -> None:
         row = tenth(asked.masks // 10, layout, asked.documents, asked.attended, generator)
         rows.append({"masks": (i + 1) * (asked.masks // 10)} | row)
         print(f"{rows[-1]}", file=sys.stderr)
-    title = (
-        f"{asked.masks:,} new masks of {asked.documents:,} documents, {asked.tokens:,} tokens on {asked.ranks} ranks"
-    )
-    print(report.write("masks", f"{what}, {asked.tokens:,} tokens on {asked.ranks} ranks", rows))
+    of, over = f"{asked.masks:,} new masks of {asked.documents:,} documents", f"{asked.tokens:,} tokens"
+    print(report.write("masks", f"{of} over {over} on {asked.ranks} ranks", rows))
 
 
 if __name__ == "__main__":
