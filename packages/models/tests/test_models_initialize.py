@@ -14,6 +14,7 @@ from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize
+from armillary.models.parallel import parallelize
 
 # 3 key/value heads of 2 and an MLP of 10 leave uneven shards, and empty ones, on 4 ranks.
 SMALL = LlamaConfig(vocab_size=11, dim=6, layers=3, heads=3, kv_heads=3, hidden_dim=10)
@@ -60,6 +61,24 @@ def whole_weights(config: LlamaConfig, axes: dict[str, int], over: tuple[str, ..
 def test_weights_are_bit_identical_on_every_mesh(worlds, config, axes, over):
     expected = dict(plain(config).named_parameters())
     for weights in worlds(4).run(whole_weights, config, axes, over):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def under_tensor_parallelism(config: LlamaConfig, axes: dict[str, int]) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = Llama(config, attend)
+    parallelize(model, mesh(**axes))
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("vocabulary", [5, 9])  # over 2 and then 4: 1, 1, 1, 0, 1, 1, 0, 0; and 2, 2, 1, 0, 1, 1, 1, 1
+def test_weights_are_bit_identical_where_tensor_parallelism_cuts_unevenly(worlds, vocabulary):
+    config = replace(SMALL, vocab_size=vocabulary, heads=2, kv_heads=2)
+    expected = dict(plain(config).named_parameters())
+    for weights in worlds(8).run(under_tensor_parallelism, config, {"shard": 2, "ring": 2, "tp": 2}):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 

@@ -127,6 +127,7 @@ def test_going_on_is_bit_identical(worlds, reference, tmp_path, config):
         (4, ParallelConfig(shard=2, ring=1, ulysses=2)),
         (4, ParallelConfig(replicate=2, ring=1, tp=2)),
         (2, ParallelConfig(ring=2, ulysses=1)),
+        (8, ParallelConfig(shard=2, ring=2, ulysses=1, tp=2)),  # 257 rows over tp, and what is left over 4
     ],
     ids=str,
 )
@@ -418,8 +419,8 @@ def whole_weights(config: Config) -> dict[str, torch.Tensor]:
 
 
 def test_weights_of_any_mesh_are_exported_after_the_last_step_and_on_the_command_line(worlds, tmp_path):
-    config = replace(SMALL, parallel=ParallelConfig(tp=2, ring=1), save=SaveConfig(export=True))
-    expected = worlds(2).run(whole_weights, at(config, tmp_path, steps=2))[0]
+    config = replace(SMALL, parallel=ParallelConfig(tp=2, shard=2, ring=2, ulysses=1), save=SaveConfig(export=True))
+    expected = worlds(8).run(whole_weights, at(config, tmp_path, steps=2))[0]
     checkpoint = str(tmp_path / "checkpoint/step-2")
     export([checkpoint, str(tmp_path / "half"), "--dtype", "bfloat16"])
     for folder, dtype in {"export/step-2": torch.float32, "half": torch.bfloat16}.items():

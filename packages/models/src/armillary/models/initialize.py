@@ -7,8 +7,8 @@ from math import sqrt
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from armillary.core.shards import local_part
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.names import plain_name
@@ -53,9 +53,5 @@ def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
 
 def write(whole: Tensor, parameter: Tensor) -> None:
     """Copies the part of `whole` that this rank holds of `parameter`. Communicates nothing."""
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(whole)
+    local, box = local_part(parameter)
+    local.copy_(whole[box])

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from armillary.core.shards import Box, local_part
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
-from armillary.models.hub.shards import local_part
-from armillary.models.hub.tensors import DTYPES, Box, Names, Place, names_of, places
+from armillary.models.hub.tensors import DTYPES, Names, Place, names_of, places
 
 SHOWN = 8
 """Faults that an error names; it counts the others."""

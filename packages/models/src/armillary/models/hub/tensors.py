@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.core.shards import Box
 from armillary.models.config import GPTConfig, LlamaConfig
-
-Box = tuple[slice, ...]
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By safetensors' names."""

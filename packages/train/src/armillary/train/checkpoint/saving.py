@@ -10,6 +10,7 @@ from threading import Thread
 
 import torch.distributed.checkpoint as dcp
 
+from armillary.core.checkpoint import SavePlanner
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, Written
 from armillary.train.checkpoint.ranks import Ranks, errors_as_ours
@@ -41,7 +42,7 @@ def write(folder: CheckpointFolder, state: State, step: int, ranks: Ranks) -> di
     """Each rank writes its files; those of all ranks."""
     writer = CheckedWriter(folder.partial(step), ranks)
     with errors_as_ours():
-        dcp.save(state, storage_writer=writer, process_group=ranks.group)
+        dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=ranks.group)
     return {name: file for files in ranks.agree(lambda: writer.files.written) for name, file in files.items()}
 
 

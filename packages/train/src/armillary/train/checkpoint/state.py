@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
+from armillary.core.checkpoint import LoadPlanner
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
@@ -55,7 +56,7 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
     if manifest.ranks == ranks.size:
         state["random"] = {mine: b""}
     with errors_as_ours():
-        dcp.load(state, checkpoint_id=place, process_group=ranks.group)
+        dcp.load(state, checkpoint_id=place, planner=LoadPlanner(), process_group=ranks.group)
     optimizer = {**state["optimizer"], "param_groups": groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
     if "random" in state:
