@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention import AttentionMask, Method, Ulysses, UPipe
-from armillary.core import CommLedger, SequenceLayout
+from armillary.core import CommLedger, SequenceLayout, sum_gradients
 from armillary.core.testing import mesh, relative_error
 
 GROUPED = Case(Heads(8, 4, 2), ("norm", "rope"))
@@ -144,8 +144,7 @@ def sharded(model: nn.Module, reshard: bool, precision: MixedPrecisionPolicy) ->
     ranks = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.children(), model):
         fully_shard(part, mesh=ranks, reshard_after_forward=reshard, mp_policy=precision)
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     return model
 
 

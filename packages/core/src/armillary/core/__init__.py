@@ -19,6 +19,7 @@ from armillary.core.gather import (
     start_scatter_parts,
     start_scatter_sum,
 )
+from armillary.core.gradients import sum_gradients
 from armillary.core.label import Label, current_label, label
 from armillary.core.layout import SequenceLayout, Spans, attention_balance, cut_at
 from armillary.core.ledger import CommLedger
@@ -79,5 +80,6 @@ __all__ = [
     "start_scatter_sum",
     "start_seq_to_head",
     "sum_dealt",
+    "sum_gradients",
     "wide",
 ]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from armillary.core import compat, wide
+from armillary.core import compat, sum_gradients, wide
 from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
@@ -37,10 +37,7 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
     over = sharding_mesh(mesh)
     for module, keep in units(model):
         fully_shard(module, mesh=over, mp_policy=policy, offload_policy=place, reshard_after_forward=not keep)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,0 +1,57 @@
+"""Gradients that are summed over ranks, as losses divided by the count of all ranks' tokens want them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Has FSDP2 (or DDP) sum gradients over ranks, where by itself it averages them.
+
+    Each rank's loss is the sum over its own tokens divided by the count of all ranks' tokens: a share of the loss,
+    whose gradient is a share of the gradient. Averaged over N ranks it would be 1/N of it. Call it once, after
+    `fully_shard` on every module (or after wrapping in DDP), on every rank. The mesh given to `fully_shard` must hold
+    all axes over which tokens are spread, the sequence's and the head axis too, as one dim, or as two for HSDP.
+
+    Raises:
+        ValueError: no module is under FSDP2, or a parameter that learns is under none; FSDP1; a DDP model that has a
+            communication hook already.
+    """
+    if isinstance(model, DistributedDataParallel):
+        _sum_in_ddp(model)
+        return
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError("FullyShardedDataParallel (FSDP1) cannot sum gradients: use fully_shard (FSDP2), or DDP")
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if not sharded or outside:
+        what = f"{outside[0]} is not" if sharded else f"no module of {type(model).__name__} is"
+        raise ValueError(
+            f"{what} under FSDP2, so that nothing would sum gradients over ranks: call fully_shard on the whole model "
+            "first, wrap it in DistributedDataParallel, or after each backward do dist.all_reduce(p.grad) for all "
+            "parameters"
+        )
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other, and NCCL needs no scaling
+
+
+def _sum_in_ddp(model: DistributedDataParallel) -> None:
+    try:
+        model.register_comm_hook(model.process_group, _all_reduce)
+    except RuntimeError as error:
+        raise ValueError(f"this DDP model has a communication hook already, which decides: {error}") from error
+
+
+def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Where there is a hook, DDP divides nothing. It reads the annotations, which may not be text."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(_first)
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]

@@ -1,0 +1,80 @@
+"""Gradients of a loss whose shares ranks have: summed, not averaged."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from armillary.core import sum_gradients
+from armillary.core.testing import relative_error
+
+RANKS, TOKENS = 4, 8
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(RANKS * TOKENS, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradients(built: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Of the mean over all ranks' tokens, where this rank has those of x."""
+    (built(x).square().sum() / (RANKS * TOKENS)).backward()
+    found = [p.grad for p in built.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
+
+
+def on_ranks(how: str, summed: bool) -> list[float]:
+    """By how much each gradient differs from one rank's, divided by it: its norm, and the whole of it."""
+    built, expected = model(), gradients(model(), tokens())
+    mine = tokens().chunk(RANKS)[dist.get_rank()]
+    if how == "DDP":
+        built = DistributedDataParallel(built)
+    else:
+        hybrid = {"mesh_shape": (2, 2), "mesh_dim_names": ("replicate", "shard")}
+        ranks = init_device_mesh("cpu", **(hybrid if how == "HSDP" else {"mesh_shape": (RANKS,)}))
+        for part in (built[0], built):
+            fully_shard(part, mesh=ranks)
+    if summed:
+        sum_gradients(built)
+    factor = 1 if summed else 1 / RANKS
+    found = gradients(built, mine)
+    return [relative_error(got, factor * wanted) for got, wanted in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "HSDP", "DDP"])
+def test_gradients_are_those_of_one_rank_and_without_the_call_a_share(worlds, how):
+    for summed in (True, False):
+        for errors in worlds(RANKS).run(on_ranks, how, summed):
+            assert max(errors) < 1e-12, (summed, errors)
+
+
+def refusals() -> list[str]:
+    ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+    partly, hooked = model(), DistributedDataParallel(model())
+    fully_shard(partly[0], mesh=ranks)
+    sum_gradients(hooked)
+    frozen = model()
+    fully_shard(frozen[0], mesh=ranks)
+    frozen[2].requires_grad_(False)
+    sum_gradients(frozen)
+    said = []
+    for wrong in (model(), partly, hooked):
+        with pytest.raises(ValueError) as refused:
+            sum_gradients(wrong)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_cannot_be_set_right_is_refused(worlds):
+    for plain, partly, hooked in worlds(2).run(refusals):
+        assert "no module of Sequential is under FSDP2" in plain and "all_reduce" in plain
+        assert "2.weight is not under FSDP2" in partly
+        assert "hook already" in hooked
