@@ -1,5 +1,6 @@
 """The command line: what it prints, writes and answers, and the figures behind it."""
 
+import errno
 import json
 import os
 import re
@@ -122,14 +123,23 @@ def test_wrong_arguments_are_exit_code_2(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_error_of_the_disk_names_the_file_and_is_exit_code_1(lines, store, tmp_path, capsys):
+def test_a_disk_that_fails_names_the_file_and_is_exit_code_1_and_a_path_that_will_not_do_2(
+    lines, store, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "file").touch()
     code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "file" / "store")
-    assert code == 1 and line.startswith(f"armillary-data: {tmp_path / 'file' / 'store'}: ")
-    assert line.endswith("what is done is kept: run the same command again to go on")
+    assert code == 2 and line.startswith(f"armillary-data: {tmp_path / 'file' / 'store'}: ")
     missing = tmp_path / "missing" / "a.png"
     code, line = refused(capsys, "info", store, "--plot", missing)
-    assert (code, line) == (1, f"armillary-data: {missing}: No such file or directory")
+    assert code == 2 and line.startswith(f"armillary-data: --plot {missing}: there is no folder {missing.parent}; ")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("armillary.data.prepare.run.StoreWriter", full)
+    code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "other")
+    assert code == 1 and line.startswith(f"armillary-data: {tmp_path / 'other'}: No space left on device; ")
+    assert line.endswith("what is done is kept: run the same command again to go on")
 
 
 def test_an_interrupt_is_one_line(store, capsys, monkeypatch):

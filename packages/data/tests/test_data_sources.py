@@ -66,13 +66,26 @@ def test_neighbours_share_a_piece_and_a_large_file_has_its_own(tmp_path):
     assert (found[1].name, found[1].path) == ("c", tmp_path / "c")
 
 
-def test_binary_files_of_a_folder_are_reported_but_one_named_by_itself_is_read(tmp_path):
-    write(tmp_path, kept=b"text", picture=b"\x89PNG\0\0")
-    assert read(tmp_path) == [
-        Document("kept", b"text"),
-        Invalid("picture", "taken as binary, since it has a zero byte", binary=True),
+def test_binary_files_of_a_folder_are_reported_and_one_named_by_itself_must_be_called_text(tmp_path):
+    noise = bytes(128 + i % 64 for i in range(100))
+    write(
+        tmp_path,
+        kept=b"text",
+        latin="naïve café, déjà vu: ça va?".encode("latin-1") * 4,
+        noise=noise,
+        picture=b"PNG\0\0",
+    )
+    documents = read(tmp_path)
+    assert [document.name for document in documents] == ["kept", "latin", "noise", "picture"]
+    assert documents[2:] == [
+        Invalid("noise", "taken as binary, since 100 of its first 100 characters are not UTF-8", binary=True),
+        Invalid("picture", "taken as binary, since it has a zero byte, the first at byte 3", binary=True),
     ]
-    assert read(tmp_path / "picture") == [Document("picture", b"\x89PNG\0\0")]
+    for name in ("noise", "picture"):
+        with pytest.raises(ValueError, match=rf"{name} is no text: .*or take it as it is with --format text"):
+            read(tmp_path / name)
+    assert read(tmp_path / "picture", format="text") == [Document("picture", b"PNG\0\0")]
+    assert len(read(tmp_path / "latin")) == 1
 
 
 def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path):

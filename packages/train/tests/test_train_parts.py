@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from armillary.data.parsing import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.check import check
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.parallel import choose_axes, choose_device
-from armillary.train.parsing import parse
 
 
 def parsed(argv: list[str]) -> Config:
@@ -23,11 +23,18 @@ def test_every_field_is_a_flag():
     assert parsed([]) == Config()
 
 
+def test_whole_numbers_are_read_as_people_write_them():
+    words = "--data.sequence-length 64k --train.steps 1Ki --parallel.ring 1_0 --log.profile 1k 2k --train.seed 0"
+    config = parsed(words.split())
+    assert (config.data.sequence_length, config.train.steps, config.parallel.ring) == (64_000, 1024, 10)
+    assert (config.log.profile, config.train.seed) == ((1000, 2000), 0)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--trian.steps", "3"], r"Unrecognized options: --trian.steps.*Perhaps you meant.*--train.steps"),
-        (["--train.steps", "many"], r"--train.steps: invalid literal for int\(\).*'many'"),
+        (["--train.steps", "many"], r"--train.steps: 'many' is no whole number such as 1000000, 5M or 128Ki"),
         (
             ["--data.layout", "spiral"],
             "invalid choice 'spiral' for argument '--data.layout'.*'zigzag'",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from armillary.core.files import parse_toml
 from armillary.core.network import Delivery, Level, Link, Send, deliveries
 from armillary.core.quantity import quantity
 
@@ -156,7 +156,7 @@ class Cluster:
             OSError: it cannot be read.
         """
         try:
-            given = tomllib.loads(Path(path).read_text())
+            given = parse_toml(Path(path).read_text())
             like = given.pop("like", None)
             base = _plain(cls.named(like)) if like else dict[str, Any]()
             return _built(cls, _joined(base, {"name": Path(path).stem, **given}))

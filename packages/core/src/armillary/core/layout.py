@@ -12,11 +12,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from armillary.core.balance import Visibility, balanced_spans
+from armillary.core.quantity import LARGEST
 
 Spans = tuple[range, ...]
 """Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
@@ -62,15 +64,8 @@ class SequenceLayout:
         first = min(span[0] for span in runs)
         if first != 0:
             raise ValueError(f"positions must start at 0; the smallest one here is {first}")
-        # Not a tensor: under a FakeTensorMode one would have no values to look at.
-        held = bytearray(max(span[-1] for span in runs) + 1)
-        for span in runs:
-            part = slice(span.start, span[-1] + 1, span.step)
-            if 1 in held[part]:
-                raise ValueError(f"{span} holds a position that another span of the layout holds too")
-            held[part] = b"\1" * len(span)
-        if 0 in held:
-            raise ValueError(f"no shard holds position {held.index(0)} of {len(held)}")
+        if (missing := missing_position(runs)) is not None:
+            raise ValueError(f"no shard holds position {missing} of {max(span[-1] for span in runs) + 1}")
 
     def __repr__(self) -> str:
         shown = "; ".join(", ".join(map(_short, spans)) for spans in self._spans[:8])
@@ -253,6 +248,35 @@ def _short(span: range) -> str:
     return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
 
 
+def missing_position(runs: Sequence[range]) -> int | None:
+    """The first position from 0 to the last one of these runs that none of them holds. Takes as long as there are runs,
+    however long those are: all are looked at as runs of one step, and those of one remainder follow each other.
+
+    Raises:
+        ValueError: two of them hold the same position.
+    """
+    step = lcm(*(span.step for span in runs))
+    alike = sorted((part[0] % step, part[0], part[-1], i) for i, span in enumerate(runs) for part in _parts(span, step))
+    expected, missing = dict[int, int](), list[int]()
+    for remainder, first, last, i in alike:
+        due = expected.get(remainder, remainder)
+        if first < due:
+            raise ValueError(f"{runs[i]} holds a position that another span of the layout holds too")
+        if first > due:
+            missing.append(due)
+        expected[remainder] = last + step
+    end = max(span[-1] for span in runs)
+    empty = next((r for r in range(min(step, end + 1)) if r not in expected), None)
+    short = (due for due in expected.values() if due <= end)
+    return min((*missing, *short, *(() if empty is None else (empty,))), default=None)
+
+
+def _parts(span: range, step: int) -> Iterable[range]:
+    """The span as runs of a step that is a multiple of its own."""
+    times = step // span.step
+    return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
+
+
 def cut(span: range, n: int) -> list[range]:
     """`span` in `n` consecutive pieces whose sizes differ by one at most, larger ones first."""
     base, more = divmod(len(span), n)
@@ -287,3 +311,5 @@ def _check_length(length: int, shards: int) -> None:
         raise ValueError(
             f"a sequence of {length} tokens is shorter than its {shards} shards; give at least {shards} tokens"
         )
+    if length > LARGEST:
+        raise ValueError(f"a sequence of {length} tokens: positions are counted up to 2^63 - 1; give fewer")

@@ -2,10 +2,10 @@
 
 from armillary.data.batch import IGNORE, Batch
 from armillary.data.batches import Batches
-from armillary.data.corpus import Document, python_corpus, read_documents
+from armillary.data.corpus import Document, binary, python_corpus, read_documents
 from armillary.data.formats import is_store, open_store, verify_folder
 from armillary.data.packing import best_fit, greedy, one_per_row
-from armillary.data.rows import PackedSequences
+from armillary.data.rows import PackedSequences, check_length
 from armillary.data.store import TokenStore, Vocabulary
 from armillary.data.text_tokenizer import TextTokenizer
 from armillary.data.tokens import ByteTokenizer, Tokenizer
@@ -22,6 +22,8 @@ __all__ = [
     "Tokenizer",
     "Vocabulary",
     "best_fit",
+    "binary",
+    "check_length",
     "greedy",
     "is_store",
     "one_per_row",

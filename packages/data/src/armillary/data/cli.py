@@ -10,37 +10,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
-from tyro.extras import SubcommandApp
 
+from armillary.core.commands import ending
 from armillary.data.describe import describe, histogram, measure_packings
 from armillary.data.formats import open_store
+from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
+from armillary.data.parsing import parse_command
+from armillary.data.plot import check_picture, plot_lengths
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.encode import OnInvalid
 from armillary.data.prepare.sources import Format
 from armillary.data.screen import Bar, show_info, show_left_out, show_packings
 
-app = SubcommandApp()
+PROGRAM = "armillary-data"
+COLUMN = "input_ids"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command. Exits with one line: 2 for what cannot be done, 1 for a disk or worker that fails, 130 for ^C."""
-    try:
-        app.cli(args=sys.argv[1:] if argv is None else list(argv), prog="armillary-data")
-    except (ValueError, ImportError) as error:
-        _exit(2, error)
-    except OSError as error:
-        _exit(1, ": ".join(str(part) for part in (error.filename, error.strerror or error) if part))
-    except KeyboardInterrupt:
-        _exit(130, "stopped")
+    with ending(PROGRAM):
+        commands = {"prepare": prepare_command, "info": info, "pack": pack}
+        parse_command(sys.argv[1:] if argv is None else argv, commands, PROGRAM)()
 
 
-def _exit(code: int, why: Any) -> None:
-    print(f"armillary-data: {why}", file=sys.stderr, flush=True)
-    sys.exit(code)
-
-
-@app.command(name="prepare")
 def prepare_command(
     inputs: Positional[tuple[Path, ...]],
     output: Annotated[Path, arg(aliases=["-o"])],
@@ -81,13 +74,12 @@ def prepare_command(
     print(f"{output}: {header.documents:,} documents, {header.tokens:,} tokens of {header.dtype}")
 
 
-@app.command
 def info(
     store: Positional[Path],
     plot: Path | None = None,
     verify: bool = False,
     json: bool = False,
-    column: str = "input_ids",
+    column: str = COLUMN,
 ) -> None:
     """Shows how many documents and tokens a store has, and how long documents are.
 
@@ -98,12 +90,14 @@ def info(
         json: for machines.
         column: of tokens in a saved dataset.
     """
+    if plot is not None:
+        check_picture(plot, "--plot")
     opened = open_store(store, column=column)
+    if column != COLUMN and not is_arrow(store):
+        raise ValueError(f"--column {column}: {store} is no saved dataset, and has no columns; leave it out")
     if verify:
         _verify(store)
     if plot is not None:
-        from armillary.data.plot import plot_lengths
-
         plot_lengths(opened, plot)
     if json:
         _print_json(describe(opened) | {"histogram": [asdict(found) for found in histogram(opened.lengths)]})
@@ -111,7 +105,6 @@ def info(
         show_info(opened, Header.read(store) if is_folder(store) else None)
 
 
-@app.command
 def pack(store: Positional[Path], length: int, shards: int = 8, rows: int = 64, json: bool = False) -> None:
     """Shows what each packing costs, and how even the attention of its rows is spread over shards.
 

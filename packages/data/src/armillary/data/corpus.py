@@ -43,7 +43,8 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
     """The user's own text: a file is one document; of a folder, every text file at any depth, sorted by name.
 
     Names are relative to the folder, with forward slashes. Bytes are taken as they are. What is left out of a folder:
-    hidden files and folders, folders behind links, empty files, and files with a zero byte, which are taken as binary.
+    hidden files and folders, folders behind links, empty files, and binary ones (`binary`); a file is read whatever it
+    holds.
 
     Raises:
         ValueError: the path does not exist, it or something under it cannot be read, or it holds no text.
@@ -61,10 +62,26 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
     return documents
 
 
+NOISE = 0.3
+"""Of a file's characters, the share that are not UTF-8 in what is no text in another encoding either."""
+LEAST = 64
+"""Bytes of which such a share tells something."""
+
+
+def binary(text: bytes) -> str | None:
+    """Why the content of a file is not text, None where it may be."""
+    if (place := text.find(b"\0")) >= 0:
+        return f"it has a zero byte, the first at byte {place}"
+    head = text[: 2**16].decode(errors="replace")
+    if len(text) >= LEAST and (broken := head.count("\ufffd")) > NOISE * len(head):
+        return f"{broken:,} of its first {len(head):,} characters are not UTF-8"
+    return None
+
+
 def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:
     """All text under `root`, sorted by name; `keep` as in `walk`."""
     read = (Document(file.relative_to(root).as_posix(), file.read_bytes()) for file in walk(root, keep))
-    return sorted((d for d in read if d.text and b"\0" not in d.text), key=lambda document: document.name)
+    return sorted((d for d in read if d.text and not binary(d.text)), key=lambda document: document.name)
 
 
 def walk(root: Path, keep: Callable[[str], bool]) -> Iterator[Path]:

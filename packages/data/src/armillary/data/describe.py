@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from armillary.core import SequenceLayout, attention_balance
+from armillary.data.batches import check_least
 from armillary.data.epochs import Waste
 from armillary.data.order import Index
 from armillary.data.packing import best_fit, greedy, one_per_row
-from armillary.data.rows import PackedSequences
+from armillary.data.rows import PackedSequences, check_length
 from armillary.data.store import TokenStore
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
@@ -85,8 +86,8 @@ def measure_packings(store: TokenStore, length: int, shards: int, rows: int) -> 
     Raises:
         ValueError: no rows to look at, or what `PackedSequences` and layouts refuse.
     """
-    if rows < 1:
-        raise ValueError(f"rows must be at least 1; got {rows}")
+    check_least(1, rows=rows, length=length, shards=shards)
+    check_length([store], length)
     zigzag = SequenceLayout.zigzag(length, shards)
     found: list[MeasuredPacking] = []
     for packing in (greedy, best_fit, one_per_row):

@@ -9,6 +9,19 @@ from armillary.data.optional import optional
 from armillary.data.store import TokenStore
 
 
+def check_picture(path: Path, flag: str) -> None:
+    """Refuses early where no PNG can be written.
+
+    Raises:
+        ValueError: another suffix, a folder, or a path in a folder that is not there; names the flag.
+    """
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"{flag} {path}: pictures are PNGs; give a name that ends in .png")
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f"{flag} {path}: {why}; give the path of a file to be made")
+
+
 def plot_lengths(store: TokenStore, path: Path) -> None:
     """Documents, and tokens in them, by the length of documents, as a PNG.
 

@@ -74,6 +74,7 @@ class PackedSequences(Batches):
     ) -> None:
         self._stores = [stores] if isinstance(stores, TokenStore) else list(stores)
         check_vocabularies(self._stores)
+        name = _name_of(packing)
         self._layout_for, self._reset_positions = layout_for, reset_positions
         keys = [f"store {i}, seed {seed}" for i in range(len(self._stores))]
         self._epochs = [Epochs(s, layout.length, packing, k) for s, k in zip(self._stores, keys, strict=True)]
@@ -83,7 +84,7 @@ class PackedSequences(Batches):
             "stores": [store.content for store in self._stores],
             "weights": [str(weight) for weight in self._weights],
             "sequence_length": layout.length,
-            "packing": _name_of(packing),
+            "packing": name,
             "seed": seed,
         }
         super().__init__(layout, shard, rows_per_batch, replica, replicas, ahead, settings)
@@ -134,6 +135,18 @@ class PackedSequences(Batches):
         parts = [f"{at}..{at + piece.length - 1}" for at, piece in zip(begins, made.pieces, strict=True)]
         more = f" and {len(parts) - 8} more parts" if len(parts) > 8 else ""
         return f"{made.store.name}, tokens {', '.join(parts[:8])}{more}"
+
+
+def check_length(stores: Sequence[TokenStore], length: int) -> None:
+    """Refuses rows that are longer than all documents together: there would be more padding than text.
+
+    Raises:
+        ValueError: names the tokens that there are.
+    """
+    tokens = sum(store.tokens for store in stores)
+    if length > tokens:
+        names = ", ".join(store.name for store in stores)
+        raise ValueError(f"rows of {length:,} tokens: {names} have {tokens:,} in all; give at most as many")
 
 
 def check_vocabularies(stores: Sequence[TokenStore]) -> None:

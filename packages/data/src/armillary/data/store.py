@@ -113,6 +113,7 @@ class TokenStore:
 
         Raises:
             IndexError: a part that the document does not have.
+            ValueError: a token outside of the vocabulary, as of files that were changed; names document and place.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
@@ -123,9 +124,27 @@ class TokenStore:
         base = first - int(self._bases[segment])
         found = np.array(self._plain[segment][base + start : base + stop : step])
         self.bytes_read += found.nbytes
+        self._check_tokens(found, document, start, step)
         return found
 
+    def _check_tokens(self, found: Integers, document: int, start: int, step: int) -> None:
+        size = self.vocabulary.size
+        if size is None or not len(found) or (found.max() < size and found.min() >= 0):
+            return
+        i = int(np.argmax((found >= size) | (found < 0)))
+        at = start + i * step
+        raise ValueError(
+            f"{self.name}: token {at} of document {document} (token {int(self.starts[document]) + at} of the store) is "
+            f"{found[i]}, and the vocabulary has {size}; the files were changed, see `armillary-data info --verify`"
+        )
+
     # -- parts ----------------------------------------------------------------------------------------------------
+
+    def bounded(self, size: int) -> TokenStore:
+        """The store with a vocabulary of `size` tokens, if its files do not say how large theirs is."""
+        if self.vocabulary.size is not None:
+            return self
+        return replace(self, vocabulary=replace(self.vocabulary, size=size))
 
     def select(self, keep: npt.NDArray[np.bool_]) -> TokenStore:
         """The documents for which `keep` [D] is true, in the same order. No token is copied."""

@@ -176,6 +176,10 @@ def decoded(text: bytes) -> tuple[str, bool]:
         return text.decode(errors="replace"), True
 
 
+LARGEST = 2**24
+"""Of trained vocabularies: the library asks for the room at once, and ends the process where there is none."""
+
+
 def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
     """Byte-level BPE from scratch: any bytes have tokens, and text comes back as it went in.
 
@@ -206,7 +210,9 @@ def check_vocab_size(vocab_size: int) -> None:
     """Refuses a size that `train_bpe` cannot have.
 
     Raises:
-        ValueError: it is below 257.
+        ValueError: it is below 257, or more than the library can make room for.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257, for 256 bytes and an end of document; got {vocab_size}")
+    if vocab_size > LARGEST:
+        raise ValueError(f"vocab_size must be at most {LARGEST:,}; got {vocab_size}")

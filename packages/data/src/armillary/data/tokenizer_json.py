@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from armillary.core.files import parse_json
 from armillary.data.optional import optional
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
@@ -19,12 +20,17 @@ def settings_of(definition: bytes) -> dict[str, Any]:
         ValueError: it is not one.
     """
     try:
-        settings: object = json.loads(definition)
+        settings: object = parse_json(definition)
     except ValueError as error:
         raise ValueError(f"this is not a tokenizer.json ({error})") from error
     fields = cast(dict[str, Any], settings) if isinstance(settings, dict) else {}
     if not isinstance(fields.get("model"), dict) or "vocab" not in fields["model"]:
         raise ValueError("this is not a tokenizer.json: it has no model with a vocabulary")
+    try:
+        for read in (_vocabulary, _choices):  # all that is read of it here
+            read(fields)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError("this is not a tokenizer.json: its vocabulary or added tokens have another form") from error
     return fields
 
 
@@ -90,7 +96,7 @@ def configured(file: Path, name: str) -> str | None:
     if not file.exists():
         return None
     try:
-        token = json.loads(file.read_bytes()).get(name)
+        token = parse_json(file.read_bytes()).get(name)
         return cast(str | None, token["content"] if isinstance(token, dict) else token)
     except (ValueError, AttributeError, KeyError) as error:
         raise ValueError(f"{file.name} is broken ({error}); repair it, or give end_of_document") from error

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
+from armillary.data.parsing import parse, parse_known
 from armillary.train import recipes
 from armillary.train.config import Config
 from armillary.train.overlay import differences, overlaid, read_settings
-from armillary.train.parsing import parse, parse_known
 from armillary.train.tune.choice import check_typed, chosen
 
 PROGRAM = "armillary-train"

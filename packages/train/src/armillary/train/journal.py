@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from armillary.core.files import parse_json
 from armillary.train.metrics import StepMetrics
 
 BUFFER = 1 << 20
@@ -93,7 +94,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def parsed(line: bytes) -> dict[str, Any] | None:
     """The record on a line, None where there is no whole one."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

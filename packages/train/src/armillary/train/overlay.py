@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+
+from armillary.core.files import parse_json, parse_toml
 
 Settings = TypeVar("Settings")
 
@@ -21,7 +22,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: a file that cannot be read, or is neither TOML nor JSON.
     """
-    readers = {".toml": tomllib.loads, ".json": json.loads}
+    readers = {".toml": parse_toml, ".json": parse_json}
     if path.suffix not in readers:
         raise ValueError(f"--config {path}: give a file that ends in .toml or .json")
     try:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from armillary.train.parsing import parse
+from armillary.data.parsing import parse
 from armillary.train.plot import plot_runs
 
 

@@ -21,6 +21,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.files import parse_json
 from armillary.data.store import TokenStore, Vocabulary
 
 FORMAT = "armillary token store"
@@ -82,7 +83,7 @@ class Header:
         """
         path = folder / HEADER
         try:
-            values = json.loads(path.read_text())
+            values = parse_json(path.read_text())
             version = (values.pop("format"), values.pop("version"))
             if version == (FORMAT, VERSION):
                 return cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})._checked()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.data.corpus import Document
+from armillary.data.corpus import Document, binary
 from armillary.data.formats.arrow import load_rows
 from armillary.data.optional import optional
 
@@ -37,7 +37,8 @@ class File:
     Args:
         name: what its documents are named after.
         bytes: its size on disk.
-        chosen: the user named this very file, not a folder around it; then it is text whatever it holds.
+        chosen: the user named this very file, not a folder around it; `pieces` has looked at it, or was told that it
+            is text whatever it holds.
     """
 
     path: Path
@@ -80,8 +81,8 @@ def read_text(piece: Piece) -> Iterator[Document | Invalid]:
     """Each file is a document, its bytes as they are."""
     for file in piece.files:
         text = file.path.read_bytes()
-        if b"\0" in text and not file.chosen:
-            yield Invalid(file.name, "taken as binary, since it has a zero byte", binary=True)
+        if not file.chosen and (reason := binary(text)) is not None:
+            yield Invalid(file.name, f"taken as binary, since {reason}", binary=True)
         else:
             yield Document(file.name, text)
 

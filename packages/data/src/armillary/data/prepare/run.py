@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import get_args
 
 import numpy as np
@@ -88,11 +89,12 @@ def prepare(
     workers = cpus() if workers is None else workers
     _check_settings(plan, workers)
     if plan.output.is_symlink():
-        plan = replace(plan, output=plan.output.resolve())  # what it points to is what is meant
+        plan = replace(plan, output=resolved(plan.output))  # what it points to is what is meant
     _check_places(plan)
     found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.piece_bytes)
     key = plan_key(plan, found)
     try:
+        _check_writable(plan.output)
         with alone(plan.output):
             put_back(plan.output)
             if plan.output.exists():
@@ -181,16 +183,36 @@ def _check_settings(plan: Preparation, workers: int) -> None:
 
 def _check_places(plan: Preparation) -> None:
     """Refuses inputs that are stores, and an output that would be part of its own input, or take its place."""
-    output = plan.output.resolve()
+    output = resolved(plan.output)
     if not plan.output.name:
         raise ValueError(f"the output {plan.output} has no name of its own; give the path of a folder to be made")
     for path in plan.inputs:
         if is_folder(path):
             raise ValueError(f"{path} is a token store already; give text, JSONL, Parquet or a saved dataset")
-        if output.is_relative_to(path.resolve()):
+        if output.is_relative_to(resolved(path)):
             raise ValueError(f"the output {plan.output} lies in the input {path}; name an output outside of it")
-        if path.resolve().is_relative_to(output):
+        if resolved(path).is_relative_to(output):
             raise ValueError(f"the input {path} lies in the output {plan.output}; name another output")
+
+
+def _check_writable(output: Path) -> None:
+    """Makes the folder that the store is to be in, and raises the OSError of one that cannot be written to.
+
+    Without it a lock that cannot be made looks like one that somebody else has."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=output.parent).close()
+
+
+def resolved(path: Path) -> Path:
+    """The path without links.
+
+    Raises:
+        ValueError: links that lead in a circle.
+    """
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # Python before 3.13 raises the latter
+        raise ValueError(f"{path} is a link that leads back to itself") from error
 
 
 def _check_is_store(output: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import cast, get_args
 
-from armillary.data.corpus import Document, is_visible, walk
-from armillary.data.prepare.cuts import Format, way_to_cut
+from armillary.core.files import parse_json
+from armillary.data.corpus import Document, binary, is_visible, walk
+from armillary.data.prepare.cuts import Format, cut_text, way_to_cut
 from armillary.data.prepare.readers import File, Invalid, Piece
 
+LOOKED_AT = 2**20
+"""Bytes of a file that is named by which it is taken for text."""
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
 
@@ -29,7 +31,8 @@ def pieces(
     - .jsonl and .ndjson: one object a line. A piece is a range of bytes, and owns the lines that start in it.
       The same with .gz after it is one piece.
     - .parquet: a piece is some row groups.
-    - anything else: text, and the file is one document. Small files share a piece, a large one has its own.
+    - anything else: text, and the file is one document. Small files share a piece, a large one has its own. A binary
+      file is left out of a folder, and refused where it is named itself, unless the format is "text".
 
     A folder that `datasets.Dataset.save_to_disk` wrote is cut by rows. Names of documents in a folder are relative to
     it, so they may repeat where several inputs are given.
@@ -100,6 +103,7 @@ def _files(path: Path, format: Format) -> list[File]:
     try:
         if not path.is_dir():
             files = [_file(path, path.name, chosen=True)]
+            _refuse_binary(files[0], format)
         elif format == "auto" and _is_saved(path):
             files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
         else:
@@ -114,6 +118,15 @@ def _files(path: Path, format: Format) -> list[File]:
     return files
 
 
+def _refuse_binary(file: File, format: Format) -> None:
+    """Whoever names a picture as text has taken the wrong file; whoever says that it is text is believed."""
+    if format == "auto" and way_to_cut(file, format) is cut_text:
+        with file.path.open("rb") as opened:
+            reason = binary(opened.read(LOOKED_AT))
+        if reason is not None:
+            raise ValueError(f"{file.path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text")
+
+
 def _file(path: Path, name: str, *, chosen: bool) -> File:
     # Asked now, so that a long preparation does not stop halfway.
     if path.exists() and not os.access(path, os.R_OK):
@@ -125,7 +138,7 @@ def _is_saved(folder: Path) -> bool:
     """Whether `datasets` wrote this folder. One with several splits is refused, since only some may be wanted."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
-        names = cast(list[str], json.loads(splits.read_bytes())["splits"])
+        names = cast(list[str], parse_json(splits.read_bytes())["splits"])
         choices = ", ".join(str(folder / name) for name in names)
         raise ValueError(f"{folder} holds the splits of a saved dataset; give one of them: {choices}")
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()

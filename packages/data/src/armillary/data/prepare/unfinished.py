@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from armillary.core.files import parse_json
 from armillary.data.formats.folder import partial_folder, write_file
 
 PROGRESS, OLDER = "progress.json", "older"
@@ -46,7 +47,7 @@ def begin(path: Path, plan: str, start_over: bool) -> None:
 def _plan_and_parts(folder: Path) -> tuple[str | None, int]:
     """What the parts in a folder are made from, and how many there are; no plan if `begin` was not here."""
     try:
-        progress = json.loads((folder / PROGRESS).read_text())
+        progress = parse_json((folder / PROGRESS).read_text())
     except FileNotFoundError:
         return None, 0
     return progress["plan"], progress["parts"]

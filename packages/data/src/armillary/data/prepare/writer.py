@@ -19,6 +19,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.files import parse_json
 from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, partial_folder, write_file
 from armillary.data.order import Index
 from armillary.data.prepare.unfinished import PROGRESS, put_in_place
@@ -83,7 +84,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.path, self.folder, self._dtype = path, partial_folder(path), dtype.newbyteorder("<")
-        self._progress = json.loads((self.folder / PROGRESS).read_text())
+        self._progress = parse_json((self.folder / PROGRESS).read_text())
         known = self._progress["files"]
         names = (TOKENS, DOCUMENTS, HASHES)
         self._files = {name: BlockFile(self.folder / name, *known.get(name, (0, []))) for name in names}

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from armillary.core.files import parse_json
+
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -39,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: no such file, or no object in it.
     """
     try:
-        fields: object = json.loads(path.read_text())
+        fields: object = parse_json(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):

@@ -15,10 +15,10 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.configs import parse as parse_config
 from armillary.train.checkpoint.manifest import Damaged, Manifest
-from armillary.train.parsing import parse
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

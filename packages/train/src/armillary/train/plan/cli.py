@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import Progress
 
-from armillary.train.parsing import parse
+from armillary.data.parsing import parse
 from armillary.train.plan import bytes_report, report, search_report
 from armillary.train.plan.bytes import BytesPlan, plan_bytes
 from armillary.train.plan.memory import MemoryPlan, plan_memory

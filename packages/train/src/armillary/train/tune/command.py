@@ -10,9 +10,9 @@ from typing import Annotated
 import tyro
 
 from armillary.attention.build import names
+from armillary.data.parsing import parse
 from armillary.train.command import Source, read_source
 from armillary.train.config import Config, LogConfig, ParallelConfig
-from armillary.train.parsing import parse
 
 PROGRAM = "armillary-tune"
 

@@ -1,0 +1,25 @@
+"""What people's files say, with one kind of error for all that may be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says; whatever is wrong with it is a ValueError."""
+    return _parsed(json.loads, text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What TOML says; whatever is wrong with it is a ValueError."""
+    return _parsed(tomllib.loads, text)
+
+
+def _parsed(parser: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        return parser(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None

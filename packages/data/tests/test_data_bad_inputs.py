@@ -1,0 +1,324 @@
+"""A table of arguments, values and files that will not do: each is refused by one readable line that names it."""
+
+import json
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from armillary.core import SequenceLayout
+from armillary.core.testing.refusals import refusal
+from armillary.data import (
+    ByteTokenizer,
+    Document,
+    PackedSequences,
+    TextTokenizer,
+    TokenStore,
+    Vocabulary,
+    open_store,
+    read_documents,
+)
+from armillary.data.cli import main
+from armillary.data.prepare import Preparation, prepare
+from armillary.data.synthetic import AssociativeRecall, Copy, Needle
+
+FILES = {
+    "empty": b"",
+    "text.txt": b"some words\n" * 40,
+    "lines.jsonl": b'{"text": "hello"}\n' * 9,
+    "noise.bin": bytes(range(256)) * 20,
+    "noise": bytes(1 + i * 37 % 255 for i in range(5000)),
+    "cut.jsonl": b'{"text": "hel',
+    "list.jsonl": b"[1, 2]\n",
+    "number.jsonl": b'{"text": 3}\n',
+    "other.jsonl": b'{"body": "x"}\n',
+    "deep.jsonl": b'{"text": ' + b"[" * 100_000 + b"\n",
+    "latin.jsonl": b'{"text": "caf\xe9"}\n',
+    "no.parquet": b"PAR1 is how it begins",
+    "text.zst": b"(\xb5/\xfd",
+    "bad.jsonl.gz": b"not packed",
+    "list.json": b"[1]",
+    "deep.json": b"[" * 100_000,
+    "binary.json": bytes(range(256)),
+    "vocabulary.json": b'{"model": {"vocab": 3}}',
+    "no-end.json": b'{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}',
+    "pair.bin": b"\0" * 8,
+    "pair.idx": b"MMIDIDX\0\0 and then something else",
+    "alone.bin": b"\0" * 8,
+    "line\nbreak": b"",
+}
+"""Files of the folder in which all of this happens; `HEADERS` are stores beside them."""
+
+HEADERS = {
+    "store-empty": lambda text: "",
+    "store-list": lambda text: "[]",
+    "store-deep": lambda text: "[" * 100_000,
+    "store-binary": lambda text: "\0\1\2",
+    "store-version": lambda text: text.replace('"version": 1', '"version": 7'),
+    "store-dtype": lambda text: text.replace("uint16", "float32"),
+    "store-no-dtype": lambda text: text.replace("uint16", "words"),
+    "store-count": lambda text: text.replace('"documents": 9', '"documents": -9'),
+    "store-many": lambda text: text.replace('"tokens": 54', '"tokens": 5400'),
+    "store-words": lambda text: text.replace('"tokens": 54', '"tokens": "many"'),
+    "store-no-tokens": lambda text: text.replace('"tokens": 54', '"words": 54'),
+    "store-no-checksums": lambda text: json.dumps({**json.loads(text), "checksums": {}}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All files, and a store in `store`."""
+    root = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        (root / name).write_bytes(content)
+    (root / "folder").mkdir()
+    (root / "loop").symlink_to(root / "pool")
+    (root / "pool").symlink_to(root / "loop")
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        main(["prepare", str(root / "lines.jsonl"), "-o", str(root / "store"), "--workers", "1"])
+    for name, change in HEADERS.items():
+        shutil.copytree(root / "store", root / name)
+        (root / name / "store.json").write_text(change((root / "store" / "store.json").read_text()))
+    for name, size in {"store-cut": -4, "store-long": 4}.items():
+        shutil.copytree(root / "store", root / name)
+        tokens = root / name / "tokens.bin"
+        tokens.write_bytes((tokens.read_bytes() + b"\0" * 8)[: 2 * 54 + size])
+    shutil.copytree(root / "store", root / "store-flipped")
+    flipped = np.memmap(root / "store-flipped" / "tokens.bin", "<u2", "r+")
+    flipped[2 * 6 + 3] += 2**14  # of the third document
+    flipped.flush()
+    (root / "unfinished.partial").mkdir()
+    return root
+
+
+# -- command lines: arguments, and words of the line that they end with ------------------------------------------------
+
+COMMANDS = [
+    ("", "Expected one of {prepare, info, pack}"),
+    ("nothing", "Unrecognized options: nothing"),
+    ("--verbose", "Unrecognized options: --verbose"),
+    ("prepare", "--output PATH folder of the store. (required)"),
+    ("prepare -o out", "there are no inputs; give a file of text"),
+    ("prepare text.txt", "--output PATH folder of the store. (required)"),
+    ("prepare nowhere -o out", "nowhere cannot be read (No such file"),
+    ("prepare empty -o out", "empty holds no text"),
+    ("prepare folder -o out", "folder holds no text"),
+    ("prepare loop -o out", "loop is a link that leads back to itself"),
+    ("prepare noise.bin -o out", "noise.bin is no text: it has a zero byte, the first at byte 0; give"),
+    ("prepare noise -o out", "noise is no text: "),
+    ("prepare noise -o out", "2,507 of its first 5,000 characters are not UTF-8"),
+    ("prepare noise.bin -o out --format jsonl", "noise.bin:byte 0: "),
+    ("prepare noise.bin -o out --format parquet", "noise.bin cannot be read as Parquet"),
+    ("prepare no.parquet -o out", "no.parquet cannot be read as Parquet"),
+    ("prepare text.zst -o out", "text.zst is packed with zstd; unpack it"),
+    ("prepare bad.jsonl.gz -o out", "bad.jsonl.gz cannot be read"),
+    ("prepare cut.jsonl -o out --overwrite", "cut.jsonl:byte 0: "),
+    ("prepare list.jsonl -o out --overwrite", "the line is a list; give an object with a field 'text'"),
+    ("prepare number.jsonl -o out --overwrite", "field 'text' is int; give a string"),
+    ("prepare other.jsonl -o out --overwrite", "there is no field 'text'; the fields are 'body'"),
+    ("prepare deep.jsonl -o out --overwrite", "deep.jsonl:byte 0: "),
+    ("prepare latin.jsonl -o out --overwrite --invalid refuse", "latin.jsonl:byte 0: 'utf-8' codec can't decode"),
+    ("prepare lines.jsonl -o out --text-field body --overwrite", "there is no field 'body'; the fields are 'text'"),
+    ("prepare text.txt -o /proc/none", "/proc/none: No such file or directory; "),
+    ("prepare text.txt -o /dev/null/none", "/dev/null/none: "),
+    ("prepare text.txt -o text.txt", "the output text.txt lies in the input text.txt"),
+    ("prepare text.txt -o text.txt/store", "the output text.txt/store lies in the input"),
+    ("prepare text.txt -o .", "the output . has no name of its own"),
+    ("prepare text.txt -o /", "the output / has no name of its own"),
+    ("prepare text.txt -o folder", "folder is there and is not a token store"),
+    ("prepare text.txt -o loop", "loop is a link that leads back to itself"),
+    ("prepare text.txt -o store", "store is a store of other input or settings; name another output"),
+    ("prepare store -o out", "store is a token store already"),
+    ("prepare text.txt text.txt -o out --invalid never", "invalid choice 'never' for argument '--invalid'"),
+    ("prepare text.txt -o out --format docx", "invalid choice 'docx' for argument '--format'"),
+    ("prepare text.txt -o out --workers 0", "workers must be at least 1; got 0"),
+    ("prepare text.txt -o out --workers -3", "workers must be at least 1; got -3"),
+    ("prepare text.txt -o out --workers many", "'many' is no whole number such as"),
+    ("prepare text.txt -o out --workers 1.5", "'1.5' is no whole number such as"),
+    ("prepare text.txt -o out --tokenizer nowhere", "nowhere cannot be read (No such file"),
+    ("prepare text.txt -o out --tokenizer folder", "tokenizer.json cannot be read (No such file"),
+    ("prepare text.txt -o out --tokenizer list.json", "list.json: this is not a tokenizer.json"),
+    ("prepare text.txt -o out --tokenizer deep.json", "deep.json: this is not a tokenizer.json (brackets are nested"),
+    ("prepare text.txt -o out --tokenizer binary.json", "binary.json: this is not a tokenizer.json"),
+    ("prepare text.txt -o out --tokenizer vocabulary.json", "vocabulary.json: this is not a tokenizer.json"),
+    ("prepare text.txt -o out --tokenizer no-end.json", "no-end.json: no token has a usual name for an end of"),
+    ("prepare text.txt -o out --tokenizer bpe --vocab-size 1", "vocab_size"),
+    ("prepare text.txt -o out --tokenizer bpe --vocab-size -5", "vocab_size"),
+    ("prepare text.txt -o out --tokenizer bpe --vocab-size 9999999999", "vocab_size"),
+    ("prepare text.txt -o out --end-of-document x", "end_of_document='x' is not a token of tokenizer 'bytes'"),
+    ("prepare text.txt -o out --begin-of-document x", "begin_of_document='x' is not a token of tokenizer 'bytes'"),
+    ("info", "PATH a folder of `armillary-data prepare`"),
+    ("info nowhere", "nowhere does not exist; give a folder made by"),
+    ("info folder", "folder holds no tokens"),
+    ("info text.txt", "text.txt holds no tokens"),
+    ("info noise.bin", "noise.bin holds no tokens"),
+    ("info loop", "loop "),
+    ("info unfinished", "unfinished is not finished; run the same `armillary-data prepare` again"),
+    ("info pair", "pair.idx "),
+    ("info alone.bin", "alone.bin holds no tokens"),
+    ("info store --plot x.foo", "--plot x.foo: pictures are PNGs"),
+    ("info store --plot none/x.png", "--plot none/x.png: there is no folder none"),
+    ("info store --plot folder", "--plot folder: pictures are PNGs"),
+    ("info store --column words", "--column words: "),
+    ("info text.txt --verify", "text.txt holds no tokens"),
+    ("info store-empty", "store.json is not the header of a token store"),
+    ("info store-list", "store.json is not the header of a token store"),
+    ("info store-deep", "store.json is not the header of a token store (brackets are nested too deeply)"),
+    ("info store-binary", "store.json is not the header of a token store"),
+    ("info store-version", "version 7; this reads 'armillary token store' version 1"),
+    ("info store-dtype", "54 tokens of float32 in 9 documents"),
+    ("info store-no-dtype", "store.json is not the header of a token store"),
+    ("info store-count", "54 tokens of uint16 in -9 documents"),
+    ("info store-many", "tokens.bin is cut off at byte 108; its header says 10800 bytes"),
+    ("info store-words", "many tokens of uint16 in 9 documents"),
+    ("info store-no-tokens", "store.json is not the header of a token store"),
+    ("info store-no-checksums", "store.json is not the header of a token store"),
+    ("info store-cut", "tokens.bin is cut off at byte 104; its header says 108 bytes"),
+    ("info store-long", "tokens.bin holds something else from byte 108 on, to byte 112"),
+    ("info store-flipped --verify", "tokens.bin: bytes 0 to 107 are not what was written"),
+    ("pack", "--length INT tokens of a row. (required)"),
+    ("pack store", "--length INT tokens of a row. (required)"),
+    ("pack store --length 0", "length must be at least 1; got 0"),
+    ("pack store --length -4", "length must be at least 1; got -4"),
+    ("pack store --length ten", "--length: 'ten' is no whole number such as"),
+    ("pack store --length 2", "a sequence of 2 tokens is shorter than its 8 shards"),
+    ("pack store --length 1000000000", "rows of 1,000,000,000 tokens: store have 54 in all; give at most as many"),
+    ("pack store --length 64k", "rows of 64,000 tokens: store have 54 in all; give at most as many"),
+    ("pack store --length 999999999999999999999999", "is more than 2^63 - 1"),
+    ("pack store --length 16 --shards 0", "shards must be at least 1; got 0"),
+    ("pack store --length 16 --shards 17", "a sequence of 16 tokens is shorter than its 17 shards"),
+    ("pack store --length 16 --rows 0", "rows must be at least 1; got 0"),
+    ("pack nowhere --length 16", "nowhere does not exist"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), COMMANDS, ids=[f"{i} {line}"[:60] for i, (line, _) in enumerate(COMMANDS)])
+def test_a_command_refuses_it_in_one_line(folder, monkeypatch, line, said):
+    monkeypatch.chdir(folder)
+    assert said in refusal(main, line.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["info", ""], ". holds no tokens"),
+        (["info", "a\nb"], "a b does not exist"),
+        (["info", "line\nbreak"], "line break holds no tokens"),
+        (["info", "a\0b"], r"a\x00b does not exist"),
+        (["info", "\x1b[31mred"], r"\x1b[31mred does not exist"),
+        (["info", "x" * 5000], "File name too long"),
+        (["prepare", "text.txt", "-o", "x" * 300], "File name too long"),
+        (["prepare", "a\0b", "-o", "out"], "null byte"),
+        (["prepare", "text.txt", "-o", "a\0b"], "null byte"),
+        (["prepare", "", "-o", "folder/out"], "the output folder/out lies in the input"),
+        (["prepare", "text.txt", "-o", ""], "the output . has no name of its own"),
+        (["prepare", "text.txt", "-o", "out", "--tokenizer", ""], "tokenizer.json cannot be read"),
+        (["pack", "store", "--length", ""], "'' is no whole number"),
+        (["pack", "store", "--length", "٣"], "is no whole number"),
+        (["pack", "store", "--length", "9" * 5000], "is no whole number"),
+    ],
+    ids=range(15),
+)
+def test_odd_words_are_refused_in_one_line(folder, monkeypatch, argv, said):
+    monkeypatch.chdir(folder)
+    assert said in refusal(main, argv)
+
+
+# -- from Python -------------------------------------------------------------------------------------------------------
+
+
+def store_of(*lengths, **vocabulary):
+    ends = np.cumsum([0, *lengths])
+    known = Vocabulary("numbers", **vocabulary)
+    return TokenStore("numbered", [np.arange(ends[-1])], ends[:-1], ends[1:], known, "content")
+
+
+def rows(store=None, **changed):
+    settings = {"layout": SequenceLayout.contiguous(4, 1), "shard": 0, "rows_per_batch": 1}
+    return PackedSequences(store_of(8) if store is None else store, **settings | changed)
+
+
+BYTES = ByteTokenizer()
+CALLS = {
+    "no documents": (lambda _: TokenStore.of([], BYTES), "there is no text"),
+    "empty documents": (lambda _: TokenStore.of([Document("a", b"")], BYTES), "there is no text"),
+    "documents that end before they start": (lambda _: store_of(3, -1), "document 1 of 2 ends at token 2"),
+    "split in nothing": (lambda _: store_of(3).split(0.0), "validation_fraction=0.0 must lie between"),
+    "split in all": (lambda _: store_of(3).split(1.0), "validation_fraction=1.0 must lie between"),
+    "split in nan": (lambda _: store_of(3).split(float("nan")), "validation_fraction=nan must lie between"),
+    "split one token": (lambda _: store_of(1).split(0.5), "numbered has 1 tokens to split"),
+    "no stores": (lambda _: rows([]), "there are no stores to pack"),
+    "an empty store": (lambda _: rows(store_of(0)), "numbered holds no tokens"),
+    "other tokenizers": (lambda _: rows([store_of(8), TokenStore.of([Document("a", b"a")], BYTES)]), "one tokenizer"),
+    "a shard too many": (lambda _: rows(shard=1), "shard 1 is not one of the 1 shards"),
+    "a shard below 0": (lambda _: rows(shard=-1), "shard -1 is not one of"),
+    "no rows": (lambda _: rows(rows_per_batch=0), "rows_per_batch must be at least 1; got 0"),
+    "a replica too many": (lambda _: rows(replica=1), "replica 1 is not one of the 1 replicas"),
+    "no replicas": (lambda _: rows(replicas=0), "replicas must be at least 1; got 0"),
+    "ahead below 0": (lambda _: rows(ahead=-1), "ahead must be at least 0; got -1"),
+    "weights of 0": (lambda _: rows(weights=[0]), "weights [0]: give one above 0"),
+    "weights of nan": (lambda _: rows(weights=[float("nan")]), "weights [nan]: give one above 0"),
+    "weights too many": (lambda _: rows(weights=[1, 2]), "weights [1, 2]: give one above 0"),
+    "a packing without a name": (lambda _: rows(packing=lambda *_: None), "has no name that a state could be told by"),
+    "a step below 0": (lambda _: rows().batch(-1), "steps count from 0; got -1"),
+    "a state of other rows": (lambda _: rows().load_state_dict({}), "this state was taken with version None"),
+    "a state without rows": (
+        lambda _: rows().load_state_dict({**rows().state_dict(), "rows": "x"}),
+        "this state was taken after 'x' rows",
+    ),
+    "a token beyond the vocabulary": (
+        lambda _: rows(store_of(5, 8, size=9)).batch(2),
+        "is 9, and the vocabulary has 9",
+    ),
+    "a token below 0": (
+        lambda _: TokenStore("n", [np.array([1, -7])], np.array([0]), np.array([2]), Vocabulary(size=9), "c").read(
+            0, 0, 2
+        ),
+        "n: token 1 of document 0 (token 1 of the store) is -7, and the vocabulary has 9",
+    ),
+    "a flipped token in a file": (
+        lambda root: open_store(root / "store-flipped").read(2, 1, 6, 2),
+        "store-flipped: token 3 of document 2 (token 15 of the store) is 16492, and the vocabulary has 257",
+    ),
+    "a store of another tokenizer": (
+        lambda root: open_store(root / "store", train(root)),
+        "store holds tokens of tokenizer bytes, not of",
+    ),
+    "a store that is not there": (lambda root: open_store(root / "none"), "none does not exist"),
+    "documents that are not there": (lambda root: read_documents(root / "none"), "none cannot be read"),
+    "documents in an empty folder": (lambda root: read_documents(root / "folder"), "folder holds no text"),
+    "a tokenizer of noise": (lambda _: TextTokenizer(b"\0\1"), "this is not a tokenizer.json"),
+    "a tokenizer with odd tokens": (
+        lambda _: TextTokenizer(b'{"model": {"vocab": {}}, "added_tokens": [3]}'),
+        "its vocabulary or added tokens have another form",
+    ),
+    "a tokenizer of brackets": (lambda _: TextTokenizer(b"[" * 100_000), "brackets are nested too deeply"),
+    "tokens that are no bytes": (lambda _: BYTES.decode(SequenceLayout.contiguous(300, 1).positions(0)), "token 257"),
+    "preparation of nothing": (lambda root: prepare(Preparation([], root / "out"), 1), "there are no inputs"),
+    "preparation in no pieces": (
+        lambda root: prepare(Preparation([root / "text.txt"], root / "out", piece_bytes=0), 1),
+        "size must be at least 1 byte; got 0",
+    ),
+    "recall of nothing": (lambda _: AssociativeRecall(64, 0, 1, keys=4, values=4), "0"),
+    "recall in too short rows": (lambda _: AssociativeRecall(4, 8, 8, keys=8, values=8), "4"),
+    "a needle in too short rows": (lambda _: Needle(1), "1"),
+    "a copy of one token": (lambda _: Copy(1), "1"),
+}
+
+
+def train(root: Path) -> TextTokenizer:
+    from armillary.data.text_tokenizer import train_bpe
+
+    return train_bpe(iter(["some words"]), 260)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_raises_a_value_error_that_names_it(folder, name):
+    call, said = CALLS[name]
+    with pytest.raises(ValueError) as error:
+        call(folder)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
