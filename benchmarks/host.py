@@ -1,0 +1,233 @@
+"""What a call of attention costs the host: processor time of one rank, with a kernel that computes nothing.
+
+    uv run python benchmarks/host.py                                  # every method, and torch's own ring beside them
+    uv run python benchmarks/host.py --against ../before --pairs 5    # this checkout against another, in turns
+
+One process is rank 0 of 8 in a fake process group, whose exchanges end at once and send nothing; a shard has 64 tokens
+(T). What is left is what Python and the dispatcher do: microseconds of processor time per call, forward and backward,
+median over calls. `functions` and `files` count what one forward runs through in this repository, and `frames` how many
+of its functions are on the stack when the kernel is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore  # also makes the backend known
+
+sys.path.insert(0, str(Path(__file__).parent))
+import report
+
+from armillary.attention import AttentionMask, Method, build_attention
+from armillary.attention.kernels import Kernel
+from armillary.core import build_mesh
+
+TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 64, 32, 8, 128
+MESHES = {
+    "local": {},
+    "ring": {"ring": 8},
+    "token_ring": {"ring": 8},
+    "wallfacer": {"ring": 8},
+    "all_gather": {"ring": 8},
+    "ulysses": {"ulysses": 8},
+    "usp": {"ring": 2, "ulysses": 4},
+    "upipe": {"ulysses": 8},
+    "upipe+ring": {"ring": 2, "ulysses": 4},
+}
+HERE = str(Path(__file__).parent.parent / "packages")
+
+
+class Nothing(Kernel):
+    """Answers with memory as it is; knows every band, so that a cell is one call."""
+
+    name = "nothing"
+    frames = 0
+
+    def refuses(self, inputs: Any) -> None:
+        return None
+
+    def cut(self, tile: Any) -> tuple[Any, ...]:
+        return (tile,)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scores: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class Watched(Nothing):
+    """Also says how many functions of armillary are on the stack at its deepest call."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scores: Any) -> tuple[Tensor, Tensor]:
+        Watched.frames = max(Watched.frames, stacked(sys._getframe(1)))
+        return super().forward(q, k, v, band, scores)
+
+
+def stacked(frame: FrameType | None) -> int:
+    """Frames of armillary's own code from here down."""
+    count = 0
+    while frame is not None:
+        count += "/armillary/" in frame.f_code.co_filename
+        frame = frame.f_back
+    return count
+
+
+def walked(run: Callable[[], object]) -> tuple[int, int]:
+    """(functions, files) of armillary that a call runs through."""
+    seen = set[tuple[str, str, int]]()
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and "/armillary/" in code.co_filename and not code.co_name.startswith("<"):
+            seen.add((code.co_filename, code.co_name, code.co_firstlineno))
+
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(seen), len({name for name, _, _ in seen})
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    heads = (HEADS, KEY_HEADS, KEY_HEADS)
+    return [torch.zeros(1, TOKENS, h, HEAD_DIM, dtype=dtype, requires_grad=True) for h in heads]
+
+
+def microseconds(
+    calls: int, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]
+) -> tuple[float, float]:
+    """Of processor time of this thread, forward and backward; the median over calls after a few to warm up."""
+    there, back = list[float](), list[float]()
+    for _ in range(calls + 5):
+        start = time.thread_time_ns()
+        out = forward()
+        between = time.thread_time_ns()
+        backward(out)
+        there.append((between - start) / 1e3)
+        back.append((time.thread_time_ns() - between) / 1e3)
+    return median(there[5:]), median(back[5:])
+
+
+def of_method(name: str, attend: Method, calls: int) -> dict[str, Any]:
+    q, k, v = inputs()
+    mask, layout, kernel = AttentionMask(), attend.layout(TOKENS * attend.shards), Nothing()
+    forward_time, backward_time = microseconds(
+        calls,
+        lambda: attend(q, k, v, mask=mask, layout=layout, kernel=kernel),
+        lambda out: torch.autograd.grad(out, (q, k, v), torch.ones_like(out)),
+    )
+    Watched.frames = 0
+    functions, files = walked(lambda: attend(q, k, v, mask=mask, layout=layout, kernel=Watched()))
+    counts = {"frames": Watched.frames, "functions": functions, "files": files}
+    return {"method": name, "forward us": forward_time, "backward us": backward_time} | counts
+
+
+def of_torch(calls: int) -> dict[str, Any]:
+    """torch's private context-parallel ring, over the same kernel; it wants heads first, and as many key heads."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as cp
+
+    group = build_mesh("cpu", ring=8)["ring"].get_group()
+    q, k, v = (x.detach().transpose(1, 2) for x in inputs())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def gradients(*_: Any, query: Tensor, key: Tensor, value: Tensor, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    def forward() -> Any:
+        return cp._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True, dropout_p=0.0)
+
+    def backward(found: Any) -> Any:
+        out, lse, *_ = found
+        options = {"is_causal": True, "dropout_p": 0.0}
+        return cp._templated_ring_attention_backward(group, 2, gradients, out, "grad_out", q, k, v, out, lse, **options)
+
+    forward_time, backward_time = microseconds(calls, forward, backward)
+    return {"method": "torch ring", "forward us": forward_time, "backward us": backward_time}
+
+
+def measure(calls: int) -> list[dict[str, Any]]:
+    """All methods, each on its mesh of a fake world of 8."""
+    torch.set_num_threads(1)
+    rows = list[dict[str, Any]]()
+    for name, axes in MESHES.items():
+        rows.append(
+            in_world(8 if axes else 1, lambda n=name, a=axes: of_method(n, build_attention(n, mesh_of(a)), calls))
+        )
+    rows.append(in_world(8, lambda: of_torch(calls)))
+    return rows
+
+
+def mesh_of(axes: dict[str, int]) -> Any:
+    return build_mesh("cpu", **axes)
+
+
+def in_world(ranks: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        return run()
+    finally:
+        dist.destroy_process_group()
+
+
+def elsewhere(checkout: Path, calls: int) -> list[dict[str, Any]]:
+    """`measure` in a process of its own, with the packages of a checkout."""
+    path = os.pathsep.join(str(src) for src in sorted(checkout.resolve().glob("packages/*/src")))
+    command = [sys.executable, __file__, "--calls", str(calls), "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def paired(other: Path, calls: int, pairs: int) -> list[dict[str, Any]]:
+    """Medians of ratios, this checkout over the other, of processes that take turns."""
+    runs = [(elsewhere(Path(HERE).parent, calls), elsewhere(other, calls)) for _ in range(pairs)]
+    rows = list[dict[str, Any]]()
+    for i, first in enumerate(runs[-1][0]):
+        row: dict[str, Any] = {"method": first["method"]}
+        for column in ("forward us", "backward us"):
+            ours, theirs = [run[0][i][column] for run in runs], [run[1][i][column] for run in runs]
+            row |= {column: median(ours), f"{column} before": median(theirs)}
+            row |= {f"{column.split()[0]} ratio": report.median_ratio(ours, theirs)}
+        before = runs[-1][1][i]
+        row |= {key: f"{before.get(key)} -> {first[key]}" for key in ("frames", "functions", "files") if key in first}
+        rows.append(row)
+    columns = list(rows[0])
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=50, help="calls of each method (default 50)")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in turns with this"
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="turns of each checkout (default 5)")
+    parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
+    asked = parser.parse_args()
+    rows = paired(asked.against, asked.calls, asked.pairs) if asked.against else measure(asked.calls)
+    if asked.json:
+        print(json.dumps(rows))
+        return
+    columns = list(rows[0])
+    rows = [{column: row.get(column) for column in columns} for row in rows]
+    print(report.write("host", f"Host time of a call, {TOKENS} tokens a shard, a kernel that computes nothing", rows))
+
+
+if __name__ == "__main__":
+    main()
