@@ -21,6 +21,8 @@ from armillary.models.parallel import parallelize
 
 LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden_dim=48, head_dim=8, qk_norm=True)
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40)
+FEW = replace(LLAMA, vocab_size=5, qk_norm=False)  # over 4 ranks: 2, 2, 1, 0
+FEW_TIED = replace(FEW, tied_embeddings=True)
 LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=8, max_positions=64)
 ROWS, N = 4, 64
 
@@ -57,7 +59,8 @@ class Case:
         axes = "-".join(f"{name}{size}" for name, size in self.axes.items())
         axes += f"-{self.tokens}" if self.tokens != N else ""
         policy = "" if self.checkpointing is None else f"-{self.checkpointing.policy}"
-        kind = {id(LLAMA): "llama", id(TIED): "tied", id(LEARNED): "gpt"}[id(self.config)]
+        kinds = {"llama": LLAMA, "tied": TIED, "gpt": LEARNED, "few": FEW, "few-tied": FEW_TIED}
+        kind = next(name for name, config in kinds.items() if config is self.config)
         packed = "-packed" if self.packed else ""
         return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}{packed}"
 
@@ -68,7 +71,7 @@ def build(config: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Llama | GPT:
 
 def rows(case: Case) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(37, (ROWS, case.tokens), generator=generator)
+    ids = torch.randint(min(37, case.config.vocab_size), (ROWS, case.tokens), generator=generator)
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
     labels[1, :20] = -100
@@ -176,6 +179,9 @@ CASES = [
     Case({"tp": 4, "ulysses": 2}, "upipe", LEARNED, LAYER, tokens=43),
     Case({"tp": 4, "shard": 2}, "local", tokens=13),
     Case({"tp": 4}, "local", sharded=False),
+    Case({"tp": 4, "shard": 2}, "local", FEW, tokens=13),
+    Case({"tp": 4, "replicate": 2}, "local", FEW_TIED, KEEP, tokens=13),
+    Case({"tp": 4}, "local", FEW_TIED, sharded=False, tokens=13),
     Case({"tp": 2, "ring": 2}, "ring", LLAMA, KEEP, packed=True),
     Case({"tp": 2, "ulysses": 2}, "upipe", LEARNED, LAYER, packed=True),
     Case({"ulysses": 2}, "upipe", TIED, compiler="aot_eager", packed=True),
@@ -239,6 +245,7 @@ def refusals() -> list[str]:
         (Llama(LLAMA), over["tp"], None),
         (wrapped(GPT(LEARNED)), over, None),
         (adapted(Llama(LLAMA)), over, None),
+        (Llama(replace(LLAMA, hidden_dim=1)), over, None),
     ]
     said: list[str] = []
     for model, where, attention in wrong:
@@ -259,6 +266,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(worl
         assert "the mesh has tp" in said[4]
         assert "transformer.h.0.ln_1 is not there: cut a model first" in said[5]
         assert "model.layers.1.self_attn.q_proj is Adapted, not Linear as it was built" in said[6]
+        assert "MLP width 1 cannot be divided by 2 ranks" in said[7]
 
 
 def beyond() -> list[bool]:
@@ -281,24 +289,3 @@ def beyond() -> list[bool]:
 
 def test_ids_and_positions_that_there_are_none_of_are_refused_on_every_rank(worlds):
     assert worlds(4).run(beyond) == [[True] * 3] * 4
-
-
-FEW = replace(LLAMA, vocab_size=5, qk_norm=False)
-
-
-def few_ids() -> list[float]:
-    """The error of each gradient of a model with fewer ids than ranks."""
-    plain, cut = build(FEW, torch.float64), build(FEW, torch.float64)
-    for model in (plain, cut):
-        initialize(model, 0)
-    parallelize(cut, mesh(tp=4), precision=None)
-    ids = torch.arange(14).view(2, 7) % 5
-    for model, labels in ((plain, ids), (cut, ids)):
-        model(ids, head=partial(linear_token_loss, labels=labels))[0].backward()
-    pairs = zip(cut.parameters(), plain.parameters(), strict=True)
-    return [relative_error(whole(a.grad), whole(b.grad)) for a, b in pairs]
-
-
-def test_a_rank_without_rows_of_the_vocabulary(worlds):
-    for errors in worlds(4).run(few_ids):
-        assert max(errors) < 1e-12

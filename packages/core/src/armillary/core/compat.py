@@ -112,6 +112,11 @@ def keeps_graph() -> bool:
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
 
 
+def after_backward(action: Callable[[], None]) -> None:
+    """Has the backward pass that is running call `action` at its end."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
+
+
 def shard(placement: Placement) -> tuple[int | None, int]:
     """The dim that a placement cuts, None for none, and the parts into which that dim is cut before it.
 

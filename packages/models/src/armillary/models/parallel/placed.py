@@ -8,14 +8,16 @@ out to the ranks (`armillary.core.dealt`), within attention and MLP every rank h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
-from armillary.core import Axis, gather_dealt, own_dealt, sum_dealt
+from armillary.core import Axis, compat, gather_dealt, own_dealt, sum_dealt
 from armillary.models.llama import Head
 
 M = TypeVar("M", bound="Placed")
@@ -25,13 +27,38 @@ class Placed(nn.Module):
     """A module whose parameters are placed on `axis`."""
 
     axis: Axis
+    empty: frozenset[str]
+    """Parameters of which this rank has nothing: a vocabulary of 5 over 4 ranks is 2, 2, 1, 0."""
     plain: ClassVar[type[nn.Module]]
     """What it is made of."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        # Sharded by FSDP too, it is not to be computed with, and FSDP wants it as it is.
-        return local(value) if isinstance(value, DTensor) and value.device_mesh.ndim == 1 else value
+        if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
+            return value  # sharded by FSDP too, it is not to be computed with, and FSDP wants it as it is
+        return EmptyPart.apply(value, self, name) if name in self.empty else local(value)
+
+
+class EmptyPart(torch.autograd.Function):
+    """A rank's empty part of a parameter. Its backward is part of the graph, for the exchanges behind it, but it hands
+    on no gradient: FSDP2 cannot reduce empty ones. The parameter gets one when the backward pass is over.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, module: Placed, name: str) -> Tensor:
+        ctx.module, ctx.name = module, name
+        return parameter.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        compat.after_backward(partial(give_gradient, ctx.module, ctx.name))
+        return None, None, None
+
+
+def give_gradient(module: nn.Module, name: str) -> None:
+    """The gradient of an empty part, where there is none yet. After backward: FSDP has put its own parameter back."""
+    parameter = dict(module.named_parameters(recurse=False))[name]
+    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def local(parameter: DTensor) -> Tensor:
@@ -48,9 +75,11 @@ def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mappin
     for name, parameter in module.named_parameters(recurse=False):
         placed = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    found = cast(Mapping[str, DTensor], dict(module.named_parameters(recurse=False)))
     module.__class__ = kind
     made = cast(M, module)
     made.axis = Axis.of(mesh)
+    made.empty = frozenset(name for name, parameter in found.items() if not parameter.to_local().numel())
     return made
 
 
