@@ -1,8 +1,13 @@
 """The flash kernels of CUDA, emulated on the CPU: real signatures, real window rules, sums by the dense kernel."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
+from textwrap import dedent
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +45,13 @@ def _sequences(q, k, ends_q, ends_k):
     return [(slice(*a), slice(*b)) for a, b in zip(*pairs, strict=True)]
 
 
+def readable(*tensors):
+    """What all of the kernels check: the head dim is contiguous."""
+    assert all(x.stride(-1) == 1 for x in tensors)
+
+
 def attend(q, k, v, ends_q, ends_k, most_q, most_k, window, scale, softcap, version):
+    readable(q, k, v)
     whole = ends_q is None
     most_q, most_k = (q.shape[1], k.shape[1]) if whole else (most_q, most_k)
     outs, lses = [], []
@@ -55,6 +66,7 @@ def attend(q, k, v, ends_q, ends_k, most_q, most_k, window, scale, softcap, vers
 
 def attend_backward(tensors, into, ends_q, ends_k, most_q, most_k, window, scale, softcap, version):
     dout, q, k, v, out, lse = tensors
+    readable(dout, q, k, v, out, *into)
     whole = ends_q is None
     most_q, most_k = (q.shape[1], k.shape[1]) if whole else (most_q, most_k)
     assert lse.is_contiguous() and [x.shape for x in into] == [x.shape for x in (q, k, v)]
@@ -83,7 +95,8 @@ def fa2_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, win
 
 def fa2_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
                        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-                       return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False):
+                       return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+                       num_splits=0):
     calls.append("forward packed")
     assert not (dropout_p or causal or return_softmax) and alibi_slopes is None
     lengths, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
@@ -131,6 +144,28 @@ def fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_
     attend_backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), *lengths, window, softmax_scale, softcap, 3)
 
 
+# The same until November 2025: a window is one argument, and much of what is not used has no default.
+
+def old_fa3_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+                    max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+                    seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
+                    attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
+                    pack_gqa=None, sm_margin=0):
+    assert causal is False and page_table is kv_batch_idx is leftpad_k is rotary_cos is rotary_sin is None
+    assert cu_seqlens_k_new is seqlens_rotary is q_descale is k_descale is v_descale is None
+    return fa3_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q,
+                       seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                       softmax_scale=softmax_scale, window_size_left=window_size[0], window_size_right=window_size[1],
+                       softcap=softcap)
+
+
+def old_fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+                     max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+                     deterministic=False, sm_margin=0):
+    fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+                 max_seqlen_k, dq, dk, dv, softmax_scale, causal, *window_size, softcap, deterministic)
+
+
 # -- torch: aten._flash_attention_forward and _backward ----------------------------------------------------------------
 
 def aten_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
@@ -159,6 +194,61 @@ FA2 = SimpleNamespace(
     _flash_attn_varlen_backward=fa2_varlen_backward,
 )
 FA3 = SimpleNamespace(_flash_attn_forward=fa3_forward, _flash_attn_backward=fa3_backward)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A function as `torch.library.custom_op` makes it, which FA3 does now: of its own signature it says nothing."""
+
+    _init_fn: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._init_fn(*args, **kwargs)
+
+
+WHEELS = {
+    "2": {
+        "flash_attn/__init__.py": """
+            from pkgutil import extend_path
+            __path__ = extend_path(__path__, __name__)
+            from flash_attn.flash_attn_interface import _flash_attn_forward""",
+        "flash_attn/flash_attn_interface.py": """
+            from flash_stub import fa2_forward as _flash_attn_forward, fa2_backward as _flash_attn_backward
+            from flash_stub import fa2_varlen_forward as _flash_attn_varlen_forward
+            from flash_stub import fa2_varlen_backward as _flash_attn_varlen_backward""",
+    },
+    "3": {
+        "flash_attn_3/__init__.py": "",
+        "flash_attn_interface.py": """
+            from flash_stub import Op, fa3_backward, fa3_forward
+            _flash_attn_forward, _flash_attn_backward = Op(fa3_forward), Op(fa3_backward)""",
+    },
+    "3 of 2025": {
+        "flash_attn_3/__init__.py": "",
+        "flash_attn_interface.py": """
+            from flash_stub import old_fa3_forward as _flash_attn_forward, old_fa3_backward as _flash_attn_backward""",
+    },
+    "4": {
+        "flash_attn/cute/__init__.py": "from .interface import flash_attn_func",
+        "flash_attn/cute/interface.py": "raise AssertionError('imported')",
+    },
+}
+"""The files that matter of each release's wheel. That of 4 has no flash_attn/__init__.py."""
+
+
+def unpack(folder: Path, wheel: str) -> None:
+    """Installs a release in a folder."""
+    for name, text in WHEELS[wheel].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(dedent(text))
+
+
+def none_loaded(patch: pytest.MonkeyPatch) -> None:
+    """Nothing of flash-attn has been imported; what is imported from now on is forgotten again."""
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.cute", "flash_attn_interface"):
+        patch.setitem(sys.modules, name, None)
+        patch.delitem(sys.modules, name)
+    found.cache_clear()
 
 
 def install(patch: pytest.MonkeyPatch, *versions: int) -> None:

@@ -1,7 +1,5 @@
 """Every kernel: its pieces are a tile's pairs exactly, its numbers are float64's, and what it can't do it refuses."""
 
-import inspect
-import sys
 from importlib.util import find_spec
 from itertools import product
 
@@ -27,7 +25,7 @@ from armillary.attention.kernels import (
     Scores,
     choose_kernel,
 )
-from armillary.attention.kernels.flash import found
+from armillary.attention.kernels.flash import found, parameters
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.merge import Merge, Sum
@@ -359,7 +357,7 @@ def test_the_fastest_kernel_that_is_there_and_accepts_the_inputs_is_chosen(monke
 
 def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(monkeypatch):
     flash_stub.install(monkeypatch)
-    assert FlashAttn2().refuses(on_cuda()) == "flash_attn is not installed"
+    assert FlashAttn2().refuses(on_cuda()) == "flash_attn.flash_attn_interface is not installed"
     assert FlashAttn3().refuses(on_cuda()) == "flash_attn_interface is not installed"
     names = "cpu_flash, flash_attn_3, flash_attn_2, cuda_flash, dense"
     with pytest.raises(ValueError, match=rf"no kernel 'flash'; known: {names}"):
@@ -367,12 +365,45 @@ def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(m
 
 
 def test_flash_attn_is_found_without_being_imported(monkeypatch, tmp_path):
-    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name)
+    flash_stub.none_loaded(monkeypatch)
+    (tmp_path / "flash_attn").mkdir()
+    for name in ("flash_attn/__init__", "flash_attn/flash_attn_interface", "flash_attn_interface"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    found.cache_clear()
     assert FlashAttn2().refuses(on_cuda()) is None and FlashAttn3().refuses(on_cuda()) is None
+
+
+WHEELS = [
+    (("4",), "cuda_flash"),
+    (("2",), "flash_attn_2"),
+    (("4", "2"), "flash_attn_2"),
+    (("3", "4"), "flash_attn_3"),
+    (("3 of 2025",), "flash_attn_3"),
+    (("3 of 2025", "2", "4"), "flash_attn_3"),
+]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in one folder", "in folders of their own"])
+@pytest.mark.parametrize(("wheels", "name"), WHEELS)
+def test_every_release_is_called_as_it_wants_to_be(monkeypatch, tmp_path, wheels, name, apart):
+    flash_stub.none_loaded(monkeypatch)
+    for wheel in wheels:
+        place = tmp_path / wheel if apart else tmp_path
+        flash_stub.unpack(place, wheel)
+        monkeypatch.syspath_prepend(place)
+    kernel = choose_kernel(on_cuda())
+    assert kernel.name == name
+    for mask in (AttentionMask(window=(20, 0)), AttentionMask(documents=[0, 5, 8, 30, 64])):
+        for got, exact in zip(run_cell(kernel, mask), run_cell(CpuFlash(), mask), strict=True):
+            torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_parameters_are_those_of_the_function_that_became_an_op():
+    def doubled(x: torch.Tensor, window_size_left: int = -1) -> torch.Tensor:
+        return 2 * x
+
+    made = torch.library.custom_op("armillary_test::doubled", doubled, mutates_args=())
+    assert [p.name for p in parameters(made)] == [p.name for p in parameters(doubled)] == ["x", "window_size_left"]
 
 
 @pytest.mark.parametrize(
@@ -384,4 +415,4 @@ def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, modul
         pytest.skip(f"{module} is not installed")
     real = pytest.importorskip(module)
     for name, function in vars(stub).items():
-        assert list(inspect.signature(getattr(real, name)).parameters) == list(inspect.signature(function).parameters)
+        assert [p.name for p in parameters(getattr(real, name))] == [p.name for p in parameters(function)]

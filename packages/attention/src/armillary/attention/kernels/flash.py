@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from inspect import Parameter, signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,14 +103,27 @@ class Flash(Kernel):
 
 @torch.compiler.assume_constant_result
 def installed(module: str) -> bool:
-    """Whether a top-level module can be imported; does not import it."""
+    """Whether a module, of a package or by itself, can be imported; imports neither."""
     return found(module)
 
 
 @cache
 def found(module: str) -> bool:
-    """`installed`, asked once: looking takes longer than launching a kernel."""
-    return find_spec(module) is not None
+    """`installed`, asked once: looking takes longer than launching a kernel.
+
+    A package alone says little: of flash-attn 4 there is `flash_attn` too, a namespace with nothing of version 2.
+    """
+    package = module.rpartition(".")[0]
+    if module in sys.modules or not package:
+        return find_spec(module) is not None
+    parent = find_spec(package)
+    return parent is not None and PathFinder.find_spec(module, parent.submodule_search_locations or ()) is not None
+
+
+@cache
+def parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """What a function of an installed release takes; also of one that `torch.library.custom_op` has made."""
+    return tuple(signature(getattr(function, "_init_fn", function)).parameters.values())
 
 
 def _rows_whole(*tensors: Tensor) -> list[Tensor]:

@@ -13,6 +13,8 @@ from armillary.attention.kernels.flash import Flash, installed
 from armillary.attention.kernels.kernel import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
 
+INTERFACE = "flash_attn.flash_attn_interface"
+
 
 @dataclass(frozen=True)
 class FlashAttn2(Flash):
@@ -21,7 +23,7 @@ class FlashAttn2(Flash):
     name: str = "flash_attn_2"
 
     def refuses(self, inputs: Inputs) -> str | None:
-        return super().refuses(inputs) or (None if installed("flash_attn") else "flash_attn is not installed")
+        return super().refuses(inputs) or (None if installed(INTERFACE) else f"{INTERFACE} is not installed")
 
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
@@ -62,4 +64,4 @@ def _options(window: tuple[int, int], scores: Scores) -> dict[str, Any]:
 
 
 def _interface() -> Any:
-    return import_module("flash_attn.flash_attn_interface")
+    return import_module(INTERFACE)
