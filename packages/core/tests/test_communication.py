@@ -81,6 +81,20 @@ def test_merge_of_what_one_or_both_have_not_seen():
             torch.testing.assert_close(lse, expected)
 
 
+def twins_after_other_groups() -> bool:
+    """Rank 0 has made groups that the others know nothing of."""
+    axis = Axis.of(mesh(ring=4)["ring"])
+    for _ in range(2 if axis.rank == 0 else 0):
+        dist.new_group([0], use_local_synchronization=True)
+    summed = torch.ones(1)
+    dist.all_reduce(summed, group=axis.twin().group)
+    return summed.item() == 4
+
+
+def test_a_twin_needs_no_equal_numbers_of_groups_on_all_ranks(worlds):
+    assert all(worlds(4).run(twins_after_other_groups, timeout=60))
+
+
 def threads_of_twins() -> tuple[int, int, int]:
     """Threads of this process: with a mesh, with twins too, and after all groups are gone."""
     built = build_mesh("cpu", ring=2)

@@ -41,6 +41,23 @@ def group_named(name: str) -> dist.ProcessGroup:
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
 
 
+def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A process group of some ranks of the world, this one among them, which only these make, under this name.
+
+    `dist.new_group(use_local_synchronization=True)` names a group by how many this rank has made: ranks that have made
+    different numbers of groups would wait for each other for ever.
+    """
+    c10d: Any = dist.distributed_c10d
+    default: Any = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    waiting = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
+    members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
+    options = {"timeout": waiting, "device_id": default.bound_device_id}
+    made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **options)
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group found each other."""
     return cast(Any, dist.distributed_c10d)._get_default_store()

@@ -170,8 +170,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: 
 def _new_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: timedelta | None) -> dist.ProcessGroup:
     everyone = dist.get_process_group_ranks(group)
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
-    made = dist.new_group(chosen, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+    which = "twin" if ranks is None else f"part {' '.join(map(str, ranks))}"
+    made = compat.new_group(chosen, f"{group.group_name} {which} {timeout}", timeout)
     # NCCL connects a group when it is first used, and wants all of its ranks there: an exchange may be of some only.
     for used in (group, made) if ranks is None else (made,):
         dist.barrier(used)
