@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -196,3 +198,65 @@ def test_documents_must_fit_the_layout():
     for documents in ([0, 5], [[0, 6], [0, 5]]):
         with pytest.raises(ValueError, match="end at 5"), sequence(layout=Local().layout(6), documents=documents):
             pass
+
+
+class Attends(nn.Module):
+    """Attention as some models compute it, without the function that is routed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, q):
+        if self.how == "flex":
+            return flex_attention(q, q, q)
+        if self.how == "op":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)[0]
+        return (q @ q.mT).softmax(-1) @ q
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("softmax", "without a call of"), ("flex", "flex_attention ran"), ("op", "flash_attention_for_cpu attends")],
+)
+def test_a_block_with_attention_that_is_not_routed_is_refused(how, said):
+    q, parallel = torch.randn(1, 2, 6, 8), sdpa_parallel(Local())
+    model, routed = Attends(how), how != "softmax"
+    compiled = torch.compile(model, backend="eager")
+    for run in (model, compiled, compiled) if how != "op" else (model,):
+        with pytest.raises(ValueError, match=said), parallel:
+            run(q)
+            if routed:  # beside a call that is
+                F.scaled_dot_product_attention(q, q, q)
+
+
+def test_an_error_is_not_hidden_by_the_end_of_the_block():
+    with pytest.raises(KeyError, match="mine"), sequence(documents=[0, 4]), sdpa_parallel(Local()):
+        raise KeyError("mine")
+
+
+def test_a_compiled_model_is_seen_to_be_routed_with_one_graph():
+    q, attend = torch.randn(1, HEADS, 8, 6), Local()
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), backend=graphs)
+    for _ in range(3):
+        with sequence(documents=[0, 3, 8]), sdpa_parallel(attend):
+            split = compiled(q)
+    assert graphs.frame_count == 1
+    assert relative_error(split[:, :, 3:], F.scaled_dot_product_attention(*(q[:, :, 3:],) * 3, is_causal=True)) < 1e-5
+
+
+def test_methods_called_in_the_block_use_their_kernels():
+    q, attend = torch.randn(1, HEADS, 8, 6, requires_grad=True), Local()
+    with sdpa_parallel(attend):
+        out = F.scaled_dot_product_attention(q, q, q) + attend(q, q, q, mask=AttentionMask())
+        out.sum().backward()
+    assert q.grad is not None
+
+
+def test_a_sequence_that_nothing_asked_for_is_refused():
+    q = torch.randn(1, 2, 6, 8)
+    with pytest.raises(ValueError, match="nothing inside"), sequence(documents=[0, 3, 6]):
+        F.scaled_dot_product_attention(q, q, q)

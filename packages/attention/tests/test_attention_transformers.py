@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention import AttentionMask, Local, Ring, Ulysses
-from armillary.attention.integrations import register_transformers, sequence
+from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence, shard_batch, whole_loss
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
 
@@ -172,6 +172,119 @@ def test_checkpointed_layers_recompute_outside_of_the_block(worlds, told):
     assert max(found) < (TOLERANCE if told == "restarts" else 1e-5)
 
 
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def labels_with_gaps():
+    """Some tokens have no label; so have all that the first shard of a contiguous layout has."""
+    ids, _ = tokens(1)
+    return ids, ids.masked_fill(torch.arange(LENGTH) % 5 == 3, -100).index_fill(1, torch.arange(14), -100)
+
+
+def loss_on_a_shard(kind: str, documents, evaluated: bool):
+    """This rank's share of the loss, the whole of it, and this rank's share of the gradients."""
+    attend = usp()
+    register_transformers(attend)
+    ids, labels = labels_with_gaps()
+    batch = shard_batch(attend, ids, labels, documents=documents, layout=attend.layout(LENGTH, kind))
+    built = model("llama", "armillary").train(not evaluated)
+    with batch.sequence(), torch.set_grad_enabled(not evaluated), InFloat64():
+        share = built(**batch.inputs, use_cache=False).loss
+    whole = whole_loss(share, attend)
+    if not evaluated:
+        whole.backward()
+    return share.detach(), whole.detach(), [p.grad for p in built.parameters()]
+
+
+def loss_on_one_rank(documents):
+    """Of transformers' own loss, as its collator labels packed rows: the first token of a document is not predicted."""
+    ids, labels = labels_with_gaps()
+    built = model("llama", "eager")
+    ends = documents or (0, LENGTH)
+    labels[:, list(ends[:-1])] = -100
+    with InFloat64():
+        logits = torch.cat([built(ids[:, a:b], use_cache=False).logits for a, b in pairwise(ends)], 1)
+        loss = built.loss_function(logits, labels, VOCABULARY)
+    loss.backward()
+    return loss.detach(), [p.grad for p in built.parameters()]
+
+
+@pytest.mark.parametrize("documents", [None, (0, 3, 20, LENGTH)])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_the_loss_of_a_sharded_batch_is_that_of_one_rank(worlds, kind, documents):
+    expected, gradients = loss_on_one_rank(documents)
+    shares, wholes, parts = zip(*worlds(4).run(loss_on_a_shard, kind, documents, False), strict=True)
+    assert kind == "zigzag" or shares[0] == 0  # not NaN
+    assert relative_error(sum(shares), expected) < 1e-12 and relative_error(wholes[0], expected) < 1e-12
+    for gradient, *of_ranks in zip(gradients, *parts, strict=True):
+        assert relative_error(sum(of_ranks), gradient) < TOLERANCE
+    evaluated = [whole for _, whole, _ in worlds(4).run(loss_on_a_shard, kind, documents, True)]
+    assert all(torch.equal(whole, wholes[0]) for whole in (*wholes, *evaluated))
+
+
+def unlike_one_rank(wrong: str) -> str:
+    """What is said where the loss of a shard would not be a share of the whole one."""
+    attend = usp()
+    register_transformers(attend)
+    batch = shard_batch(attend, tokens()[0])
+    given = batch.inputs
+    options = {"output_router_logits": True} if wrong == "routers" else {}
+    if wrong in given:
+        del given[wrong]
+    try:
+        with batch.sequence():
+            model("gpt-oss" if options else "llama", "armillary", **options)(**given)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+@pytest.mark.parametrize("wrong", ["shift_labels", "num_items_in_batch", "routers"])
+def test_a_loss_that_is_no_share_of_the_whole_one_is_refused(worlds, wrong):
+    said = {"routers": "output_router_logits=True"}.get(wrong, f"the loss of a shard needs {wrong}")
+    assert all(said in answer for answer in worlds(4).run(unlike_one_rank, wrong))
+
+
+def test_on_one_rank_the_loss_is_the_models_own():
+    register_transformers(Local())
+    ids, _ = tokens()
+    losses = [model("llama", name)(ids, labels=ids).loss for name in ("armillary", "eager")]
+    assert relative_error(*losses) < 1e-6
+    batch = shard_batch(Local(), ids)
+    with batch.sequence():
+        assert relative_error(model("llama", "armillary")(**batch.inputs).loss, losses[1]) < 1e-6
+
+
+def test_a_batch_is_shifted_before_it_is_sharded():
+    ids = torch.arange(1, 13).reshape(2, 6)
+    batch = shard_batch(Local(), ids, documents=[[0, 2, 6], [0, 6]])
+    assert batch.labels.tolist() == [[2, -100, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]] and batch.labelled == 9
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3], list(range(6))]
+    seen = shard_batch(Local(), ids, position_ids=batch.position_ids)
+    assert seen.documents == batch.documents == ((0, 2, 6), (0, 6)) and torch.equal(seen.labels, batch.labels)
+    late = shard_batch(Local(), ids, ids.fill_(-100), position_ids=torch.arange(7, 13)[None], labelled=40)
+    assert (late.documents, late.labelled) == ((0, 6), 40) and bool((late.labels == -100).all())
+    assert shard_batch(Local(), ids, ids).labelled == 1  # nothing to divide: a loss of 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ids": torch.zeros(6)}, "whole batch"),
+        ({"labels": torch.zeros(2, 5)}, "one shape"),
+        ({"position_ids": torch.zeros(3, 6)}, "would do"),
+        ({"layout": SequenceLayout.contiguous(5, 1)}, "attend.layout"),
+        ({"layout": SequenceLayout.contiguous(6, 2)}, "2 shards"),
+        ({"documents": [0, 5]}, "end at 5"),
+        ({"documents": [[0, 6]]}, "1 rows"),
+        ({"labelled": 0}, "labelled=0"),
+    ],
+)
+def test_a_batch_that_cannot_be_sharded_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        shard_batch(Local(), **{"ids": torch.zeros(2, 6, dtype=torch.long)} | given)
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +321,18 @@ def refusal(wrong: str) -> str:
             given["position_ids"] = given["position_ids"] + 3 * (given["position_ids"] > 30)
         case "late":
             given["position_ids"] = given["position_ids"] + 1
+        case "counting from 0, documents":
+            given["position_ids"] = torch.arange(ids.shape[1])[None]
+            held["documents"] = [0, 5, LENGTH]
+        case "falling, documents":
+            given["position_ids"] = given["position_ids"] - 2 * (given["position_ids"] > 30)
+            held["documents"] = [0, 5, LENGTH]
+        case "a shard too long":  # on one rank only
+            ids, _ = tokens()
+            ids = ids[:, : LENGTH // 4 + (attend.shard == 1)]
+            given["position_ids"] = torch.arange(ids.shape[1])[None]
+        case "too many positions":
+            given["position_ids"] = torch.arange(1)[None] if attend.shard == 1 else given["position_ids"]
         case "cu_seq_lens of a shard":
             given["cu_seq_lens_q"] = torch.tensor([0, LENGTH // 4])
         case "dropout":
@@ -244,6 +369,10 @@ def refusal(wrong: str) -> str:
         ("no positions, documents", "layout.positions(attend.shard)"),
         ("jumps", "layout.positions(attend.shard)"),
         ("late", "layout.positions(attend.shard)"),
+        ("counting from 0, documents", "at position 12 of row 0 has position id 0, which is not beyond"),
+        ("falling, documents", "at position 31 of row 0 has position id 29, which is not beyond"),
+        ("a shard too long", "12 tokens; the model was given 13"),
+        ("too many positions", "shard 1 has 12 tokens and 1 position ids"),
         ("cu_seq_lens of a shard", "whole sequence"),
         ("dropout", "attention_dropout=0"),
         ("weights", "output_attentions"),
@@ -255,6 +384,33 @@ def refusal(wrong: str) -> str:
 def test_what_cannot_be_done_is_refused(worlds, wrong, said):
     answers = worlds(4).run(refusal, wrong)
     assert all(said in answer for answer in answers), answers
+    assert len(set(answers)) == 1, answers
+
+
+def at_other_positions(how: str):
+    """Logits of a shard, for position ids that don't count from 0, and what else transformers' users pass."""
+    attend = usp()
+    register_transformers(attend)
+    (ids, _), positions = tokens(), torch.arange(LENGTH)
+    offsets = {"late": positions + 2, "skipping": positions + 7 * (positions >= 20) + 30 * (positions > 40)}
+    rows = torch.stack([positions, positions + LENGTH]) if how == "later rows" else offsets[how][None]
+    batch = shard_batch(attend, ids, position_ids=rows)
+    if how == "later rows":
+        batch = batch._replace(documents=(0, LENGTH))
+    seq_idx = torch.zeros_like(batch.ids, dtype=torch.int32)
+    with batch.sequence(), InFloat64():
+        logits = model("mistral, narrow", "armillary")(**batch.inputs, seq_idx=seq_idx).logits
+    return logits.detach(), rows
+
+
+@pytest.mark.parametrize("how", ["late", "skipping", "later rows"])
+def test_position_ids_may_start_anywhere_and_skip(worlds, how):
+    found = worlds(4).run(at_other_positions, how)
+    with InFloat64():
+        ones = torch.ones(2, LENGTH)  # or transformers would take what skips for packed rows
+        expected = model("mistral, narrow", "eager")(tokens()[0], position_ids=found[0][1], attention_mask=ones).logits
+    layout = SequenceLayout.zigzag(LENGTH, 2).refine(2)
+    assert relative_error(layout.join([logits for logits, _ in found]), expected) < TOLERANCE
 
 
 def test_a_filled_cache_is_refused_an_empty_one_is_not():
@@ -285,13 +441,83 @@ def test_cross_attention_and_encoders_are_refused():
         transformers.BartModel(config)(tokens()[0])
 
 
-def test_layers_that_mix_tokens_otherwise_are_refused():
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
+STATES = {"Mamba": {}, "Mamba2": {}, "Rwkv": {}, "xLSTM": {}, "FalconMamba": {}, "Jamba": {}, "Qwen3Next": {}}
+STATES |= {"Zamba": {}, "FalconH1": {}, "Lfm2": {"full_attn_idxs": [2]}, "Bamba": {}}
+ALONE = ("Falcon", "GPTJ", "GPTNeo", "Bloom", "Mpt", "XGLM", "CodeGen", "CpmAnt", "OpenAIGPT", "XLM")
+
+
+@pytest.mark.parametrize("family", [*STATES, *ALONE])
+def test_models_that_see_tokens_by_other_means_are_refused_by_name(family):
     register_transformers(Local())
-    config = transformers.Lfm2Config(
-        **SMALL, layer_types=["conv", "full_attention", "conv"], attn_implementation="armillary"
-    )
-    with pytest.raises(ValueError, match="conv"):
-        transformers.Lfm2ForCausalLM(config)(tokens()[0])
+    config = getattr(transformers, f"{family}Config")(**STATES.get(family, {}))
+    for field, value in SMALLER.items():
+        if family not in STATES and hasattr(config, field):
+            setattr(config, field, value)
+    made = transformers.AutoModelForCausalLM if family in STATES else transformers.AutoModel
+    said = f"{family}.*(state along the sequence|layers of kind|attention by itself)"
+    with torch.device("meta"), pytest.raises(ValueError, match=said):
+        made.from_config(config, attn_implementation="armillary")
+
+
+def test_a_mask_that_a_model_computes_with_is_refused():
+    register_transformers(Local())
+    doge = transformers.DogeConfig(**SMALL, attn_implementation="armillary")
+    with pytest.raises(ValueError, match="no tensor"):
+        transformers.DogeForCausalLM(doge)(tokens()[0])
+    seen = []
+
+    def change(_module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        assert not hasattr(mask, "shape") and getattr(mask, "dtype", None) is None
+        for use in (lambda: mask[:, :, :1], lambda: torch.zeros(1) + mask, lambda: mask.dtype, lambda: mask.to("cpu")):
+            with pytest.raises(ValueError, match="no tensor"):
+                use()
+            seen.append(use)
+
+    built = model("llama", "armillary")
+    built.model.layers[0].self_attn.register_forward_pre_hook(change, with_kwargs=True)
+    built(tokens()[0])
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_sdpa_parallel_refuses_models_of_transformers(implementation):
+    """Mistral's window is longer than what it is given here, as it is than a shard: it passes no mask."""
+    built, (ids, _) = model("mistral, wider than a shard", implementation), tokens()
+    alone = built(ids).logits if implementation == "sdpa" else None
+    with pytest.raises(ValueError, match="MistralConfig: a model of Hugging Face transformers"), sdpa_parallel(Local()):
+        built(ids[:, :8])
+    if implementation == "sdpa":  # a tower without masks
+        layer = built.model.layers[0].self_attn
+        q = torch.zeros(1, 4, 8, 8)
+        attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        with pytest.raises(ValueError, match="MistralAttention"), sdpa_parallel(Local()):
+            transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](layer, q, q, q, None)
+        assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
+        assert torch.equal(built(ids).logits, alone)
+
+
+def test_both_integrations_in_one_block():
+    register_transformers(Local())
+    built, (ids, _) = model("mistral, narrow", "armillary"), tokens()
+    q = torch.zeros(1, 4, 8, 8)
+    with sdpa_parallel(Local()):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        logits = built(ids).logits
+    assert relative_error(logits, model("mistral, narrow", "eager")(ids).logits) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "armillary"])
+def test_a_model_that_does_not_ask_for_the_sharding_is_refused_when_the_block_ends(implementation):
+    register_transformers(Local())
+    built, (ids, _) = model("llama", implementation), tokens()
+    if implementation == "armillary":
+        with sequence(documents=[0, 5, LENGTH]):
+            built(ids, position_ids=torch.arange(LENGTH)[None])
+        return
+    with pytest.raises(ValueError, match=r"nothing inside `with sequence"), sequence(documents=[0, 5, LENGTH]):
+        built(ids)
 
 
 def test_a_layer_that_contradicts_its_mask_is_refused():

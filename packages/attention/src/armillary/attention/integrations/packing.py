@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.attention.integrations.sequence import Documents
+from armillary.attention.integrations.sequence import Documents, check_tokens
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.core import Axis, SequenceLayout
@@ -53,42 +53,38 @@ def find_documents(position_ids: Tensor, layout: SequenceLayout, attend: Method)
 
 
 def check_positions(position_ids: Tensor, layout: SequenceLayout, attend: Method, documents: Documents) -> None:
-    """Refuses position ids [B or 1, T] that neither are global positions nor count from the start of each document.
+    """Refuses position ids [B or 1, T] that do not rise from token to token of each document, over all ranks.
 
-    Communicates where it can: every rank of `attend` must call it.
+    They may start anywhere and leave positions out. Communicates where it can: every rank of `attend` must call it.
 
     Raises:
         ValueError: on every rank, if those of one do not fit.
     """
-    positions = layout.positions(attend.shard)
     mask = AttentionMask(documents=documents)
     rows = max(len(position_ids), len(documents) if mask.per_row else 1)
     mask.check(layout.length, rows)
-    wrong: list[list[int]] = []
-    for row, ids in enumerate(position_ids.cpu().expand(rows, -1)):
-        starts = torch.tensor((mask.boundaries(row) or (0,))[:-1])
-        start = starts[torch.bucketize(positions, starts, right=True) - 1]
-        if not (torch.equal(ids, positions) or torch.equal(ids, positions - start)):
-            wrong.append([attend.shard, row, int(ids[0])])
-    wrong = gather([*wrong, [-1, 0, 0]], attend) if axes(attend) else wrong
-    for shard, row, first in wrong:
-        if shard >= 0:
-            raise ValueError(
-                f"row {row} of shard {shard} has position ids from {first} on, which neither are its global positions, "
-                f"from {layout.spans(shard)[0][0]} on, nor count from the start of each document; {REMEDY}"
-            )
+    boundaries = [mask.boundaries(row) or (0, layout.length) for row in range(rows)]
+    runs = _runs(position_ids.expand(rows, -1), layout.positions(attend.shard), boundaries)
+    if axes(attend) is not None:
+        runs = [Run(*run) for run in gather(runs, attend)]
+    for row, ends in enumerate(boundaries):
+        for low, high in pairwise(ends):
+            _check_rising(row, [run for run in runs if run.row == row and low <= run.first < high])
+
+
+def check_shards(tokens: int, positions: int, layout: SequenceLayout, attend: Method) -> None:
+    """Refuses, on every rank, shards with other numbers of tokens or position ids than the layout has there."""
+    shards = [[attend.shard, tokens, positions]]
+    for shard, count, ids in gather(shards, attend) if axes(attend) is not None else shards:
+        check_tokens(shard, count, layout)
+        if ids != count:
+            raise ValueError(f"shard {shard} has {count} tokens and {ids} position ids; {REMEDY}")
 
 
 def gather(rows: Sequence[Sequence[int]], attend: Method) -> list[list[int]]:
     """The rows of integers of all ranks of `attend`, each row as long as the others. Every rank must call it."""
     gathered = [list(row) for row in rows]
-    along = axes(attend)
-    if along is None:
-        raise ValueError(
-            f"{type(attend).__name__} does not say which axes its {attend.shards} ranks are on, so that ranks cannot "
-            "tell each other what they see; pass sequence(documents=...), [0, length] if there is one document"
-        )
-    for axis in along:
+    for axis in _known_axes(attend):
         width = len(gathered[0])
         mine = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
         counts = _all_gather(axis, torch.tensor([len(gathered)], device=mine.device))
@@ -99,15 +95,52 @@ def gather(rows: Sequence[Sequence[int]], attend: Method) -> list[list[int]]:
     return gathered
 
 
-def _runs(position_ids: Tensor, positions: Tensor) -> list[Run]:
-    """The runs that this rank sees, a start at a time."""
+def sum_over_ranks(x: Tensor, attend: Method) -> Tensor:
+    """The sum of a small tensor over all ranks of `attend`, on each in the same order. Every rank must call it."""
+    for axis in _known_axes(attend):
+        x = torch.stack(_all_gather(axis, x.to(_device(axis)))).sum(0).to(x.device)
+    return x
+
+
+def _known_axes(attend: Method) -> list[Axis]:
+    along = axes(attend)
+    if along is None:
+        raise ValueError(
+            f"{type(attend).__name__} does not say which axes its {attend.shards} ranks are on, so that ranks cannot "
+            "tell each other what they see; pass sequence(documents=...), [0, length] if there is one document"
+        )
+    return along
+
+
+def _runs(position_ids: Tensor, positions: Tensor, boundaries: Sequence[Sequence[int]] | None = None) -> list[Run]:
+    """The runs that this rank sees, a start at a time; those of documents apart, where their boundaries are given."""
     runs: list[Run] = []
     for row, ids in enumerate(position_ids.cpu().long()):
-        starts, which = (positions - ids).unique(return_inverse=True)
-        first = torch.full_like(starts, 2**62).scatter_reduce(0, which, positions, "amin")
-        last = torch.full_like(starts, -1).scatter_reduce(0, which, positions, "amax")
-        runs += [Run(row, *run) for run in zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)]
+        ends = torch.tensor(boundaries[row] if boundaries else (0,))
+        keys = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
+        keys, which = keys.unique(dim=1, return_inverse=True)
+        first = torch.full_like(keys[1], 2**62).scatter_reduce(0, which, positions, "amin")
+        last = torch.full_like(keys[1], -1).scatter_reduce(0, which, positions, "amax")
+        runs += [Run(row, *run) for run in zip(keys[1].tolist(), first.tolist(), last.tolist(), strict=True)]
     return runs
+
+
+def _check_rising(row: int, runs: Sequence[Run]) -> None:
+    """Refuses the runs of one document on all ranks, if position ids do not rise in it.
+
+    They do where tokens leave out more and more positions, so that what `start` says falls from run to run.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for _, start, first, last in runs:
+        low, high = spans.get(start, (first, last))
+        spans[start] = min(low, first), max(high, last)
+    ordered = sorted(spans.items(), key=lambda span: span[1])
+    for (start, (_, last)), (after, (first, _)) in pairwise(ordered):
+        if last > first or after > start:
+            raise ValueError(
+                f"the token at position {first} of row {row} has position id {first - after}, which is not beyond "
+                f"those of the tokens before it in its document; {REMEDY}"
+            )
 
 
 def _boundaries(runs: Sequence[Run], length: int) -> tuple[int, ...]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from inspect import currentframe
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention.integrations.sequence import Sharding, current
+from armillary.attention.integrations.registries import Refusal, refuse_models
+from armillary.attention.integrations.sequence import Sharding, check_tokens, current
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 
@@ -19,8 +23,13 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     """Routes `scaled_dot_product_attention` to `attend`, for the calls made inside a `with` block.
 
         with sequence(layout=layout, documents=documents), sdpa_parallel(attend):
-            loss = model(layout.take(ids, attend.shard), positions=layout.positions(attend.shard))
+            logits = model(layout.take(ids, attend.shard), positions=layout.positions(attend.shard))
+            labels = layout.take(shifted, attend.shard)  # shifted before sharding: `shard_batch` does that too
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels_of_all_ranks
             loss.backward()
+
+    Such a loss is this rank's share, and its gradients are to be summed over ranks, where FSDP2 and DDP average: call
+    `armillary.core.sum_gradients(model)` after `fully_shard`.
 
     Tensors are [B, H, T, D], this rank's tokens. `is_causal` is about global positions; without it, every query sees
     all keys of its document. However the model has imported the function, it is found.
@@ -29,9 +38,16 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     `backward` inside of both. Called outside, or as `torch.autograd.grad`, non-reentrant checkpointing raises;
     reentrant checkpointing cannot tell that it recomputes something else.
 
+    Attention that is computed by other means stays within a shard. It is refused where it can be seen: ops named like
+    attention (flash-attn's among them) and `nn.MultiheadAttention` at once, `flex_attention` when the block ends, and a
+    block that routed nothing at all. Attention written out as products and a softmax beside routed calls is not seen.
+
+    Models of Hugging Face transformers are refused: with a window that is no shorter than the shard they leave their
+    masks out and say `is_causal` alone. They are for `register_transformers`, with which they may be in the block.
+
     Raises:
-        ValueError: at a call with `attn_mask` or dropout, or with shapes that `attend` refuses; at
-            `nn.MultiheadAttention`, which attends without calling the function.
+        ValueError: at a call with `attn_mask` or dropout, or with shapes that `attend` refuses; at a model of
+            transformers; at attention that is not routed, and at the end of a block without a routed call.
     """
     return SdpaParallel(attend)
 
@@ -43,8 +59,15 @@ class SdpaParallel(TorchFunctionMode):
         super().__init__()
         self.attend = attend
         self.entered_in: list[Sharding | None] = []
+        self.refusals: list[Refusal] = []
+        self.used, self.beside = False, ""
+        """Whether a call was routed or refused, and the name of what attended beside. Only set, not read, in what may
+        be compiled: a graph sets them each time that it runs."""
 
     def __enter__(self) -> Self:
+        if not self.entered_in:
+            self.used, self.beside = False, ""
+            self.refusals = refuse_models(TRANSFORMERS)
         # torch hands its modes on to the threads that run backward; context variables do not reach them.
         self.entered_in.append(current() or (self.entered_in[-1] if self.entered_in else None))
         super().__enter__()
@@ -53,19 +76,44 @@ class SdpaParallel(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self.entered_in.pop()
+        if self.entered_in:
+            return
+        for refusal in reversed(self.refusals):
+            refusal.end()
+        if not any(raised):
+            self._check_used()
+
+    def _check_used(self) -> None:
+        if self.beside:
+            raise ValueError(
+                f"{self.beside} ran in an sdpa_parallel block, and attended to this rank's tokens alone; "
+                "call F.scaled_dot_product_attention, or attend(q, k, v, mask=..., layout=...) itself"
+            )
+        if not self.used:
+            raise ValueError(
+                "an sdpa_parallel block ended without a call of F.scaled_dot_product_attention, so that each rank "
+                "attended to its own tokens alone, if at all. Attention that a model computes in other ways is not "
+                "routed. Backward alone needs no block"
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
+            self.used = True
             return self._attend(*args, **(kwargs or {}))
         if func is torch.Tensor.backward or func is torch.autograd.backward:
             return self._backward(func, *args, **(kwargs or {}))
         if func in ATTEND_THEMSELVES:
+            self.used = True
             raise ValueError(
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends to this rank's tokens "
                 "alone; project q, k, v and call F.scaled_dot_product_attention, which sdpa_parallel routes"
             )
+        if func is torch.ops.higher_order.flex_attention:  # in a graph always, where raising says too little
+            self.beside = "flex_attention"
+        if not torch.compiler.is_compiling() and _attends(func):
+            raise ValueError(f"{func} attends to this rank's tokens alone; call F.scaled_dot_product_attention instead")
         return func(*args, **(kwargs or {}))
 
     def _backward(
@@ -117,10 +165,28 @@ class SdpaParallel(TorchFunctionMode):
             )
         held = current() or (self.entered_in[-1] if self.entered_in else None) or Sharding()
         layout = held.layout_for(self.attend, query.shape[2])
+        check_tokens(self.attend.shard, query.shape[2], layout)
         mask = AttentionMask(causal=is_causal, documents=held.documents)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 
+
+def _attends(func: Callable[..., Any]) -> bool:
+    """Whether it is an op that attends, by its name, and not on behalf of one of our methods (in backward, say)."""
+    if not isinstance(func, OpOverload | OpOverloadPacket) or not re.search("attention|attn|flash", str(func)):
+        return False
+    frame, own = currentframe(), re.compile(r"armillary\.attention\.(?!integrations)")
+    while frame is not None:
+        if own.match(frame.f_globals.get("__name__", "")):
+            return False
+        frame = frame.f_back
+    return not str(func).startswith("armillary")
+
+
+TRANSFORMERS = (
+    "a model of Hugging Face transformers inside sdpa_parallel, where its sliding window or chunk cannot be known. Use "
+    'register_transformers(attend) and attn_implementation="armillary"; or, if it sees whole sequences, call it outside'
+)
 
 ATTEND_THEMSELVES: tuple[Callable[..., Any], ...] = (
     F.multi_head_attention_forward,

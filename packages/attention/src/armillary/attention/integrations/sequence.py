@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,19 +15,19 @@ from armillary.core import SequenceLayout
 Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
 class Sharding:
-    """What `sequence` holds; `layout` and `documents` None: not told."""
+    """What `sequence` holds; `layout` and `documents` None: not told. `asked`: whether attention has asked for it."""
 
-    layout: SequenceLayout | None = None
-    documents: Documents | None = None
+    def __init__(self, layout: SequenceLayout | None = None, documents: Documents | None = None) -> None:
+        self.layout, self.documents, self.asked = layout, documents, False
 
     def layout_for(self, attend: Method, tokens: int) -> SequenceLayout:
-        """The layout over all ranks of `attend`, each of which holds about `tokens` tokens.
+        """The layout over all ranks of `attend`; where there is one, it holds `tokens` tokens.
 
         Raises:
-            ValueError: there is no layout, or it is for another number of ranks or tokens.
+            ValueError: there is no layout, or it is for another number of ranks.
         """
+        self.asked = True
         if self.layout is None:
             if attend.shards == 1:
                 return SequenceLayout.contiguous(tokens, 1)
@@ -40,13 +39,16 @@ class Sharding:
             wanted = " or ".join(str(n) for n in sorted({attend.shards, attend.sequence_shards}))
             raise ValueError(f"the layout has {self.layout.shards} shards; this method needs one over {wanted}")
         within = attend.shards // self.layout.shards
-        layout = self.layout if within == 1 else self.layout.refine(within)
-        if layout.sizes[attend.shard] != tokens:
-            raise ValueError(
-                f"shard {attend.shard} of {layout} has {layout.sizes[attend.shard]} tokens; the model was given "
-                f"{tokens}: pass layout.take(ids, attend.shard)"
-            )
-        return layout
+        return self.layout if within == 1 else self.layout.refine(within)
+
+
+def check_tokens(shard: int, tokens: int, layout: SequenceLayout) -> None:
+    """Refuses a shard with another number of tokens than its layout has there."""
+    if layout.sizes[shard] != tokens:
+        raise ValueError(
+            f"shard {shard} of {layout} has {layout.sizes[shard]} tokens; the model was given {tokens}: "
+            "pass layout.take(ids, attend.shard)"
+        )
 
 
 _current: ContextVar[Sharding | None] = ContextVar("armillary_sequence", default=None)
@@ -74,13 +76,28 @@ def sequence(
             that there is only one.
 
     Raises:
-        ValueError: boundaries that do not rise, or do not end where the layout does.
+        ValueError: boundaries that do not rise, or do not end where the layout does; when the block ends, if no
+            attention in it has asked for what it holds: the model attended within each shard.
     """
     known = AttentionMask(documents=documents)
     if layout is not None:
         known.check(layout.length, len(known.documents or ()) if known.per_row else 1)
-    token = _current.set(Sharding(layout, known.documents))
+    held, around = Sharding(layout, known.documents), current()
+    token = _current.set(held)
     try:
         yield
     finally:
         _current.reset(token)
+        if around is not None:
+            around.asked |= held.asked
+    if not held.asked and (layout is not None or documents is not None):
+        raise ValueError(UNUSED)
+
+
+UNUSED = (
+    "nothing inside `with sequence(...)` asked how the sequence is sharded, so that each rank attended to its own "
+    "tokens alone, if at all. A model that calls F.scaled_dot_product_attention needs `sdpa_parallel(attend)` around "
+    "it, one of Hugging Face transformers `register_transformers(attend)` and "
+    'attn_implementation="armillary"; a model without attention, or that computes it by itself, cannot be sharded so. '
+    "Backward alone needs no block"
+)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from inspect import getclosurevars
-from typing import Any
+from inspect import currentframe
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.integrations.packing import check_positions, find_documents, gather
-from armillary.attention.integrations.sequence import Documents, Sharding, current
+from armillary.attention.integrations.packing import check_positions, check_shards, find_documents, gather
+from armillary.attention.integrations.sequence import Documents, Sharding, check_tokens, current
+from armillary.attention.integrations.transformers_masks import window_of
+from armillary.attention.integrations.transformers_models import check_layers, wrap_models
 from armillary.attention.mask import AttentionMask, Window
 from armillary.attention.method import Method
 from armillary.core import SequenceLayout
@@ -26,16 +28,26 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
 
         register_transformers(attend)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="armillary")
-        with sequence(layout=layout):
-            logits = model(layout.take(ids, attend.shard), position_ids=layout.positions(attend.shard)[None]).logits
+        batch = shard_batch(attend, ids)
+        with batch.sequence():
+            loss = model(**batch.inputs, use_cache=False).loss  # this rank's share, of `whole_loss(loss, attend)`
+        loss.backward()
 
-    The model is unmodified and every rank has all of its parameters (or FSDP's share); the gradients of a rank are its
-    tokens' share, to be summed over ranks. Each layer keeps its own mask: sliding window, softcap and sinks are taken
-    from what the model passes. Labels must be shifted before sharding (the model's own loss shifts within a shard).
+    The model is unmodified and every rank has all of its parameters (or FSDP's share). The gradients of a rank are its
+    tokens' share, to be summed over ranks, where FSDP2 and DDP average: call `armillary.core.sum_gradients(model)`
+    after `fully_shard`, or all_reduce each gradient. Each layer keeps its own mask: sliding window, softcap and sinks
+    are taken from what the model passes. A model's own loss is this rank's share if it is given shift_labels and
+    num_items_in_batch, as `shard_batch` does; others are refused, because they shift labels within a shard.
 
     Packed rows are seen as documents: from `sequence(documents=...)`; else from cu_seq_lens_q, which are of the whole
-    sequence; else from position ids that restart at 0. Ranks tell each other a few integers about each position_ids
-    tensor, once, so that all know all documents and all refuse what does not fit: make the tensor once, not each step.
+    sequence; else from position ids that restart at 0. With documents told, position ids may start anywhere and leave
+    positions out, as long as they rise within each document. Ranks tell each other a few integers about each
+    position_ids tensor, once, so that all know all documents and all refuse what does not fit: make the tensor once,
+    not each step.
+
+    A model is checked when it is given the implementation, built or set: tokens may see each other by attention alone,
+    and all attention must go through transformers' attention interface. What neither shows is refused by `sequence`
+    when its block ends.
 
     `sequence` is needed around the model's forward, not around backward, whichever layers are recomputed in it (only if
     the whole model is inside one checkpoint, it is needed there too).
@@ -44,9 +56,11 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
 
     Raises:
         ImportError: transformers is not installed, or too old to have the two registries.
-        ValueError: at a call that cannot be done on a shard: bidirectional, chunked or cross-attention, other
-            masks of a model's own, padding, a filled KV cache, attention dropout, attention weights as output, position
-            ids that do not fit the layout, layers that mix tokens without attention (Mamba, convolution).
+        ValueError: where a model is given the implementation that mixes tokens without attention (Mamba, RWKV, linear
+            attention, convolution) or attends by itself (Falcon, GPT-J, BLOOM). At a call that cannot be done on a
+            shard: bidirectional, chunked or cross-attention, other masks of a model's own, padding, a filled KV cache,
+            attention dropout, attention weights as output, position ids that do not fit the layout, labels without
+            shift_labels and num_items_in_batch. On every rank alike, but for what only its arguments show.
     """
     try:
         masks = import_module("transformers.masking_utils")
@@ -57,16 +71,39 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     implementation = Implementation(attend)
     registries[0].register(name, implementation.attention)
     registries[1].register(name, implementation.mask)
+    wrap_models(models)
 
 
 class ShardMask:
     """What stands for the attention mask between a model's mask function and its layers."""
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("layout", "sharding", "window")
+    __slots__ = ("layout", "position_ids", "sharding", "window")
 
-    def __init__(self, sharding: Sharding, layout: SequenceLayout, window: Window | None) -> None:
-        self.sharding, self.layout, self.window = sharding, layout, window
+    def __init__(
+        self, sharding: Sharding, layout: SequenceLayout, window: Window | None, position_ids: Tensor | None
+    ) -> None:
+        self.sharding, self.layout, self.window, self.position_ids = sharding, layout, window, position_ids
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NoTensorError(name)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise NoTensorError("__getitem__")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
+        raise NoTensorError(getattr(func, "__name__", str(func)))
+
+
+class NoTensorError(ValueError, AttributeError):
+    """A model computes with what stands for its mask. An AttributeError too, for code that asks what it can do."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the model computes with its attention mask ({name}), which on a sharded sequence is no tensor: it "
+            "changes the mask, or attends without transformers' attention interface; use another attn_implementation"
+        )
 
 
 class Implementation:
@@ -95,13 +132,14 @@ class Implementation:
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
-        _check_layers(config)
+        check_layers(config)
         window = window_of(mask_function)
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.attend, q_length)
         if attention_mask is not None:
             self._check_padding(attention_mask)
-        return ShardMask(sharding, layout, window)
+        # Some models give position ids to the maker of masks and not to layers.
+        return ShardMask(sharding, layout, window, _argument_of_caller("position_ids"))
 
     def attention(
         self,
@@ -141,7 +179,7 @@ class Implementation:
         _check_others(name, others)
         mask = AttentionMask(
             window=attention_mask.window,
-            documents=self._documents(name, attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k),
+            documents=self._documents(name, attention_mask, query.shape[2], position_ids, cu_seq_lens_q, cu_seq_lens_k),
         )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         layout = attention_mask.layout
@@ -151,6 +189,7 @@ class Implementation:
         self,
         name: str,
         mask: ShardMask,
+        tokens: int,
         position_ids: Tensor | None,
         cu_seq_lens_q: Tensor | None,
         cu_seq_lens_k: Tensor | None,
@@ -160,6 +199,9 @@ class Implementation:
         if documents is None and cu_seq_lens_q is not None:
             documents = self._cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, mask.layout)
         if position_ids is None or position_ids.ndim != 2:
+            position_ids = mask.position_ids
+        if position_ids is None or position_ids.ndim != 2:
+            check_tokens(self.attend.shard, tokens, mask.layout)
             if documents is None:
                 raise ValueError(
                     f"{name} is given no position ids [batch, tokens], so that documents cannot be seen; say them with "
@@ -170,6 +212,7 @@ class Implementation:
         version = None if position_ids.is_inference() else position_ids._version
         if known is not None and version is not None and known[:3] == (version, mask.layout, documents):
             return known[3]
+        check_shards(tokens, position_ids.shape[1], mask.layout, self.attend)
         if documents is None:
             seen = find_documents(position_ids, mask.layout, self.attend)
         else:
@@ -198,44 +241,11 @@ class Implementation:
             )
 
 
-def window_of(mask_function: Callable[..., Any] | None) -> Window | None:
-    """The window of a mask function of transformers, in our terms, or None if it is causal and nothing more.
-
-    They are closures, known by their names. What transformers adds where it sees packed rows is dropped: a shard's
-    jumps look like that too, and documents are found by other means.
-
-    Raises:
-        ValueError: it is anything else.
-    """
-    parts = _parts(mask_function)
-    names = [name for name, _ in parts]
-    windows = [held["sliding_window"] for name, held in parts if name == "sliding_window_overlay"]
-    unknown = [name for name in names if name not in ("causal_mask_function", "sliding_window_overlay", PACKED)]
-    if unknown or names.count("causal_mask_function") != 1 or len(windows) > 1:
-        what = ", ".join(unknown or names) or "none"
-        raise ValueError(
-            f"the model asks for a mask made of {what}; on a sharded sequence only causal attention is done, with or "
-            "without a sliding window: use another attn_implementation for this model"
-        )
-    return (int(windows[0]) - 1, None) if windows else None
-
-
-PACKED = "packed_sequence_mask_function"
-
-
-def _parts(mask_function: Callable[..., Any] | None) -> list[tuple[str, dict[str, Any]]]:
-    """(name of the maker, what the closure holds) for each condition that must hold, in a flat list."""
-    if mask_function is None:
-        return []
-    name = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
-    if getattr(mask_function, "__module__", "") != "transformers.masking_utils":
-        return [(f"{getattr(mask_function, '__module__', '')}.{name}", {})]
-    held = dict(getclosurevars(mask_function).nonlocals)
-    if name == "and_masks":
-        return [part for inner in held["mask_functions"] for part in _parts(inner)]
-    if name == "remap_positions_for_packed_sequence":
-        return _parts(held["mask_function"])
-    return [(name, held)]
+def _argument_of_caller(name: str) -> Any:
+    """A local of the function that called ours; None where it has none of this name."""
+    frame = currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back
+    return caller.f_locals.get(name) if caller else None
 
 
 def _check_window(name: str, window: Window | None, sliding_window: int | None) -> None:
@@ -249,8 +259,9 @@ def _check_window(name: str, window: Window | None, sliding_window: int | None) 
 HARMLESS = frozenset(
     {"cache_position", "deterministic", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch"}
     | {"output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "training", "use_cache"}
+    | {"seq_idx", "shift_labels"}
 )
-"""What layers pass on that does not change what attention computes."""
+"""What layers pass on that does not change what attention computes. `seq_idx` is for layers that carry a state."""
 
 
 def _check_others(name: str, others: dict[str, Any]) -> None:
@@ -258,15 +269,3 @@ def _check_others(name: str, others: dict[str, Any]) -> None:
     unknown = [key for key, value in others.items() if key not in HARMLESS and value is not None and value is not False]
     if unknown:
         raise ValueError(f"{name} passes {', '.join(unknown)}, which attention on a sharded sequence does not do")
-
-
-LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "sparse", "dense"})
-
-
-def _check_layers(config: Any) -> None:
-    """Refuses models whose layers mix tokens in other ways, each within its own shard."""
-    for field in ("layer_types", "layers_block_type"):
-        kinds: Any = getattr(config, field, None)
-        others = sorted({str(kind) for kind in kinds or ()} - LAYERS)
-        if others:
-            raise ValueError(f"the model has layers of kind {', '.join(others)}, which do not see other ranks' tokens")

@@ -1,0 +1,120 @@
+"""Which models of Hugging Face transformers can be run on a shard: refused as early as it is known.
+
+A model that is given an implementation of ours, when it is built or later, asks `get_correct_attn_implementation`
+whether it is there. No registry is asked about the model; so that method is wrapped, once. The loss is wrapped too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import getsource
+from typing import Any
+
+from armillary.attention.integrations.registries import Registries, is_own
+
+LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "sparse", "dense", "mlp"})
+"""Kinds of layers that mix tokens by attention alone, or not at all."""
+
+
+MARK = "armillary_checks_sharding"
+
+
+def wrap_models(models: Any) -> None:
+    """Has every model of `transformers.modeling_utils` checked that is given an implementation of ours."""
+    base = models.PreTrainedModel
+    if hasattr(base.get_correct_attn_implementation, MARK):
+        return
+    choose, loss = base.get_correct_attn_implementation, base.loss_function
+
+    @wraps(choose)
+    def checked(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if is_own(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
+            check_model(type(model), model.config)
+        return choose(model, requested_attention, *args, **kwargs)
+
+    def loss_function(model: Any) -> Callable[..., Any]:
+        chosen, shards = loss.fget(model), shards_of(model.config)
+        return chosen if shards == 1 or hasattr(model, "_loss_function") else partial(_loss, chosen, model.config)
+
+    setattr(checked, MARK, True)
+    base.get_correct_attn_implementation = checked
+    base.loss_function = property(loss_function, loss.fset)
+
+
+def check_model(model: type, config: Any) -> None:
+    """Refuses models whose tokens see each other by other means than the attention function that we replace.
+
+    Raises:
+        ValueError: it carries a state along the sequence (Mamba, RWKV, xLSTM), has layers of an unknown kind, or
+            computes attention by itself (Falcon, GPT-J, BLOOM).
+    """
+    kinds = check_layers(config, model.__name__)
+    if not kinds and getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
+            "whose tokens see each other by attention alone can be sharded so"
+        )
+    if not calls_attention(model):
+        raise ValueError(
+            f"{model.__name__} computes attention by itself, without transformers' attention interface, so that no "
+            'attn_implementation but its own can be used: keep "eager" or "sdpa", outside of register_transformers, or '
+            'name the parts that are sharded: attn_implementation={"text_config": ...}'
+        )
+
+
+def check_layers(config: Any, name: str | None = None) -> set[str]:
+    """The kinds of layers that a config names; refuses those that do not see other ranks' tokens."""
+    kinds: set[str] = set()
+    for field in ("layer_types", "layers_block_type"):
+        kinds |= {str(kind) for kind in getattr(config, field, None) or ()}
+    if others := sorted(kinds - LAYERS):
+        raise ValueError(
+            f"{name or type(config).__name__} has layers of kind {', '.join(others)}, which do not see other ranks' "
+            "tokens; only models whose tokens see each other by attention alone can be sharded so"
+        )
+    return kinds
+
+
+def calls_attention(model: type) -> bool:
+    """Whether the file of a class, or of one that it extends, uses the interface, has no attention or is unknown."""
+    for part in model.__mro__:
+        if part.__module__ == "transformers.modeling_utils":
+            return False
+        try:
+            source = getsource(sys.modules[part.__module__])
+        except (KeyError, OSError, TypeError):
+            return True
+        if "ALL_ATTENTION_FUNCTIONS" in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
+            return True
+    return True
+
+
+def shards_of(config: Any) -> int:
+    """The ranks that share a sequence under the implementation of a config; 1 where it is not one of ours."""
+    found = Registries.loaded()
+    name = getattr(config.get_text_config(), "_attn_implementation", None)
+    function: Any = found.attention.get(name) if found else None
+    return function.__self__.attend.shards if is_own(function) else 1
+
+
+def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model's own loss, refused where that of a shard would be another than its share of the sequence's.
+
+    Raises:
+        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, or an
+            auxiliary loss, which is no sum over tokens.
+    """
+    missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"the loss of a shard needs {' and '.join(missing)}: labels are shifted before they are sharded, and the "
+            "sum of losses is divided by the count of all ranks. `shard_batch(attend, ids).inputs` has both"
+        )
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True: the routers' loss of a shard is no share of the sequence's; set it to False"
+        )
+    return chosen(*args, **kwargs)
