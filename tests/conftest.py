@@ -1,3 +1,5 @@
 from recovery import undisturbed
 
-__all__ = ["undisturbed"]
+from armillary.core.testing.plugin import worlds
+
+__all__ = ["undisturbed", "worlds"]

@@ -1,0 +1,101 @@
+"""A model and a training loop of your own, under FSDP2, on sequences that all ranks share.
+
+torchrun --nproc-per-node 4 examples/attention_fsdp.py
+"""
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from armillary.attention import AttentionMask, Local, build_attention
+from armillary.attention.integrations import shard_batch, whole_loss
+from armillary.core import build_mesh, sum_gradients
+
+LENGTH, VOCABULARY, EMBED, HEADS, STEPS = 500, 64, 64, 4, 4
+DOCUMENTS = [0, 130, 350, LENGTH]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(EMBED), nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
+        self.mlp = nn.Sequential(nn.LayerNorm(EMBED), nn.Linear(EMBED, EMBED), nn.GELU(), nn.Linear(EMBED, EMBED))
+
+    def forward(self, x, attention):
+        q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(attention(q, k, v).flatten(2))  # [B, T, H, D], the one line that has changed
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, EMBED), nn.Embedding(LENGTH, EMBED)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(EMBED, VOCABULARY)
+
+    def forward(self, ids, position_ids, attention):
+        x = self.tokens(ids) + self.positions(position_ids)
+        for block in self.blocks:
+            x = block(x, attention)
+        return self.head(x)
+
+
+def train(model, attend):
+    """The losses of all steps, the same on every rank; and the norms of their gradients."""
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(VOCABULARY, (1, LENGTH), generator=generator)  # the same on every rank
+        batch = shard_batch(attend, ids, documents=DOCUMENTS)
+        mask = AttentionMask(causal=True, documents=batch.documents)
+        logits = model(batch.ids, batch.position_ids, partial(attend, mask=mask, layout=batch.layout))
+        # This rank's losses over the number of all ranks' labels: a share of the mean, and so are its gradients.
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / batch.labelled
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        losses.append(float(whole_loss(loss.detach(), attend)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def model_of():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def sharded(ranks, summed=True):
+    """The model under FSDP2 over all ranks: they all hold tokens, so all gradients are summed."""
+    model, mesh = model_of(), init_device_mesh("cpu", (ranks,))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    if summed:
+        sum_gradients(model)  # FSDP2 averages: without this every gradient would be 1 / ranks of what it should be
+    return model
+
+
+def errors(ranks):
+    """How far losses and gradients are from those of one rank that has whole sequences, relatively."""
+    attend = build_attention("ring", build_mesh("cpu", ring=ranks))
+    found, expected = train(sharded(ranks), attend), train(model_of(), Local())
+    return [
+        max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+        for got, wanted in zip(found, expected, strict=True)
+    ]
+
+
+def main():
+    losses, norms = errors(int(os.environ.get("WORLD_SIZE", "1")))
+    print(f"rank {dist.get_rank()}: losses differ from one rank's by {losses:.1e}, gradients' norms by {norms:.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

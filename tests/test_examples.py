@@ -1,0 +1,40 @@
+"""The examples compute what one rank does; they are run here as they stand, on ranks that exist already."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RANKS = 4
+
+
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def errors(name: str) -> list[float]:
+    return example(name).errors(RANKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("attention_sdpa", 1e-5), ("attention_transformers", 1e-5), ("attention_fsdp", 1e-9)]
+)
+def test_ranks_compute_what_one_does(worlds, name, limit):
+    for found in worlds(RANKS).run(errors, name):
+        assert max(found) < limit, found
+
+
+def norms(summed: bool) -> list[float]:
+    fsdp = example("attention_fsdp")
+    attend = fsdp.build_attention("ring", fsdp.build_mesh("cpu", ring=RANKS))
+    fsdp.STEPS = 1
+    return fsdp.train(fsdp.sharded(RANKS, summed), attend)[1]
+
+
+def test_without_sum_gradients_fsdp_averages(worlds):
+    (right,), (wrong,) = (worlds(RANKS).run(norms, summed)[0] for summed in (True, False))
+    assert wrong == pytest.approx(right / RANKS, rel=1e-9)
