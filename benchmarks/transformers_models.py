@@ -1,0 +1,205 @@
+"""Tiny random models of every causal family in transformers, on 4 ranks against one: right, refused, or neither.
+
+    uv run python benchmarks/transformers_models.py                    # all families: about 15 minutes on two cores
+    uv run python benchmarks/transformers_models.py --families mistral gemma3_text mamba
+
+Each is run in five ways: with `register_transformers`, where logits and gradients of all ranks are compared; there with
+the loss of `shard_batch`; there with labels alone and without position ids, which must be refused; and with "sdpa"
+inside `sdpa_parallel`, which must be too.
+
+`right`: as on one rank. `refused`: the same ValueError on all ranks. `unlike`: anything else (wrong numbers, another
+exception, ranks that disagree); the command fails if there is any. `not built`: transformers itself cannot run the
+family with the sizes below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from armillary.attention import Ring
+from armillary.attention.integrations import register_transformers, sdpa_parallel, shard_batch, whole_loss
+from armillary.core.testing import World, mesh, relative_error
+
+RANKS, LENGTH, VOCABULARY = 4, 64, 64
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_inner", "embedding_size", "intermediate_size"), 32),
+    **dict.fromkeys(("ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim", "sliding_window", "window_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "pad_token_id"), 2),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    "attention_chunk_size": 20,
+    "sliding_window": 20,
+}
+UNSET = ("sliding_window", "head_dim")
+"""Sizes that are set where a family's own choice is None."""
+STILL = ("dropout", "pdrop", "layerdrop", "jitter")
+"""What the names of fields that must be 0 contain."""
+LIMIT = 1e-4
+"""Of relative errors: some models round to float32 on the way."""
+WAYS = ("armillary", "loss", "labels alone", "no positions", "sdpa")
+AFTER = ("loss", "labels alone", "no positions")
+"""Not tried where the first way is refused."""
+MOST = 50_000_000
+"""Parameters of the largest model that is tried: those that these sizes do not shrink are skipped."""
+
+
+def config_of(family: str) -> Any:
+    """A config of few and narrow layers: the family's own choices, as far as they do not depend on sizes."""
+    made = transformers.CONFIG_MAPPING[family]
+    fields = vars(made())
+    still = {k: 0.0 for k, v in fields.items() if any(part in k for part in STILL) and isinstance(v, float)}
+    small = {k: v for k, v in SIZES.items() if k in fields and (fields[k] is not None or k in UNSET)}
+    if "kv_lora_rank" in small:  # all heads have their own keys, made from what they share
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return made(**small | still)
+
+
+def model_of(family: str, implementation: str) -> nn.Module:
+    """The same weights wherever it is built, those that start at 0 too."""
+    config = config_of(family)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST:
+        raise NotImplementedError(f"{size:,} parameters are too many")
+    torch.manual_seed(0)
+    options = {"attn_implementation": implementation, "experts_implementation": "eager"}
+    built = transformers.AutoModelForCausalLM.from_config(config, **options).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.1)
+    return built.train()
+
+
+class InFloat64(TorchFunctionMode):
+    """Keeps float64 where models round to float32 whatever they are in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        if func is nn.functional.softmax:
+            kwargs.pop("dtype", None)
+        return func(*args, **kwargs)
+
+
+Answer = tuple[Tensor, list[Tensor | None]] | str
+"""Logits or a loss, and gradients; or the error."""
+
+
+def ids_of() -> Tensor:
+    return torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def upstream() -> Tensor:
+    return torch.randn(1, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def answered(error: Exception) -> str:
+    return f"{'ValueError' if isinstance(error, ValueError) else type(error).__name__}: {error}"
+
+
+def on_one_rank(family: str, how: str) -> Answer:
+    try:
+        built = model_of(family, "eager")
+        with InFloat64():
+            found = built(ids_of(), use_cache=False).logits
+            if how == "loss":
+                found = nn.functional.cross_entropy(found[0, :-1], ids_of()[0, 1:])
+        found.backward(None if how == "loss" else upstream())
+    except Exception as error:
+        return answered(error)
+    return found.detach(), [p.grad for p in built.parameters()]
+
+
+def on_a_shard(family: str, how: str) -> Answer:
+    """This rank's logits, or the whole loss, and its share of the gradients."""
+    attend = Ring(mesh(ring=RANKS)["ring"])
+    batch = shard_batch(attend, ids_of(), layout=attend.layout(LENGTH, "contiguous"))
+    register_transformers(attend)
+    given = {"input_ids": batch.ids, "position_ids": batch.position_ids}
+    if how == "loss":
+        given = batch.inputs
+    elif how == "labels alone":
+        given["labels"] = batch.ids
+    elif how == "no positions":
+        del given["position_ids"]
+    try:
+        built = model_of(family, "sdpa" if how == "sdpa" else "armillary")
+        with batch.sequence(), sdpa_parallel(attend) if how == "sdpa" else nullcontext(), InFloat64():
+            out = built(**given, use_cache=False)
+            found = whole_loss(out.loss, attend) if how == "loss" else out.logits
+        found.backward(None if how == "loss" else batch.layout.take(upstream(), attend.shard))
+    except Exception as error:
+        return answered(error)
+    return found.detach(), [p.grad for p in built.parameters()]
+
+
+def verdict(expected: Answer, answers: list[Answer], how: str) -> tuple[str, str]:
+    """(verdict, what it rests on)."""
+    errors = {answer for answer in answers if isinstance(answer, str)}
+    if isinstance(expected, str) and not all(error.startswith("ValueError") for error in errors or {""}):
+        return "not built", expected
+    if errors:
+        said = " | ".join(sorted(errors))
+        alike = len(errors) == 1 and all(isinstance(answer, str) for answer in answers)
+        return ("refused" if alike and said.startswith("ValueError") else "unlike"), said
+    first = answers[0][0] if how == "loss" else torch.cat([answer[0] for answer in answers], 1)
+    forward, worst = relative_error(first, expected[0]), 0.0
+    for gradient, *parts in zip(expected[1], *(answer[1] for answer in answers), strict=True):
+        if gradient is not None and gradient.norm() > 1e-9:
+            got = sum((part for part in parts if part is not None), torch.zeros_like(gradient))
+            worst = max(worst, relative_error(got, gradient))
+    right = max(forward, worst) < LIMIT and how != "labels alone"
+    return ("right" if right else "unlike"), f"forward {forward:.1e}, gradients {worst:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    options = parser.parse_args()
+    quiet()
+    counts: Counter[str] = Counter()
+    with World(RANKS) as world:
+        world.run(quiet)
+        for family in options.families:
+            found = first = ""
+            for how in WAYS:
+                if found == "not built" or (first == "refused" and how in AFTER):
+                    continue
+                expected = on_one_rank(family, how)
+                found, why = verdict(expected, world.run(on_a_shard, family, how), how)
+                counts[found], first = counts[found] + 1, first or found
+                print(f"{family:24} {how:14} {found:9} {why[:200]}".replace("\n", " "), flush=True)
+    print(dict(counts))
+    sys.exit(bool(counts["unlike"]))
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+
+
+if __name__ == "__main__":
+    main()
