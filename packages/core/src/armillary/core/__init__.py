@@ -27,7 +27,7 @@ from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
 from armillary.core.network import Delivery, Link, Send
 from armillary.core.pieces import Totals, pieces, rehearsing
 from armillary.core.primitives import gather_seq, head_to_seq, merge_scatter, scatter_sum, seq_to_head
-from armillary.core.recompute import Draws, as_now
+from armillary.core.recompute import Draws, as_now, outside_autocast
 from armillary.core.trace import Trace, span
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "label",
     "merge_",
     "merge_scatter",
+    "outside_autocast",
     "own_dealt",
     "pieces",
     "rehearsing",

@@ -18,6 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from armillary.core.checked import boundaries_of, documents_of, flag, window_of
+
 CHUNKS = (1, 2, 4, 8, 16)
 """Chunks for each shard, to be tried in turn: more of them balance better, and make more spans."""
 GOAL = 1.02
@@ -54,13 +56,9 @@ class Visibility:
         Raises:
             ValueError: documents that do not rise from 0 to `length`, or a negative window.
         """
-        ends = (0, length) if documents is None else tuple(int(end) for end in documents)
-        if len(ends) < 2 or ends[0] != 0 or ends[-1] != length or any(a >= b for a, b in pairwise(ends)):
-            raise ValueError(f"documents {ends[:8]} must rise from 0 to the length {length}: 0, end of the first, ...")
-        left, right = window or (None, None)
-        if any(side is not None and side < 0 for side in (left, right)):
-            raise ValueError(f"window {(left, right)}: give (left, right), each None or at least 0")
-        return cls(ends, left, 0 if causal else right)
+        ends = (0, length) if documents is None else boundaries_of(documents, length)
+        left, right = window_of(window) or (None, None)
+        return cls(ends, left, 0 if flag("causal", causal) else right)
 
     @classmethod
     def of_rows(
@@ -71,10 +69,9 @@ class Visibility:
         documents: Sequence[int] | Sequence[Sequence[int]] | None,
     ) -> list[Visibility]:
         """Of each row of a batch that has documents of its own, or of all rows alike."""
-        documents = documents.tolist() if isinstance(documents, Tensor) else documents
-        if documents is None or not len(documents) or not isinstance(documents[0], Sequence | Tensor):
-            return [cls.of(length, causal, window, cast("Sequence[int] | None", documents))]
-        return [cls.of(length, causal, window, cast("Sequence[int]", row)) for row in documents]
+        rows = documents_of(documents, length)
+        per_row = rows if rows and isinstance(rows[0], tuple) else (rows,)
+        return [cls.of(length, causal, window, cast("Sequence[int] | None", row)) for row in per_row]
 
     @property
     def mirrored(self) -> Visibility:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library import custom_ops
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
@@ -93,6 +94,13 @@ def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     return cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))
 
 
+def rows_of(mesh: DeviceMesh) -> list[list[int]]:
+    """The ranks of a 1-D mesh, and of all those that are cut from the same mesh along with it."""
+    private = cast(Any, mesh)
+    found: Tensor = private._layout.remap_to_tensor(private._rank_map)
+    return found.reshape(-1, mesh.size()).tolist()
+
+
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The 2-D mesh of two 1-D meshes cut from one."""
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
@@ -111,6 +119,26 @@ def above_autograd() -> AbstractContextManager[Any]:
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         keys = keys.remove(getattr(private.DispatchKey, name))
     return private._ForceDispatchKeyGuard(private._dispatch_tls_local_include_set(), keys)
+
+
+def transforms_on() -> bool:
+    """Whether a transform of torch.func (grad, vjp, jvp, vmap) is on, or forward-mode AD."""
+    return cast(Any, torch)._C._functorch.maybe_current_level() is not None or cast(Any, forward_ad)._current_level >= 0
+
+
+def transformed(x: Tensor) -> bool:
+    """Whether a transform of torch.func, or forward-mode AD, follows `x`."""
+    if cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return cast(Any, forward_ad)._current_level >= 0 and cast(Any, forward_ad.unpack_dual(x)).tangent is not None
+
+
+def no_view(x: Tensor) -> Tensor:
+    """`x` as a tensor that autograd does not take for a view, of the same memory."""
+    private: Any = cast(Any, torch)._C
+    without = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
+    with private._ExcludeDispatchKeyGuard(without):
+        return torch.ops.aten.alias.default(x)
 
 
 def references(x: Tensor) -> tuple[int, int]:

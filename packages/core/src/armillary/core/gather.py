@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import compat
+from armillary.core.checked import check_tensor, integer
 from armillary.core.collective import Collective, Parts, start_parts, wide
 from armillary.core.mesh import Axis
 from armillary.core.trace import record, watched
@@ -127,7 +128,8 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 
 def tokens_on(x: Tensor, dim: int) -> int:
-    if not 0 <= dim < x.ndim:
+    check_tensor("x", x)
+    if not 0 <= integer("dim", dim) < x.ndim:
         raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
     return x.shape[dim]
 

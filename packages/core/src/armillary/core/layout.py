@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from armillary.core.balance import Visibility, balanced_spans
+from armillary.core.checked import integer
 from armillary.core.quantity import LARGEST
 
 Spans = tuple[range, ...]
@@ -32,7 +33,7 @@ class SequenceLayout:
             cover every position once, and no shard may be empty. Neighbouring runs are joined.
 
     Raises:
-        ValueError: positions missing or held twice, an empty shard, a step below 1.
+        ValueError: positions missing or held twice, an empty shard, a step below 1, spans that are no ranges.
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
@@ -42,7 +43,7 @@ class SequenceLayout:
     """All of it in one string, such as "0:2,6:8;2:6": what `read` reads, and what a compiled graph depends on."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
-        self._spans = tuple(join_spans(shard) for shard in spans)
+        self._spans = tuple(join_spans(shard) for shard in _shards_of(spans))
         self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
         self._hash = hash(self._spans)
         self._check()
@@ -76,7 +77,7 @@ class SequenceLayout:
     @classmethod
     def contiguous(cls, length: int, shards: int) -> SequenceLayout:
         """Shard r holds chunk r. Sizes differ by one at most, larger ones first."""
-        _check_length(length, shards)
+        length, shards = _sizes_of(length, shards)
         return cls([[chunk] for chunk in cut(range(length), shards)])
 
     @classmethod
@@ -84,16 +85,16 @@ class SequenceLayout:
         """Of 2 * shards chunks, shard r holds chunks r and 2 * shards - 1 - r: equal work under a causal mask.
 
         Sizes differ by one at most."""
-        _check_length(length, shards)
+        length, shards = _sizes_of(length, shards)
         chunks = cut(range(length), 2 * shards)
         return cls([[chunks[r], chunks[-1 - r]] for r in range(shards)])
 
     @classmethod
     def striped(cls, length: int, shards: int, stripe: int = 1) -> SequenceLayout:
         """Position p lives on shard (p // stripe) % shards. Sizes differ by `stripe` at most."""
-        if stripe < 1:
+        if (stripe := integer("stripe", stripe)) < 1:
             raise ValueError(f"stripe must be at least 1; got {stripe}")
-        _check_length(length, shards)
+        length, shards = _sizes_of(length, shards)
         if stripe == 1:
             return cls([[range(r, length, shards)] for r in range(shards)])
         starts = [range(r * stripe, length, shards * stripe) for r in range(shards)]
@@ -117,13 +118,21 @@ class SequenceLayout:
             documents: boundaries 0, end of the first, ..., `length`; or a list of them for each row of a batch, whose
                 rows together are then balanced.
         """
-        _check_length(length, shards)
+        length, shards = _sizes_of(length, shards)
         return cls(balanced_spans(length, shards, Visibility.of_rows(length, causal, window, documents)))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
-        """The layout whose `text` this is."""
-        return cls([[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")])
+        """The layout whose `text` this is.
+
+        Raises:
+            ValueError: text that is of no layout.
+        """
+        try:
+            shards = [[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")]
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f'{text!r} is no layout\'s text, such as "0:2,6:8;2:6"') from None
+        return cls(shards)
 
     # -- what a shard holds ---------------------------------------------------------------------------------------
 
@@ -143,7 +152,7 @@ class SequenceLayout:
 
     def spans(self, shard: int) -> Spans:
         """The runs of positions that `shard` holds, in local order."""
-        if not 0 <= shard < self.shards:
+        if not 0 <= integer("shard", shard) < self.shards:
             raise ValueError(f"shard {shard} is not one of the {self.shards} shards 0..{self.shards - 1}")
         return self._spans[shard]
 
@@ -155,7 +164,7 @@ class SequenceLayout:
 
     def take(self, x: Tensor, shard: int, dim: int = 1) -> Tensor:
         """The part of `x` that `shard` holds: N on `dim` becomes T. Differentiable; always a copy."""
-        if x.shape[dim] != self.length:
+        if _positions_on(x, dim) != self.length:
             raise ValueError(
                 f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} positions; the layout has {self.length}"
             )
@@ -163,7 +172,7 @@ class SequenceLayout:
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """The whole tensor from the shards' parts, in shard order: the inverse of `take`. Differentiable."""
-        sizes = tuple(part.shape[dim] for part in parts)
+        sizes = tuple(_positions_on(part, dim) for part in parts)
         if sizes != self.sizes:
             raise ValueError(f"parts have {sizes} positions on dim {dim}; the shards have {self.sizes}")
         order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
@@ -173,11 +182,11 @@ class SequenceLayout:
 
     def refine(self, n: int) -> SequenceLayout:
         """Cuts each shard in `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
-        return _refined(self, n)
+        return _refined(self, integer("n", n))
 
     def coarsen(self, n: int) -> SequenceLayout:
         """Joins each `n` neighbouring shards into one: the inverse of `refine`."""
-        return _coarsened(self, n)
+        return _coarsened(self, integer("n", n))
 
 
 # Called by every attention call of every layer, on layouts that live as long as a run.
@@ -225,6 +234,8 @@ def join_spans(spans: Iterable[range]) -> Spans:
     A run that ends where the next begins, one step on, becomes one with it."""
     joined: list[range] = []
     for span in spans:
+        if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+            raise ValueError(f"span {span!r}: a shard is a list of ranges, such as [range(0, 8), range(24, 32)]")
         if span.step < 1:
             raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
         if not span:
@@ -304,7 +315,9 @@ def _cut_spans(spans: Spans, n: int) -> list[list[range]]:
     ]
 
 
-def _check_length(length: int, shards: int) -> None:
+def _sizes_of(length: int, shards: int) -> tuple[int, int]:
+    """(length, shards), checked."""
+    length, shards = integer("length", length), integer("shards", shards)
     if shards < 1:
         raise ValueError(f"a layout needs at least 1 shard; got {shards}")
     if length < shards:
@@ -313,3 +326,21 @@ def _check_length(length: int, shards: int) -> None:
         )
     if length > LARGEST:
         raise ValueError(f"a sequence of {length} tokens: positions are counted up to 2^63 - 1; give fewer")
+    return length, shards
+
+
+def _shards_of(spans: Iterable[Iterable[range]]) -> list[list[range]]:
+    try:
+        return [list(shard) for shard in spans]
+    except TypeError:
+        raise ValueError(
+            f"spans {spans!r}: give a list of ranges for each shard, [[range(0, 8)], [range(8, 16)]]"
+        ) from None
+
+
+def _positions_on(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"{type(x).__name__}: a layout takes from tensors and joins tensors")
+    if not -x.ndim <= integer("dim", dim) < x.ndim:
+        raise ValueError(f"{tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
+    return x.shape[dim]

@@ -10,11 +10,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
+from armillary.core.checked import one_of
 from armillary.core.quantity import binary
 
 Key = tuple[str, str, str]
 """(axis, kind, phase)."""
 
+KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 PHASES = ("forward", "backward")
 EXACT, UNITS = 15, 11
 NUMBERS = EXACT + 1 + UNITS
@@ -62,6 +64,9 @@ class CommLedger:
         """Bytes sent on one axis, by one kind, in one phase ("forward", "backward"); None: all.
 
         Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter".
+
+        Raises:
+            ValueError: a kind or a phase that there is none of, or an axis that is no name.
         """
         return _total(self.entries, (axis, kind, phase))
 
@@ -96,7 +101,12 @@ class CommLedger:
                 ledger.sends[key] += messages
 
 
-def _total(counts: Counter[Key], wanted: tuple[str | None, ...]) -> int:
+def _total(counts: Counter[Key], wanted: tuple[str | None, str | None, str | None]) -> int:
+    axis, kind, phase = wanted
+    if not isinstance(axis, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"axis={axis!r}: the name of an axis is needed, such as 'ring'")
+    for name, word, known in (("kind", kind, KINDS), ("phase", phase, PHASES)):
+        one_of(name, known[0] if word is None else word, known)
     return sum(n for key, n in counts.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from typing import Self, cast
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
+from armillary.core.checked import integer
 from armillary.core.rendezvous import rendezvous
 
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
@@ -43,10 +44,14 @@ def build_mesh(
         timeout: how long a collective or exchange on any axis may wait before it raises.
 
     Raises:
-        ValueError: an axis below 1, or axes whose product is not the number of ranks. Raised before any communication.
+        ValueError: an axis below 1, axes whose product is not the number of ranks, a device type without a backend, or
+            a timeout that is none. Raised before any communication.
     """
-    sizes = dict(zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True))
+    given = dict(zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True))
+    sizes = {name: integer(f"axis {name}", size) for name, size in given.items()}
     check_axes(sizes, world_size())
+    backend_of(device_type)
+    check_timeout(timeout)
     if not dist.is_initialized():
         start_process_group(device_type, timeout)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
@@ -68,6 +73,19 @@ def check_axes(sizes: dict[str, int], world: int) -> None:
         )
 
 
+def backend_of(device_type: str) -> str:
+    """The backend whose collectives take tensors of a kind of device."""
+    if not isinstance(device_type, str) or device_type not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
+    return BACKENDS[device_type]
+
+
+def check_timeout(timeout: timedelta) -> None:
+    """Refuses what is no time to wait."""
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"timeout={timeout!r}: a datetime.timedelta above 0 is needed, such as timedelta(minutes=10)")
+
+
 def world_size() -> int:
     """Ranks of the default process group; before it starts, those that torchrun announced; else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -83,10 +101,10 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too
         ValueError: a device type without a backend.
         TimeoutError: other ranks have not come.
     """
-    if device_type not in BACKENDS:
-        raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
+    alone = backend_of(device_type)
+    check_timeout(timeout)
     both = ",".join(f"{device}:{backend}" for device, backend in BACKENDS.items())
-    backend = both if host_too and device_type != "cpu" else BACKENDS[device_type]
+    backend = both if host_too and device_type != "cpu" else alone
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         ours = rendezvous(store, rank, ranks, timeout)
@@ -99,7 +117,8 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too
 class Axis:
     """One axis of a mesh as this rank sees it: the unit that every primitive communicates on.
 
-    `timeout` is how long the host waits for the others; None where the device does the waiting.
+    `timeout` is how long the host waits for the others; None where the device does the waiting. `mesh` is the 1-D mesh
+    that it was taken from, where there is one.
     """
 
     name: str
@@ -107,22 +126,22 @@ class Axis:
     size: int
     group: dist.ProcessGroup
     timeout: timedelta | None
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh | Axis) -> Axis:
         """The axis of a 1-D mesh, such as `mesh["ring"]`; an axis is itself.
 
         Raises:
-            ValueError: the mesh has several axes.
+            ValueError: the mesh has several axes, or not this rank; or it is no mesh.
         """
         if isinstance(mesh, Axis):
             return mesh
-        if mesh.ndim != 1:
-            axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
-            raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
+        check_axis(mesh)
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
         group = mesh.get_group()
-        return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group, mesh.device_type))
+        timeout = compat.host_timeout(group, mesh.device_type)
+        return cls(name, mesh.get_local_rank(), mesh.size(), group, timeout, mesh)
 
     @classmethod
     def alone(cls, name: str) -> Axis:
@@ -144,7 +163,7 @@ class Axis:
         """
         chosen = tuple(ranks)
         group = _subgroup(self.group, chosen, self.timeout)
-        return replace(self, rank=chosen.index(self.rank), size=len(chosen), group=group)
+        return replace(self, rank=chosen.index(self.rank), size=len(chosen), group=group, mesh=None)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # a copied model communicates where the model did
@@ -152,6 +171,22 @@ class Axis:
     def ranks(self) -> list[int]:
         """Global ranks along this axis, in axis order."""
         return dist.get_process_group_ranks(self.group)
+
+    def everywhere(self) -> list[list[int]]:
+        """`ranks` of this axis on all ranks of the mesh that it was cut from; where that is not known, this rank's."""
+        return [self.ranks()] if self.mesh is None else compat.rows_of(self.mesh)
+
+
+def check_axis(mesh: DeviceMesh) -> None:
+    """Refuses what is not one axis of a mesh with this rank in it."""
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        hint = "; DeviceMesh.from_group makes one of it" if isinstance(mesh, dist.ProcessGroup) else ""
+        raise ValueError(f"{type(mesh).__name__} is no mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
+    if mesh.ndim != 1:
+        axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
+        raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.tolist()} of {mesh}")
 
 
 Asked = tuple[tuple[int, ...] | None, timedelta | None]

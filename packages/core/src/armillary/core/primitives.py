@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.core import dtensor, traced
 from armillary.core.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.checked import check_tensor, integer
 from armillary.core.collective import Collective
 from armillary.core.gather import (
     check_partial,
@@ -337,6 +338,7 @@ def _dtensor_tokens(
 
 
 def _check_dims(x: Tensor) -> None:
+    check_tensor("x", x)
     if x.ndim != 4:
         raise ValueError(f"x {tuple(x.shape)} needs 4 dims, [batch, tokens, heads, head dim]")
 
@@ -349,6 +351,7 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
                 f"{tokens} tokens are not divided by the {axis.size} ranks of axis {axis.name!r}; pass sizes="
             )
         return (tokens // axis.size,) * axis.size
+    sizes = [integer("sizes", size) for size in sizes]
     if len(sizes) != axis.size or min(sizes) < 0:
         raise ValueError(f"sizes {tuple(sizes)}: one for each of the {axis.size} ranks of axis {axis.name!r} is needed")
     return sizes
@@ -357,7 +360,7 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
 def _check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
     """One run of heads for each rank, in order, with no gap between them; together 0..count - 1."""
     wanted = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
-    if len(heads) != axis.size:
+    if len(heads) != axis.size or not all(isinstance(part, range) for part in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"heads {list(heads)}: {wanted} is needed")
     ordered = all(a.start <= b.start <= a.stop <= b.stop for a, b in pairwise(heads))
     if not ordered or heads[0].start != 0 or any(part.step != 1 or part.stop < part.start for part in heads):

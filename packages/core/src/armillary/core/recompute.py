@@ -26,6 +26,13 @@ def as_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
     return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), **options)
 
 
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A context without autocast, for what is computed in the dtypes that its tensors have."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 class Draws:
     """The random numbers that parts of a computation draw (dropout), to be drawn again when they are computed again.
 

@@ -62,9 +62,13 @@ def axis_of(name: str, group: str, x: Tensor) -> Axis:
 
 
 def alone(x: Tensor) -> Tensor:
-    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one parcel are not."""
+    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one parcel are not.
+
+    And no view, so that its user may write to it.
+    """
     whole = x.untyped_storage().nbytes() == x.nbytes
-    return x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
+    found = x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
+    return compat.no_view(found) if found._is_view() else found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

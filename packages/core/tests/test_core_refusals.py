@@ -1,0 +1,162 @@
+"""What core refuses by value and by type, before anything is sent, and says what would do."""
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from armillary.core import (
+    Axis,
+    CommLedger,
+    SequenceLayout,
+    attention_balance,
+    build_mesh,
+    gather_seq,
+    head_to_seq,
+    merge_scatter,
+    scatter_sum,
+    seq_to_head,
+    start_process_group,
+)
+from armillary.core.testing import mesh
+
+EIGHT = SequenceLayout.contiguous(8, 2)
+X = torch.zeros(2, 8, 3)
+
+LAYOUTS = [
+    (lambda: SequenceLayout.contiguous(8.0, 2), "length=8.0: an integer is needed"),
+    (lambda: SequenceLayout.contiguous("8", 2), "length='8': an integer"),
+    (lambda: SequenceLayout.contiguous(8, None), "shards=None: an integer"),
+    (lambda: SequenceLayout.contiguous(True, True), "length=True: an integer"),
+    (lambda: SequenceLayout.zigzag(torch.tensor(8.0), 2), "length=tensor 8.0: an integer"),
+    (lambda: SequenceLayout.zigzag(8, math.nan), "shards=nan: an integer"),
+    (lambda: SequenceLayout.zigzag(8, 0), "at least 1 shard; got 0"),
+    (lambda: SequenceLayout.zigzag(8, -2), "at least 1 shard; got -2"),
+    (lambda: SequenceLayout.striped(8, 2, stripe=1.5), "stripe=1.5: an integer"),
+    (lambda: SequenceLayout.striped(8, 2, stripe=True), "stripe=True: an integer"),
+    (lambda: SequenceLayout.balanced(8, 2.0), "shards=2.0: an integer"),
+    (lambda: SequenceLayout.balanced(8, 2, causal="no"), "causal='no': True or False"),
+    (lambda: SequenceLayout.balanced(8, 2, window=4), r"window 4: give \(left, right\)"),
+    (lambda: SequenceLayout.balanced(8, 2, documents=[[0, 8], 5]), "boundaries 5 must rise from 0 to the length 8"),
+    (lambda: SequenceLayout.balanced(8, 2, documents=[0, 3.7, 8]), "must rise from 0 to the length 8"),
+    (lambda: attention_balance(EIGHT, window=(1.0, 0)), r"window \(1.0, 0\): give"),
+    (lambda: SequenceLayout(8), "spans 8: give a list of ranges for each shard"),
+    (lambda: SequenceLayout([range(8)]), "span 0: a shard is a list of ranges"),
+    (lambda: SequenceLayout([[(0, 8)]]), r"span \(0, 8\): a shard is a list of ranges"),
+    (lambda: SequenceLayout([["0:8"]]), "span '0:8': a shard is a list of ranges"),
+    (lambda: SequenceLayout.read("0-8"), "'0-8' is no layout's text"),
+    (lambda: SequenceLayout.read(""), "'' is no layout's text"),
+    (lambda: SequenceLayout.read(None), "None is no layout's text"),
+    (lambda: EIGHT.spans(2), "shard 2 is not one of the 2 shards"),
+    (lambda: EIGHT.spans(1.0), "shard=1.0: an integer"),
+    (lambda: EIGHT.positions(True), "shard=True: an integer"),
+    (lambda: EIGHT.positions("0"), "shard='0': an integer"),
+    (lambda: EIGHT.take(X, 0, dim=3), r"\(2, 8, 3\) has no dim 3; its dims are 0..2"),
+    (lambda: EIGHT.take(X, 0, dim=1.0), "dim=1.0: an integer"),
+    (lambda: EIGHT.take(X, 0, dim=0), r"dim 0 of \(2, 8, 3\) has 2 positions; the layout has 8"),
+    (lambda: EIGHT.take(X.numpy(), 0), "ndarray: a layout takes from tensors"),
+    (lambda: EIGHT.join([X], dim=0), "parts have"),
+    (lambda: EIGHT.join([X, None]), "NoneType: a layout takes from tensors"),
+    (lambda: EIGHT.refine(2.0), "n=2.0: an integer"),
+    (lambda: EIGHT.refine(0), "cannot cut shards"),
+    (lambda: EIGHT.coarsen("2"), "n='2': an integer"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), LAYOUTS, ids=[message[:40] for _, message in LAYOUTS])
+def test_what_is_no_layout(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_integers_of_numpy_and_tensors_are_taken_by_value():
+    assert SequenceLayout.zigzag(np.int64(8), torch.tensor(2)) == SequenceLayout.zigzag(8, 2)
+    assert SequenceLayout.striped(8, 2, stripe=np.int32(2)) == SequenceLayout.striped(8, 2, stripe=2)
+    assert EIGHT.refine(torch.tensor(2)) == EIGHT.refine(2) and EIGHT.spans(np.int64(1)) == EIGHT.spans(1)
+    documents = np.array([0, 3, 8])
+    assert SequenceLayout.balanced(8, 2, documents=documents) == SequenceLayout.balanced(8, 2, documents=[0, 3, 8])
+
+
+LEDGER = [
+    ({"kind": "p2q"}, "kind='p2q'; known: p2p, all_to_all, all_gather, reduce_scatter"),
+    ({"kind": 3}, "kind=3; known: p2p"),
+    ({"phase": "backwards"}, "phase='backwards'; known: forward, backward"),
+    ({"axis": 0}, "axis=0: the name of an axis is needed"),
+    ({"axis": Axis.alone("ring")}, "the name of an axis is needed"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "message"), LEDGER)
+def test_a_ledger_knows_what_it_counts(wanted, message):
+    ledger = CommLedger()
+    for ask in (ledger.bytes, ledger.messages):
+        with pytest.raises(ValueError, match=message):
+            ask(**wanted)
+
+
+# -- meshes, with a group that is there already, and primitives -------------------------------------------------------
+
+MESHES = [
+    ({"device_type": "gpu"}, "no backend for device type 'gpu'; known: cpu, cuda"),
+    ({"device_type": None}, "no backend for device type None"),
+    ({"device_type": torch.device("cpu")}, "no backend for device type device"),
+    ({"ring": 2.0}, "axis ring=2.0: an integer"),
+    ({"ring": True}, "axis ring=True: an integer"),
+    ({"ring": "2"}, "axis ring='2': an integer"),
+    ({"ring": 0}, "axis ring=0: every axis needs at least 1"),
+    ({"ring": -2}, "axis ring=-2: every axis"),
+    ({"ring": 3}, "= 3 ranks, but 2 are running"),
+    ({"timeout": 60}, "timeout=60: a datetime.timedelta above 0 is needed"),
+    ({"timeout": timedelta(0)}, "a datetime.timedelta above 0"),
+    ({"timeout": None}, "timeout=None: a datetime.timedelta"),
+]
+HEADS = torch.zeros(1, 4, 2, 3)
+PRIMITIVES = [
+    (lambda axis: gather_seq(None, axis), "x is a NoneType; a tensor is needed"),
+    (lambda axis: gather_seq(np.zeros((2, 4)), axis), "x is a ndarray; a tensor is needed; torch.as_tensor"),
+    (lambda axis: gather_seq(HEADS, axis, dim=1.0), "dim=1.0: an integer"),
+    (lambda axis: gather_seq(HEADS, axis, dim=4), r"x \(1, 4, 2, 3\) has no dim 4"),
+    (lambda axis: gather_seq(HEADS, axis, sizes=[4.0, 4.0]), "sizes=4.0: an integer"),
+    (lambda axis: gather_seq(HEADS, axis, sizes=[4]), "one for each of the 2 ranks"),
+    (lambda axis: scatter_sum(HEADS, axis, sizes=[True, 3]), "sizes=True: an integer"),
+    (lambda axis: scatter_sum([1.0], axis), "x is a list; a tensor"),
+    (lambda axis: seq_to_head(HEADS[0], axis), "needs 4 dims"),
+    (lambda axis: seq_to_head(None, axis), "x is a NoneType; a tensor"),
+    (lambda axis: seq_to_head(HEADS, axis, heads=[[0], [1]]), "one range for each of the 2 ranks"),
+    (lambda axis: head_to_seq(HEADS, axis, sizes=["2", 2]), "sizes='2': an integer"),
+    (lambda axis: merge_scatter(HEADS, HEADS[..., 0], axis, sizes=[2.0, 2]), "sizes=2.0: an integer"),
+    (lambda axis: gather_seq(HEADS, "ring"), "str is no mesh axis: a 1-D DeviceMesh is needed"),
+    (lambda axis: gather_seq(HEADS, axis.group), "ProcessGroup is no mesh axis: .* DeviceMesh.from_group makes one"),
+    (lambda axis: Axis.of(None), "NoneType is no mesh axis"),
+]
+
+
+def said_of_meshes() -> list[str]:
+    axis, found = Axis.of(mesh(ring=2)["ring"]), list[str]()
+    calls = [lambda options=options: build_mesh(**{"device_type": "cpu", "ring": 2} | options) for options, _ in MESHES]
+    calls += [lambda make=make: make(axis) for make, _ in PRIMITIVES]
+    for call in calls:
+        try:
+            with CommLedger() as ledger:
+                call()
+            found.append("accepted")
+        except ValueError as error:
+            found.append(str(error) if ledger.bytes() == 0 else "sent something")
+    return found
+
+
+def test_what_is_no_mesh_and_what_no_primitive_takes(worlds):
+    messages = [message for _, message in (*MESHES, *PRIMITIVES)]
+    for said in worlds(2).run(said_of_meshes):
+        for text, message in zip(said, messages, strict=True):
+            with pytest.raises(ValueError, match=message):
+                raise ValueError(text)
+
+
+def test_no_group_is_started_for_what_is_refused():
+    for wrong in ({"device_type": "gpu"}, {"device_type": "cpu", "timeout": 60}):
+        with pytest.raises(ValueError):
+            start_process_group(**wrong)
+    assert not torch.distributed.is_initialized()
