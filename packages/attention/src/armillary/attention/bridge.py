@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
-from armillary.core import wide
+from armillary.core import compat, outside_autocast, wide
+from armillary.core.gather import pivot
 from armillary.core.ledger import phase
 from armillary.core.traced import alone
 
@@ -55,11 +56,21 @@ class Plan:
 
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """The plan on local tensors, differentiable: (out [B, T, H, Dv], lse [B, T, H]; empty unless `with_lse`)."""
+    check_transforms(q, k, v, sinks)
     with plan.numbered() as number:
         out, lse, *_ = _forward(q, k, v, sinks, number)
     while plan.started:  # the op has not run: a checkpoint had its results
         plan.started.pop()()
     return out, lse
+
+
+def check_transforms(*tensors: Tensor | None) -> None:
+    """Refuses tensors that are to be followed in a way that an op here cannot be: jvp would find a tangent of 0."""
+    if compat.transforms_on() and any(x is not None and compat.transformed(x) for x in tensors):
+        raise ValueError(
+            "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "
+            "backward() or torch.autograd.grad"
+        )
 
 
 @torch.library.custom_op("armillary::attention", mutates_args=())
@@ -69,6 +80,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     """[out, lse, *saved]; saved is there only where the method saves others than q, k, v, out and lse themselves."""
+    with outside_autocast(q.device.type):
+        return [alone(x) for x in _results(plan, q, k, v, sinks)]
+
+
+def _results(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     method, call = plan.method, plan.call
     out, saved = method.resume(plan.started.pop() if plan.started else None, q, k, v, call)
     # The local lse costs communication where the method moves its tensors: only when it is needed.
@@ -78,8 +94,7 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
         inner_out, inner_lse = sunk(saved.out, saved.lse, sinks[heads.start : heads.stop])
         saved = saved._replace(out=inner_out, lse=inner_lse)
         out, lse = sunk(out, lse, sinks) if method.moves else (inner_out, inner_lse)
-    results = [out, lse, *saved] if method.moves else [out, lse]
-    return [alone(x) for x in results]
+    return [out, lse, *saved] if method.moves else [out, lse]
 
 
 def needs_lse(plan: Plan, sinks: Tensor | None) -> bool:
@@ -88,9 +103,12 @@ def needs_lse(plan: Plan, sinks: Tensor | None) -> bool:
 
 
 def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) as if each query also saw a key with score `sinks` [H] and value 0 (sinks, as in gpt-oss)."""
+    """(out, lse) as if each query also saw a key with score `sinks` [H] and value 0 (sinks, as in gpt-oss).
+
+    A sink of -inf is none; a query that sees no key has nothing else.
+    """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+    return (out * (lse - pivot(total)).exp().unsqueeze(-1)).to(out.dtype), total
 
 
 @_forward.register_fake
@@ -114,7 +132,7 @@ def _backward(
 
 def backward(plan: Plan, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), in the dtypes of q, k and v."""
-    with phase("backward"):
+    with phase("backward"), outside_autocast(dout.device.type):
         dq, dk, dv = plan.method.backward(dout, saved, plan.call)
     dq, dk, dv = (alone(dx.to(x.dtype)) for dx, x in zip((dq, dk, dv), saved, strict=False))
     return dq, dk, dv
@@ -162,7 +180,7 @@ def check_gradients(grads: Sequence[Tensor | None]) -> None:
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """dsinks [H] of this rank's tokens; like any parameter's, it is to be summed over ranks."""
-    weight = (sinks.to(lse.dtype) - lse).exp()
+    weight = (sinks.to(lse.dtype) - pivot(lse)).exp()
     return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 

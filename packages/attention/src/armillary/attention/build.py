@@ -111,10 +111,11 @@ def build_attention(
         backward: of Ring and WallFacer: what goes round in backward.
 
     Raises:
-        ValueError: an unknown name, a method that leaves an axis with more than one rank unused, or an option for a
-            method that does not have it.
+        ValueError: an unknown name, a method that leaves an axis with more than one rank unused, an option for a
+            method that does not have it, or a mesh without axes "ring" and "ulysses".
     """
     head, sequence, options = _parsed(name, Options(heads_per_stage, team, placement, backward))
+    _check_mesh(mesh)
     _check_used(name, "ring", mesh["ring"].size(), sequence != "local")
     _check_used(name, "ulysses", mesh["ulysses"].size(), bool(head))
     inner = Local() if sequence == "local" else SEQUENCE_METHODS[sequence].build(mesh["ring"], options)
@@ -164,6 +165,8 @@ def largest_team(ranks: int) -> int:
 
 def _parsed(name: str, options: Options) -> tuple[str, str, Options]:
     """(method on the head axis or "", method on the sequence axis or "local", options), all of them known."""
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"{name!r} is no name of an attention method; known: {', '.join(names())}")
     head, _, sequence = ("ulysses+ring" if name == "usp" else name).rpartition("+")
     if not head and sequence in HEAD_METHODS:
         head, sequence = sequence, "local"
@@ -176,6 +179,17 @@ def _parsed(name: str, options: Options) -> tuple[str, str, Options]:
             having = ", ".join(known for known, method in every.items() if option in method.has)
             raise ValueError(f"{name} takes no {option}={told!r}; that is for {having}")
     return head, sequence, options
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed, such as build_mesh makes")
+    axes = mesh.mesh_dim_names or ()
+    if missing := [axis for axis in ("ring", "ulysses") if axis not in axes]:
+        raise ValueError(
+            f"the mesh has axes {axes} and no {' and '.join(missing)}; make it by build_mesh, or a method "
+            f"from an axis, such as Ring(mesh[...])"
+        )
 
 
 def _check_used(name: str, axis: str, ranks: int, used: bool) -> None:

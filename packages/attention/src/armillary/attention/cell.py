@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved, head_runs
-from armillary.attention.kernels import Backward, Forward
+from armillary.attention.kernels import Backward, Forward, Scores, in_rows
 from armillary.attention.mask import Window
 from armillary.attention.merge import Merge, Part, Sum
 from armillary.core import span
@@ -30,25 +30,26 @@ class Cell:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
         """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
-        calls = tuple(self._kernel_calls())
+        calls, scores = tuple(self._kernel_calls()), self.call.scores
+        q, k, v = (in_rows(x) for x in (turned(q, scores), k, v))
         pieces = (Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in calls)
         with self._span("forward"):
-            for i, partial in self.call.kernel.forward_many(pieces, self.call.scores):
+            for i, partial in self.call.kernel.forward_many(pieces, scores.turned):
                 into.add(calls[i][0], *partial)
                 del partial  # so that the next one does not find it in memory
 
     def backward(self, dout: Tensor, saved: Saved, dq: Sum, dk: Sum, dv: Sum) -> None:
         """Adds the cell's share to dq, dk and dv; `saved` and dout [B, T, H, Dv] are of these queries and keys."""
-        q, k, v, out, lse = saved
-        calls = tuple(self._kernel_calls())
+        calls, scores, lse = tuple(self._kernel_calls()), self.call.scores, saved.lse
+        dout, q, k, v, out = (in_rows(x) for x in (dout, turned(saved.q, scores), saved.k, saved.v, saved.out))
         pieces = (
             Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
             for rows, columns, band in calls
         )
         with self._span("backward"):
-            for i, shares in self.call.kernel.backward_many(pieces, self.call.scores):
+            for i, shares in self.call.kernel.backward_many(pieces, scores.turned):
                 rows, columns, _ = calls[i]
-                dq.add(rows, shares[0])
+                dq.add(rows, turned(shares[0], scores))
                 dk.add(columns, shares[1])
                 dv.add(columns, shares[2])
                 del shares
@@ -71,3 +72,8 @@ class Cell:
                             (rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
                             tile.offsets,
                         )
+
+
+def turned(x: Tensor, scores: Scores) -> Tensor:
+    """q, or its gradient, for scores whose scale is above 0 (`Scores.turn`)."""
+    return x if scores.turn == 1 else x * scores.turn

@@ -9,11 +9,13 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.dtensor import axes_of
 from armillary.attention.local import Local
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.attention.schedule import Move, Schedule, Work, placed, to_each, together
 from armillary.core import Axis, SequenceLayout
+from armillary.core.grid import check_grid
 
 Arriving = Callable[[], Tensor]
 """Waits for a tensor that is on its way."""
@@ -96,17 +98,31 @@ def check_heads(heads: int, ranks: int, axis: str = "ulysses") -> None:
         )
 
 
+def checked_inner(inner: Method | None) -> Method:
+    """The method inside: Local unless given."""
+    if inner is not None and not isinstance(inner, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = inner.__name__ if isinstance(inner, type) else type(inner).__name__
+        raise ValueError(f"inner={found} is no method; give one that is made already, such as Ring(mesh['ring'])")
+    return Local() if inner is None else inner
+
+
 class HeadMethod(Method):
     """A method that turns sequence shards of one mesh axis of U ranks into head shards, around `inner`.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ulysses"]`, or an axis of one.
         inner: any method over other axes; Local unless given.
+
+    Raises:
+        ValueError: `inner` is no method, or works on an axis that does not span a grid of ranks with this one, such as
+            this one itself.
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
         self.axis = self.head_axis = Axis.of(axis)
-        self.inner = Local() if inner is None else inner
+        self.inner = checked_inner(inner)
+        for its in axes_of(self.inner):
+            check_grid(self.axis, its)
         self.shards = self.inner.shards * self.axis.size
         self.shard = self.inner.shard * self.axis.size + self.axis.rank
         self.sequence_shards = self.inner.sequence_shards

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from armillary.core import Visibility
-
-Window = tuple[int | None, int | None]
+from armillary.core.checked import Window, documents_of, flag, window_of
 
 
 @dataclass(frozen=True)
@@ -24,12 +22,13 @@ class AttentionMask:
         window: (left, right): `i - left <= j <= i + right`; None on a side is unbounded.
         documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the documents that the sequence is packed
             from; i and j must lie in one document. One list for all rows of a batch, or a list of lists, one for each
-            row. Integer tensors are accepted; kept as tuples.
+            row.
 
-    Hashable; cheap to compare; knows nothing of shards.
+    Sequences may be integer tensors or arrays; kept as tuples. Hashable; cheap to compare; knows nothing of shards.
 
     Raises:
-        ValueError: a negative window, boundaries that do not start at 0 or do not rise.
+        ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are no
+            integers, do not start at 0 or do not rise, or are of some rows only; causal neither True nor False.
     """
 
     causal: bool = True
@@ -42,9 +41,9 @@ class AttentionMask:
         window: Sequence[int | None] | None = None,
         documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> None:
-        object.__setattr__(self, "causal", bool(causal))
-        object.__setattr__(self, "window", _window(window))
-        object.__setattr__(self, "documents", _documents(documents))
+        object.__setattr__(self, "causal", flag("causal", causal))
+        object.__setattr__(self, "window", window_of(window))
+        object.__setattr__(self, "documents", documents_of(documents))
         # Looked up for every cell, and boundaries may be many. Of numbers only: pickles go to other processes.
         left, right = (-1 if side is None else side for side in self.window or (None, None))
         object.__setattr__(self, "ends", _tensor(self.documents))
@@ -117,28 +116,6 @@ class AttentionMask:
         return seen
 
 
-def _window(window: Sequence[int | None] | None) -> Window | None:
-    if window is None:
-        return None
-    if len(window) != 2 or any(side is not None and side < 0 for side in window):
-        raise ValueError(f"window {tuple(window)}: give (left, right), each None or at least 0")
-    return None if window[0] is None and window[1] is None else (window[0], window[1])
-
-
-def _documents(
-    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None,
-) -> tuple[int, ...] | tuple[tuple[int, ...], ...] | None:
-    if documents is None:
-        return None
-    values: Iterable[int | Iterable[int]] = documents.tolist() if isinstance(documents, Tensor) else documents
-    rows = [
-        list(v.tolist()) if isinstance(v, Tensor) else v if isinstance(v, int) else [int(x) for x in v] for v in values
-    ]
-    if rows and isinstance(rows[0], list):
-        return tuple(_boundaries(row) for row in rows if isinstance(row, list))
-    return _boundaries([int(row) for row in rows if not isinstance(row, list)])
-
-
 def _tensor(documents: tuple[int, ...] | tuple[tuple[int, ...], ...] | None) -> Tensor | None:
     if documents is None:
         return None
@@ -147,9 +124,3 @@ def _tensor(documents: tuple[int, ...] | tuple[tuple[int, ...], ...] | None) -> 
         return torch.tensor(documents, dtype=torch.int64, device="cpu")
     longest = max(map(len, rows), default=0)
     return torch.tensor([[*row, *[-1] * (longest - len(row))] for row in rows], dtype=torch.int64, device="cpu")
-
-
-def _boundaries(ends: Sequence[int]) -> tuple[int, ...]:
-    if len(ends) < 2 or ends[0] != 0 or any(a >= b for a, b in pairwise(ends)):
-        raise ValueError(f"document boundaries {list(ends)[:8]} must start at 0 and rise: 0, end of the first, ..., N")
-    return tuple(ends)

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import traced, traced_projected
-from armillary.attention.bridge import Plan, attend
+from armillary.attention.bridge import Plan, attend, check_transforms
 from armillary.attention.call import Call, Saved
+from armillary.attention.checks import check_are_tensors, check_hidden, check_options, check_tensors, in_one_dtype
 from armillary.attention.dtensor import attend_dtensors
-from armillary.attention.kernels import Inputs, Kernel, Scores, check_softcap, choose_kernel
+from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.traced_projected import Traceable
@@ -168,10 +169,10 @@ class Method(ABC):
             mask: in global positions.
             layout: how the sequence is sharded: over all ranks of the method, or over its sequence axis alone. May be
                 left out where there is one shard.
-            scale: of the scores; 1 / sqrt(D) unless given.
+            scale: of the scores, any finite number; 1 / sqrt(D) unless given.
             sinks: [H], a learned score for each head that takes part in the softmax and has value 0 (gpt-oss). Its
                 gradient is this rank's share, to be summed over ranks as that of any parameter.
-            softcap: c of c * tanh(score / c), where a kernel has it.
+            softcap: c of c * tanh(score / c), where a kernel has it; finite and above 0.
             key_layout: how the keys are sharded, for cross-attention: as many shards as `layout`.
             kernel: a kernel, or the name of one, such as "dense"; by default the first that takes the inputs.
             return_lse: also return the log-sum-exp of the scores; it has no gradient, and backward refuses one.
@@ -180,10 +181,17 @@ class Method(ABC):
             out [B, T, H, Dv] in the inputs' dtype; with `return_lse`, also lse [B, T, H] in the accumulation dtype. A
             query that sees no key gives 0 and lse = -inf.
 
+        Under autocast, inputs of one dtype are computed in it: none of this is on autocast's lists. Inputs of several
+        are cast to autocast's dtype, but for float64, as `scaled_dot_product_attention` casts them.
+
+        There is no forward-mode AD, and no transform of torch.func (grad, vjp, jvp, vmap) reaches into this.
+
         Raises:
-            ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them. Raised before any
-                communication.
+            ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them; an argument of
+                another type; tensors that torch.func or forward-mode AD follows. Raised before any communication.
         """
+        check_are_tensors(q, k, v, sinks)
+        check_options(mask, layout, key_layout, scale, softcap, return_lse)
         if any(isinstance(x, DTensor) for x in (q, k, v)):
             return attend_dtensors(
                 self,
@@ -222,9 +230,17 @@ class Method(ABC):
             x: [B, T, E], this rank's tokens.
             projections: from x to q, k and v. All else as in `__call__`.
 
+        Under autocast projections run as they do elsewhere, and what follows them does not; but q, k and v must have
+        one dtype.
+
         Returns:
             out [B, T, H, Dv].
+
+        Raises:
+            ValueError: as `__call__`.
         """
+        check_options(mask, layout, None, scale, softcap)
+        check_hidden(x, projections, sinks)
         if torch.compiler.is_compiling() and not self.staged:
             q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
             return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, return_lse=False)[0]
@@ -256,6 +272,7 @@ class Method(ABC):
     def project(self, x: Tensor, projections: Projections, call: Call, sinks: Tensor | None) -> Tensor:
         """`projected`, of a call that is checked already."""
         q = projections.q(x, range(projections.heads))
+        check_transforms(q)
         started = self.start(q.detach(), call.key_heads, call.layout)
         k, v = projections.kv(x, range(projections.key_heads))
         plan = Plan(self, call, with_lse=False, started=[] if started is None else [started])
@@ -275,9 +292,10 @@ class Method(ABC):
         kernel: str | Kernel | None,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = in_one_dtype(q, k, v)
         if torch.compiler.is_compiling():
             return traced.attend(self, q, k, v, mask, layout, key_layout, scale, sinks, softcap, kernel, return_lse)
-        call = self.call(q, k, v, Inputs.of(q, v, softcap), mask, layout, key_layout, scale, sinks, kernel)
+        call = self.call(q, k, v, softcap, mask, layout, key_layout, scale, sinks, kernel)
         return attend(Plan(self, call, return_lse), q, k, v, sinks)
 
     def call(
@@ -285,17 +303,21 @@ class Method(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        inputs: Inputs,
+        softcap: float | None,
         mask: AttentionMask,
         layout: SequenceLayout | None,
         key_layout: SequenceLayout | None,
         scale: float | None,
         sinks: Tensor | None,
         kernel: str | Kernel | None,
+        inputs: Inputs | None = None,
     ) -> Call:
-        """The call, all of it checked. Of the tensors, only shapes, dtypes and devices are looked at."""
-        self._check_tensors(q, k, v, sinks)
-        check_softcap(inputs.softcap)
+        """The call, all of it checked. Of the tensors, only shapes, dtypes and devices are looked at.
+
+        Args:
+            inputs: where q, k and v stand for others.
+        """
+        check_tensors(q, k, v, sinks)
         self.check(q, k, v)
         layout = self._sequence_layout(layout, q.shape[1])
         key_layout = self._sequence_layout(layout if key_layout is None else key_layout, k.shape[1])
@@ -305,9 +327,9 @@ class Method(ABC):
             mask,
             layout,
             key_layout,
-            Scores(q.shape[-1] ** -0.5 if scale is None else scale, inputs.softcap),
+            Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap),
             key_heads_of(q.shape[2], k.shape[2]),
-            choose_kernel(inputs, self.kernel if kernel is None else kernel),
+            choose_kernel(inputs or Inputs.of(q, v, softcap), self.kernel if kernel is None else kernel),
         )
 
     def call_for(
@@ -323,27 +345,14 @@ class Method(ABC):
         kernel: str | Kernel | None = None,
     ) -> Call:
         """The call that `projected` makes with these arguments, checked. Computes no more than one head of a token."""
+        check_options(mask, layout, None, scale, softcap)
         q, k, v = one_token(x, projections)
         inputs = Inputs.of(q, v, softcap)
         q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
         k, v = (
             torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
         )
-        return self.call(q, k, v, inputs, mask, layout, None, scale, sinks, kernel)
-
-    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        if not q.ndim == k.ndim == v.ndim == 4:
-            raise ValueError(f"{shapes}: each needs 4 dims, [batch, tokens, heads, head dim]")
-        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-            raise ValueError(f"{shapes}: q, k, v must agree in batch, k and v in tokens and heads, q and k in head dim")
-        if sinks is not None and sinks.shape != q.shape[2:3]:
-            raise ValueError(f"sinks {tuple(sinks.shape)}: one for each of the {q.shape[2]} query heads is needed")
-        if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-            raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: K must divide H")
-        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-            kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
-            raise ValueError(f"q, k, v must have one dtype and device; they are {kinds}")
+        return self.call(q, k, v, softcap, mask, layout, None, scale, sinks, kernel, inputs)
 
     def _sequence_layout(self, layout: SequenceLayout | None, tokens: int) -> SequenceLayout:
         """The layout over the sequence axis, checked against what this rank holds."""
@@ -361,7 +370,10 @@ class Method(ABC):
             raise ValueError(f"{layout} is not what attend.layout gives: refine a layout over {self.sequence_shards}")
         expected = fine.sizes[self.shard]
         if tokens != expected:
-            raise ValueError(f"shard {self.shard} of {coarse} has {expected} tokens; this rank passed {tokens}")
+            raise ValueError(
+                f"shard {self.shard} of {coarse} has {expected} tokens; this rank passed {tokens}. Tensors are [batch, "
+                f"tokens, heads, head dim]: transpose(1, 2) makes them of [batch, heads, tokens, head dim]"
+            )
         return coarse
 
 
@@ -372,6 +384,8 @@ def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
 
 def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = None) -> SequenceLayout:
     """The layout of a name that people type; `mask` as in `Method.layout`."""
+    if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed, or None for a causal one")
     match kind:
         case "zigzag":
             return SequenceLayout.zigzag(length, shards)

@@ -17,7 +17,7 @@ from armillary.attention.bridge import Plan, sinks_gradient, sunk
 from armillary.attention.call import Call
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.sources import Projected
-from armillary.core import Draws, Totals, as_now, wide
+from armillary.core import Draws, Totals, as_now, outside_autocast, wide
 from armillary.core.ledger import phase
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ def forward(plan: ProjectedPlan, x: Tensor, sinks: Tensor | None) -> tuple[Tenso
     out, lse = method.attend(Projected(x, plan.projections, draws=plan.draws), call)
     local_lse = lse.new_empty(0)
     if sinks is not None:
-        out, local_lse = sunk(out, method.lse_to_seq(lse, call), sinks)
-        lse = torch.logaddexp(lse, sinks[method.own_queries(call)].to(lse.dtype))
+        with outside_autocast(x.device.type):
+            out, local_lse = sunk(out, method.lse_to_seq(lse, call), sinks)
+            lse = torch.logaddexp(lse, sinks[method.own_queries(call)].to(lse.dtype))
     return out, lse, local_lse
 
 

@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from armillary.attention.checks import check_are_tensors, check_options
 from armillary.attention.mask import AttentionMask
 
 
@@ -80,8 +81,10 @@ def reference_attention(
         or float64 for float64 inputs.
 
     Raises:
-        ValueError: shapes or positions that do not fit together.
+        ValueError: shapes or positions that do not fit together, or arguments of other types.
     """
+    check_options(mask, None, None, scale, softcap)
+    check_are_tensors(q, k, v, sinks)
     _check_shapes(q, k, v)
     i = _positions(query_positions, q, "query")
     j = _positions(key_positions, k, "key")

@@ -12,7 +12,7 @@ With the zigzag layout every cell of a causal mask costs the same, so that all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +24,7 @@ from armillary.attention.method import Method
 from armillary.attention.rotation import Rotation
 from armillary.attention.schedule import Schedule, Steps, Work
 from armillary.core import Axis
+from armillary.core.checked import one_of
 
 Backward = Literal["auto", "keys", "queries"]
 
@@ -44,8 +45,8 @@ class Ring(Method):
 
     def __init__(self, axis: DeviceMesh, backward: Backward = "auto") -> None:
         self.axis = Axis.of(axis)
-        self.back = self.axis.twin()
         self.backward_moves: Backward = check_backward(backward)
+        self.back = self.axis.twin()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
@@ -65,9 +66,7 @@ class Ring(Method):
 
 def check_backward(backward: Backward) -> Backward:
     """Refuses anything but the three choices."""
-    if backward not in ("auto", "keys", "queries"):
-        raise ValueError(f"backward={backward!r}; known: auto, keys, queries")
-    return backward
+    return cast(Backward, one_of("backward", backward, get_args(Backward)))
 
 
 def fewer_bytes(choice: Backward, work: Work) -> Moving:

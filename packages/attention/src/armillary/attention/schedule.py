@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
 from armillary.attention.grid import Grid, grid_of
 from armillary.attention.mask import AttentionMask
 from armillary.core import Send, SequenceLayout, wide
+from armillary.core.checked import one_of
+from armillary.core.ledger import KINDS, PHASES
 
 if TYPE_CHECKING:
     from armillary.attention.call import Call, Saved
@@ -72,7 +74,13 @@ class Schedule:
     backward: Steps
 
     def bytes(self, rank: int, kind: Kind | None = None, phase: str | None = None, axis: Role | None = None) -> int:
-        """What a ledger counts on `rank`: by one kind, in one phase ("forward", "backward"), on one axis; None: all."""
+        """What a ledger counts on `rank`: by one kind, in one phase ("forward", "backward"), on one axis; None: all.
+
+        Raises:
+            ValueError: a kind, phase or axis that there is none of.
+        """
+        for name, word, known in (("kind", kind, KINDS), ("phase", phase, PHASES), ("axis", axis, get_args(Role))):
+            one_of(name, known[0] if word is None else word, known)
         wanted = (rank, kind, phase, axis)
         return sum(n for key, n in self._sent.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from armillary.attention.projections import Projections, TokenProjections
-from armillary.core import Draws, Totals, pieces, wide
+from armillary.core import Draws, Totals, as_now, pieces, wide
 
 Heads = Sequence[int]
 
 
 class Source(Protocol):
     """q, k and v of this rank's tokens, a few heads at a time."""
+
+    @property
+    def device_type(self) -> str:
+        """Where they are, such as "cpu"."""
+        ...
 
     def q(self, heads: Heads) -> Tensor:
         """[B, T, len(heads), D]"""
@@ -41,6 +46,10 @@ class Finished(Source):
 
     whole: tuple[Tensor, Tensor, Tensor]
     grads: tuple[Tensor, ...] = ()
+
+    @property
+    def device_type(self) -> str:
+        return self.whole[0].device.type
 
     def q(self, heads: Heads) -> Tensor:
         return select(self.whole[0], heads)
@@ -67,6 +76,8 @@ class Finished(Source):
 class Projected(Source):
     """q, k and v that are made of x when they are asked for, and made again in backward: nothing is kept.
 
+    Projections run under autocast as it is when this is constructed, whatever it is around them when they do.
+
     Args:
         x: [B, T, E], this rank's tokens.
         piece: tokens that are projected at once, where the projections know single tokens.
@@ -82,6 +93,13 @@ class Projected(Source):
     dx: Tensor | None = None
     totals: Totals = field(default_factory=Totals)
     draws: Draws = field(default_factory=Draws)
+
+    def __post_init__(self) -> None:
+        self.autocast = as_now(self.device_type)
+
+    @property
+    def device_type(self) -> str:
+        return self.x.device.type
 
     def q(self, heads: Heads) -> Tensor:
         (q,) = self._make(("q", *heads), lambda projections, x: (projections.q(x, heads),))
@@ -102,7 +120,7 @@ class Projected(Source):
         """The projections of all tokens, piece by piece: what lies between x and them never exists for all at once."""
         parts, whole = self._pieces(), list[Tensor]()
         for tokens, projections in parts:
-            with self.draws.at((what, tokens.start), self.x.device):
+            with self.autocast(), self.draws.at((what, tokens.start), self.x.device):
                 made = project(projections, self.x[:, tokens])
             if len(parts) == 1:
                 return made
@@ -115,7 +133,7 @@ class Projected(Source):
         """Adds to dx and to the parameters' totals what gradients of the projections, each in parts, come to."""
         for tokens, projections in self._pieces() if self.dx is not None or self.totals.parameters else []:
             x = self.x[:, tokens].detach().requires_grad_(self.dx is not None)
-            with torch.enable_grad(), self.draws.at((what, tokens.start), x.device):
+            with torch.enable_grad(), self.autocast(), self.draws.at((what, tokens.start), x.device):
                 made = project(projections, x)
             dmade = [torch.cat([part[:, tokens] for part in parts], dim=2) for parts in grads]
             pairs = [(y, dy.to(y.dtype)) for y, dy in zip(made, dmade, strict=True) if y.requires_grad]

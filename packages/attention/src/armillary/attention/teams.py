@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Literal
+from typing import Literal, get_args
 
 from armillary.attention.circle import Circle, Moving
 from armillary.core import SequenceLayout
+from armillary.core.checked import integer, one_of
 
 Placement = Literal["collect_intra", "p2p_intra"]
 
@@ -25,8 +26,8 @@ class Teams:
     placement: Placement
 
     def __post_init__(self) -> None:
-        if self.placement not in ("collect_intra", "p2p_intra"):
-            raise ValueError(f"placement={self.placement!r}; known: collect_intra, p2p_intra")
+        one_of("placement", self.placement, get_args(Placement))
+        object.__setattr__(self, "team", integer("team", self.team))
         if self.team < 1 or self.ranks % self.team**2:
             fitting = [c for c in range(1, isqrt(self.ranks) + 1) if self.ranks % c**2 == 0]
             raise ValueError(f"team={self.team}: its square must divide the {self.ranks} ranks; possible: {fitting}")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from armillary.attention import bridge
 from armillary.attention.call import Saved
-from armillary.attention.kernels import KERNELS, Inputs, Kernel, check_softcap
+from armillary.attention.kernels import KERNELS, Kernel
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout, wide
 
@@ -99,9 +99,8 @@ def options_of(
     """The call in what an op may take.
 
     Raises:
-        ValueError: a softcap that is not above 0, or a kernel that has no name by which an op finds it.
+        ValueError: a kernel that has no name by which an op finds it.
     """
-    check_softcap(softcap)
     if kernel is not None and not isinstance(kernel, str) and not any(kernel is known for known in KERNELS):
         raise ValueError(f"torch.compile takes kernels of {', '.join(known.name for known in KERNELS)}; got {kernel}")
     left, right = mask.window or (None, None)
@@ -112,7 +111,7 @@ def options_of(
         -1 if right is None else right,
         "" if layout is None else layout.text,
         "" if key_layout is None else key_layout.text,
-        head_dim**-0.5 if scale is None else scale,
+        head_dim**-0.5 if scale is None else float(scale),
         softcap or 0.0,
         (kernel if isinstance(kernel, str) else kernel.name) if kernel else "",
         return_lse,
@@ -128,9 +127,8 @@ def plan(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ends: Tensor | N
     """What `Method.__call__` makes of the same call, checked as it does."""
     method: Method = NUMBERED[int(options.method)]
     mask = mask_of(options, ends)
-    inputs = Inputs.of(q, v, options.softcap or None)
     layouts = layout_of(options.layout), layout_of(options.key_layout)
-    call = method.call(q, k, v, inputs, mask, *layouts, options.scale, sinks, options.kernel or None)
+    call = method.call(q, k, v, options.softcap or None, mask, *layouts, options.scale, sinks, options.kernel or None)
     return bridge.Plan(method, call, options.with_lse)
 
 

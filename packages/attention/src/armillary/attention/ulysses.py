@@ -27,6 +27,9 @@ class Ulysses(HeadMethod):
         axis: a 1-D mesh, such as `mesh["ulysses"]`.
         inner: any method over other axes.
 
+    Raises:
+        ValueError: `inner` is no method, or works on this axis or on one that shares other ranks with it.
+
     Bytes sent, for e bytes an element and a an accumulated gradient element, where U divides H and T tokens: forward
     (U - 1) / U * (2 H + 2 max(K, U)) B T D e, backward (U - 1) / U * (2 H e + 2 max(K, U) c) B T D: dout there, dq and
     dk, dv back, where c = e, or a if ranks share key heads (K < U), whose sums are not finished. In general rank u,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call import Call, Saved
-from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, Inside, split_heads
+from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, Inside, checked_inner, split_heads
 from armillary.attention.method import Method
 from armillary.attention.projected import attend_projected
 from armillary.attention.projections import Projections
@@ -32,12 +32,14 @@ from armillary.attention.stages import Keys, Share, Stage, stages
 from armillary.core import (
     Axis,
     PackedHeads,
+    outside_autocast,
     start_head_to_parts,
     start_head_to_seq,
     start_packed_to_head,
     start_seq_to_head,
     wide,
 )
+from armillary.core.checked import flag, integer
 
 Column = Callable[[Heads], Tensor]
 """Gives [B, T, len(heads), D] of this rank's tokens."""
@@ -83,7 +85,8 @@ class UPipe(HeadMethod):
     v, lse goes there and back besides, (U - 1) / U * B T H a each way.
 
     Raises:
-        ValueError: heads_per_stage is no multiple of U, or `inner` has a head axis of its own.
+        ValueError: heads_per_stage is no multiple of U; `inner` is no method, has a head axis of its own, or works on
+            this axis or on one that shares other ranks with it.
     """
 
     staged = True
@@ -95,11 +98,10 @@ class UPipe(HeadMethod):
         heads_per_stage: int | None = None,
         prefetch: bool = False,
     ) -> None:
+        if checked_inner(inner).head_axis is not None:
+            raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
         super().__init__(axis, inner)
-        check_stages(heads_per_stage, self.axis.size)
-        if self.inner.head_axis is not None:
-            raise ValueError(f"inner {type(self.inner).__name__} divides heads itself; give a sequence-axis method")
-        self.heads_per_stage, self.prefetch = heads_per_stage, prefetch
+        self.heads_per_stage, self.prefetch = heads_of(heads_per_stage, self.axis.size), flag("prefetch", prefetch)
 
     @classmethod
     def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
@@ -149,7 +151,8 @@ class UPipe(HeadMethod):
             moving = start_head_to_parts(part, self.axis, sizes, stage.query_ranges)
             place(out, stage.queries, moving.wait())
 
-        self._each_stage(call, source, [source.q], work)
+        with outside_autocast(source.device_type):
+            self._each_stage(call, source, [source.q], work)
         out, lse = results
         return out, lse
 
@@ -175,7 +178,8 @@ class UPipe(HeadMethod):
                 source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, call))
 
         columns: list[Column] = [source.q, partial(select, out), partial(select, dout)]
-        self._each_stage(call, source, columns, work)
+        with outside_autocast(source.device_type):
+            self._each_stage(call, source, columns, work)
 
     def lse_to_seq(self, lse: Tensor, call: Call) -> Tensor:
         """lse [B, n, h] of this rank's heads -> [B, T, H] of its tokens."""
@@ -285,10 +289,14 @@ def _plan(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | None) -
     return stages(key_heads, split_heads(key_heads, ranks).queries, min(heads_per_stage or every, every))
 
 
-def check_stages(heads_per_stage: int | None, ranks: int) -> None:
-    """Refuses heads that do not go round."""
-    if heads_per_stage is not None and (heads_per_stage < 1 or heads_per_stage % ranks):
+def heads_of(heads_per_stage: int | None, ranks: int) -> int | None:
+    """Query heads of a stage, if they go round; None: all of them."""
+    if heads_per_stage is None:
+        return None
+    found = integer("heads_per_stage", heads_per_stage)
+    if found < 1 or found % ranks:
         raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {ranks} ranks")
+    return found
 
 
 # -- what is sent and computed ----------------------------------------------------------------------------------------
@@ -364,7 +372,7 @@ def schedule(
     prefetch: bool = False,
 ) -> Schedule:
     """What `UPipe` with these options sends and computes on `ranks` ranks of the head axis, around a method."""
-    check_stages(heads_per_stage, ranks)
+    heads_per_stage = heads_of(heads_per_stage, ranks)
     moves = HeadMoves(work, ranks)
     inside = lru_cache(partial(moves.inside, inner))  # stages are much alike
     walk = Stages(moves, inside, _plan(work.key_heads, ranks, heads_per_stage), prefetch)

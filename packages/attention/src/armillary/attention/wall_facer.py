@@ -38,6 +38,7 @@ from armillary.core import (
     start_merge_scatter,
     start_scatter_sum,
 )
+from armillary.core.checked import flag
 
 Tensors = Sequence[Tensor]
 Gathering = Callable[[], tuple[Tensor, ...]]
@@ -76,11 +77,11 @@ class WallFacer(Method):
     ) -> None:
         self.axis = Axis.of(axis)
         self.teams = Teams(self.axis.size, team, placement)
+        self.gather_keys = flag("gather_keys", gather_keys)
+        self.backward_moves: Backward = check_backward(backward)
         self.seat = self.teams.seat(self.axis.rank)
         self.back = self.axis.twin()
         self.mates = self.axis.part(self.teams.mates(self.seat[0]))
-        self.gather_keys = gather_keys
-        self.backward_moves: Backward = check_backward(backward)
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 

@@ -7,7 +7,7 @@ from armillary.attention.kernels.cuda_flash import CudaFlash
 from armillary.attention.kernels.dense import Dense
 from armillary.attention.kernels.flash_attn_2 import FlashAttn2
 from armillary.attention.kernels.flash_attn_3 import FlashAttn3
-from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, check_softcap
+from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, check_softcap, in_rows
 
 __all__ = [
     "KERNELS",
@@ -23,6 +23,7 @@ __all__ = [
     "Scores",
     "check_softcap",
     "choose_kernel",
+    "in_rows",
 ]
 
 KERNELS: tuple[Kernel, ...] = (CpuFlash(), FlashAttn3(), FlashAttn2(), CudaFlash(), Dense())
@@ -33,8 +34,10 @@ def choose_kernel(inputs: Inputs, wanted: str | Kernel | None = None) -> Kernel:
     """The first kernel that accepts these inputs; only the `wanted` one, by itself or by its name, if that is given.
 
     Raises:
-        ValueError: none does; gives each one's reason.
+        ValueError: none does; gives each one's reason. Or what is wanted is neither a kernel nor the name of one.
     """
+    if not isinstance(wanted, str | None) and not hasattr(wanted, "refuses"):
+        raise ValueError(f"kernel={wanted!r} is no kernel, nor a name: {', '.join(kernel.name for kernel in KERNELS)}")
     reasons: list[str] = []
     named = [kernel for kernel in KERNELS if wanted in (None, kernel.name)]
     candidates = named if wanted is None or isinstance(wanted, str) else [wanted]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, refuses_dtype
+from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, in_rows, refuses_dtype
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
 
@@ -38,7 +38,7 @@ class CpuFlash(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
         flip, dim = band[0] is not None, v.shape[3]
-        q, k, v = (_heads_first(x, flip) for x in _one_dim(q, k, v))
+        q, k, v = (_heads_first(in_rows(x), flip) for x in _one_dim(q, k, v))
         out, lse = _forward(q, k, v, 0.0, band != (None, None), scale=scores.scale)
         return _tokens_first(out, flip)[..., :dim], _tokens_first(lse, flip)
 
@@ -46,7 +46,7 @@ class CpuFlash(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         flip, dims = band[0] is not None, (q.shape[3], k.shape[3], v.shape[3])
-        dout, q, k, v, out = (_heads_first(x, flip) for x in _one_dim(dout, q, k, v, out))
+        dout, q, k, v, out = (_heads_first(in_rows(x), flip) for x in _one_dim(dout, q, k, v, out))
         grads = _backward(dout, q, k, v, out, _heads_first(lse, flip), 0.0, band != (None, None), scale=scores.scale)
         dq, dk, dv = (_tokens_first(x, flip)[..., :dim] for x, dim in zip(grads, dims, strict=True))
         return dq, dk, dv

@@ -56,7 +56,7 @@ class Dense(Kernel):
         """(rows, the columns that they see, their band) of each block."""
         batch, queries, heads, _ = q.shape
         row_bytes = batch * heads * k.shape[1] * _wide(q).itemsize
-        step = max(1, self.score_bytes // row_bytes)
+        step = max(1, self.score_bytes // max(1, row_bytes))  # of an empty batch, none
         whole = Tile(0, queries, 0, k.shape[1], *band)
         for start in range(0, queries, step):
             if block := whole.rows(start, start + step):

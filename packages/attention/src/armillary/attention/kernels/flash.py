@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, refuses_dtype
+from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, in_rows, refuses_dtype
 from armillary.attention.kernels.packing import Lengths, lengths, packed, packs, unpacked, window
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
+
+ALIGNED = 8
+"""Elements of 16 bits: the kernels read 16 bytes at once, from where a row begins."""
 
 
 class Flash(Kernel):
@@ -58,14 +61,14 @@ class Flash(Kernel):
         return cut_rows(tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = _rows_whole(q, k, v)
+        q, k, v = (in_rows(x, ALIGNED) for x in (q, k, v))
         out, lse = self.call_forward(q, k, v, window_of(band, q.shape[1], k.shape[1]), scores, None)
         return out, lse.mT
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = _rows_whole(dout, q, k, v, out)
+        dout, q, k, v, out = (in_rows(x, ALIGNED) for x in (dout, q, k, v, out))
         tensors = (dout, q, k, v, out, lse.mT.contiguous())
         return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
 
@@ -124,8 +127,3 @@ def found(module: str) -> bool:
 def parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     """What a function of an installed release takes; also of one that `torch.library.custom_op` has made."""
     return tuple(signature(getattr(function, "_init_fn", function)).parameters.values())
-
-
-def _rows_whole(*tensors: Tensor) -> list[Tensor]:
-    """The kernels want the head dim contiguous; the others may have any strides."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

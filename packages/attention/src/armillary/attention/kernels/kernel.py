@@ -12,16 +12,31 @@ from torch import Tensor
 
 from armillary.attention.mask import Window
 from armillary.attention.tiles import Tile
+from armillary.core.checked import number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What attention is computed in here; narrower ones need scales of their own."""
 
 
 class Scores(NamedTuple):
-    """From a dot product to a score: `scale * q k`, then, where there is a softcap c, `c * tanh(score / c)`."""
+    """From a dot product to a score: `scale * q k`, then, where there is a softcap c, `c * tanh(score / c)`.
+
+    Kernels take a scale above 0 only, for they look for the largest score before they scale it, and hide keys by
+    -inf. `turn` is what q, and then dq, is to be multiplied by instead: with `turned` scores that gives the same.
+    """
 
     scale: float
     softcap: float | None = None
+
+    @property
+    def turn(self) -> int:
+        """The sign of the scale: 1, -1 or 0."""
+        return (self.scale > 0) - (self.scale < 0)
+
+    @property
+    def turned(self) -> Scores:
+        """The same with a scale above 0."""
+        return self if self.scale > 0 else self._replace(scale=abs(self.scale) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,8 @@ class Kernel(Protocol):
     """Attention of one tile. Stateless; head h of `q` uses head h // (H / K) of `k` and `v`. There is no dropout.
 
     Shapes: q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out and dout [B, T, H, Dv], lse [B, T, H] in the
-    accumulation dtype (float32, float64 for float64). Each row of the tile sees at least one column.
+    accumulation dtype (float32, float64 for float64). Each row of the tile sees at least one column. Head dims are
+    contiguous and rows apart (`in_rows`), and scales above 0.
 
     Subclass it: `forward_many` and `backward_many` then need not be written.
     """
@@ -112,9 +128,24 @@ class Kernel(Protocol):
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Refuses what would divide by zero, or turn scores round."""
-    if softcap is not None and not softcap > 0:
+    """Refuses what would divide by zero or infinity, or turn scores round."""
+    if softcap is not None and not number("softcap", softcap, ", or None for no cap") > 0:
         raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
+
+
+def in_rows(x: Tensor, multiple: int = 1) -> Tensor:
+    """x [..., D] as kernels can read it, and lay out what they return like it: itself, or a copy.
+
+    Each row of D elements is one run of memory, apart from the others: not strided, not expanded, not overlapping.
+
+    Args:
+        multiple: of elements, at which rows begin.
+    """
+    *outer, last = x.stride()
+    apart = last == 1 and min(outer) >= x.shape[-1]
+    if apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def refuses_dtype(dtype: torch.dtype, accepted: tuple[torch.dtype, ...]) -> str | None:

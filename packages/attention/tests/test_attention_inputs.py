@@ -1,0 +1,432 @@
+"""Whatever inputs look like in memory, under autocast, and with any scale: results are those of the formula."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+
+from armillary.attention import (
+    AllGatherKV,
+    AttentionMask,
+    Local,
+    Method,
+    Ring,
+    TokenRing,
+    Ulysses,
+    UPipe,
+    WallFacer,
+    reference_attention,
+)
+from armillary.attention.kernels import CpuFlash, CudaFlash, Dense, FlashAttn2, FlashAttn3, Scores, in_rows
+from armillary.core import Axis, SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+N, HEADS, KEY_HEADS, DIM = 24, 4, 2, 8
+CAUSAL = AttentionMask()
+
+# -- what inputs may look like in memory -------------------------------------------------------------------------------
+
+Order = Callable[[Tensor], Tensor]
+"""From a tensor to one of the same values, laid out in memory in another way."""
+
+ORDERS: dict[str, Order] = {
+    "head dim outside heads": lambda x: x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
+    "tokens innermost": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batch innermost": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "every other element": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2],
+    "every other token": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], 2).flatten(1, 2)[:, ::2],
+    "an offset": lambda x: torch.cat([x.new_full((3,), torch.nan), x.flatten()])[3:].view(x.shape),
+}
+SAME = {
+    "one row of the batch for all": lambda x: x[:1].expand(x.shape),
+    "one head for all": lambda x: x[:, :, :1].expand(x.shape),
+    "one number a head": lambda x: x[..., :1].expand(x.shape),
+    "overlapping": lambda x: x.flatten(2)[..., : x.shape[2] + x.shape[3] - 1].unfold(2, x.shape[3], 1),
+}
+"""Other values: parts are the same memory."""
+
+
+def of_four() -> dict[str, Method]:
+    ring, both = mesh(ring=4)["ring"], mesh(ring=2, ulysses=2)
+    return {
+        "ring of keys": Ring(ring, backward="keys"),
+        "ring of queries": Ring(ring, backward="queries"),
+        "token_ring": TokenRing(ring),
+        "wall_facer": WallFacer(ring, team=2),
+        "wall_facer, keys alone": WallFacer(ring, team=2, gather_keys=False),
+        "all_gather": AllGatherKV(ring),
+        "usp": Ulysses(both["ulysses"], inner=Ring(both["ring"])),
+        "upipe": UPipe(both["ulysses"], inner=Ring(both["ring"]), heads_per_stage=2),
+    }
+
+
+def made(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dout of the whole sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    q, k, v, dout = (torch.randn(2, N, h, DIM, generator=generator, dtype=torch.float64) for h in heads)
+    return q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype)
+
+
+def worst(attend: Method, whole: tuple[Tensor, ...], order: Order = lambda x: x, **options) -> float:
+    """The largest error of out, dq, dk, dv, each relative to its norm, against float64; inputs laid out by `order`."""
+    layout = attend.layout(N)
+    q, k, v, dout = (order(layout.take(x, attend.shard)) for x in whole)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs, mask=CAUSAL, layout=layout, **options)
+    got = (out, *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
+    exact = [x.double().requires_grad_() for x in whole[:3]]
+    wanted = reference_attention(*exact, mask=CAUSAL, scale=options.get("scale"), softcap=options.get("softcap"))
+    wanted = [wanted, *torch.autograd.grad(wanted, exact, whole[3].double())]
+    wanted = [layout.take(x, attend.shard) for x in wanted]
+    # A gradient that is 0 (with scale 0) has no norm of its own.
+    return max(
+        relative_error(a.double(), b) if b.norm() > 0 else a.double().norm().item()
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+def in_any_order() -> list[str]:
+    found = list[str]()
+    for name, attend in of_four().items():
+        for kind, order in ORDERS.items():
+            if (error := worst(attend, made(torch.float64), order)) > 1e-12:
+                found.append(f"{name}, {kind}: {error:.1e}")
+    return found
+
+
+def test_memory_order_does_not_matter(worlds):
+    assert worlds(4).run(in_any_order) == [[]] * 4
+
+
+@pytest.mark.parametrize("kernel", ["cpu_flash", "dense"])
+@pytest.mark.parametrize("kind", [*ORDERS, *SAME])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_every_kernel_takes_every_memory_order(kernel, kind, dtype):
+    """q, k, v, dout, out and lse, one after the other, as the same values in memory as usual."""
+    order = {**ORDERS, **SAME}[kind]
+    q, k, v, dout = made(dtype)
+    layout = SequenceLayout.contiguous(N, 1)
+    chosen = {"cpu_flash": CpuFlash(), "dense": Dense()}[kernel]
+    for laid_out in range(4):
+        inputs = [order(x) if i == laid_out else x for i, x in enumerate((q, k, v, dout))]
+        plain = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+        results = list[list[Tensor]]()
+        for tensors in (inputs, plain):
+            leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+            out = Local()(*leaves, mask=CAUSAL, layout=layout, kernel=chosen)
+            results.append([out, *torch.autograd.grad(out, leaves, tensors[3])])
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [*ORDERS, *SAME])
+@pytest.mark.parametrize(
+    "kernel", [CpuFlash(), CudaFlash(), FlashAttn2(), FlashAttn3()], ids=lambda kernel: kernel.name
+)
+def test_kernels_are_called_with_rows_that_are_whole(monkeypatch, kernel, kind):
+    """Whatever comes in: the head dim contiguous, rows apart, and where a kernel wants it, aligned."""
+    seen = list[Tensor]()
+
+    def forward(q, k, v, *_, **__):
+        seen.extend((q, k, v))
+        out = torch.empty(q.shape)
+        return out, torch.empty(q.shape[:-1]).mT
+
+    def backward(tensors, *_, **__):
+        seen.extend(tensors[:5])
+        return tuple(torch.empty(x.shape) for x in tensors[1:4])
+
+    if isinstance(kernel, CpuFlash):
+        import armillary.attention.kernels.cpu_flash as module
+
+        monkeypatch.setattr(module, "_forward", lambda q, k, v, *_, **__: forward(q, k, v))
+        monkeypatch.setattr(module, "_backward", lambda *tensors, **_: backward(tensors))
+    else:
+        monkeypatch.setattr(type(kernel), "call_forward", lambda self, *given: forward(*given))
+        monkeypatch.setattr(type(kernel), "call_backward", lambda self, *given: backward(*given))
+    q, k, v, dout = ({**ORDERS, **SAME}[kind](x) for x in made(torch.float32))
+    kernel.forward(q, k, v, (None, 0), Scores(0.3))
+    kernel.backward(dout, q, k, v, dout, torch.zeros(2, N, HEADS), (None, 0), Scores(0.3))
+    assert len(seen) == 8
+    multiple = 1 if isinstance(kernel, CpuFlash) else 8
+    assert all(x.stride(-1) == 1 and min(x.stride()[:-1]) >= DIM for x in seen)
+    assert all(start % multiple == 0 for x in seen for start in (x.storage_offset(), *x.stride()[:-1]))
+
+
+def test_the_usual_memory_orders_are_not_copied():
+    x = torch.randn(2, 6, 3, 4, 8)  # q, k and v of one projection
+    for usual in (x[:, :, 1], x.transpose(1, 3)[:, :, :, 2], x[:, 2:5, 0], x[:1, :, 1], x[:, :, 0, :1]):
+        assert in_rows(usual, 8) is usual
+
+
+# -- scales -----------------------------------------------------------------------------------------------------------
+
+SCALES = (-0.4, 0, -3, 1e-6, 0.7)
+
+
+@pytest.mark.parametrize("kernel", ["cpu_flash", "dense"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("mask", [CAUSAL, AttentionMask(False, (3, 2)), AttentionMask(documents=[0, 5, N])], ids=str)
+def test_any_finite_scale_will_do(kernel, scale, mask):
+    q, k, v, dout = made(torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got, wanted = (
+        (*results, *torch.autograd.grad(results[0], leaves, dout))
+        for results in (
+            Local()(*leaves, mask=mask, scale=scale, kernel=kernel, return_lse=True),
+            reference_attention(*leaves, mask=mask, scale=scale, return_lse=True),
+        )
+    )
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0])
+def test_any_finite_scale_will_do_with_a_softcap(scale):
+    assert worst(Local(), made(torch.float64), scale=scale, softcap=1.5) < 1e-12
+
+
+def scaled() -> list[str]:
+    found = list[str]()
+    for name, attend in of_four().items():
+        for scale in (-0.4, 0):
+            if (error := worst(attend, made(torch.float64), scale=scale)) > 1e-12:
+                found.append(f"{name}, scale {scale}: {error:.1e}")
+    return found
+
+
+def test_any_finite_scale_will_do_on_ranks(worlds):
+    assert worlds(4).run(scaled) == [[]] * 4
+
+
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def under_autocast() -> list[str]:
+    """Inputs of one dtype are computed in it, whatever autocast is for; forward, and backward in it or outside."""
+    found = list[str]()
+    limits = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+    for name, attend in of_four().items():
+        for dtype, limit in limits.items():
+            for options in ({}, {"kernel": "dense"}, {"softcap": 2.0}):
+                with torch.autocast("cpu", torch.bfloat16):
+                    error = worst(attend, made(dtype), **options)
+                if not error < limit:
+                    found.append(f"{name}, {dtype}, {options}: {error:.1e}")
+    return found
+
+
+def test_autocast_does_not_reach_into_attention(worlds):
+    assert worlds(4).run(under_autocast) == [[]] * 4
+
+
+def mixed() -> list[str]:
+    """q and k as RoPE leaves them, in float32, and v as autocast does: cast, as scaled_dot_product_attention casts."""
+    found = list[str]()
+    for name, attend in of_four().items():
+        layout = attend.layout(N)
+        q, k, v, _ = (layout.take(x, attend.shard) for x in made(torch.float32))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend(q, k, v.bfloat16(), mask=CAUSAL, layout=layout)
+        same = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask=CAUSAL, layout=layout)
+        if out.dtype != torch.bfloat16 or not torch.equal(out, same):
+            found.append(name)
+    return found
+
+
+def test_dtypes_that_differ_under_autocast_become_that_of_autocast(worlds):
+    assert worlds(4).run(mixed) == [[]] * 4
+
+
+def test_dtypes_that_differ_are_refused_outside_of_autocast_and_with_float64_within():
+    q, k, v, _ = made(torch.float32)
+    with pytest.raises(ValueError, match=r"one dtype and device; they are torch\.float32 on cpu"):
+        Local()(q, k, v.bfloat16(), mask=CAUSAL)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="one dtype and device"):
+        Local()(q, k, v.double(), mask=CAUSAL)
+
+
+class Projections(nn.Module):
+    """Linear layers that note in which dtype they compute."""
+
+    heads, key_heads = HEADS, KEY_HEADS
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_q, self.to_kv = nn.Linear(16, HEADS * DIM), nn.Linear(16, 2 * KEY_HEADS * DIM)
+        self.noted = set[torch.dtype]()
+
+    def q(self, x: Tensor, heads) -> Tensor:
+        return self._note(self.to_q(x)).unflatten(-1, (HEADS, DIM))[:, :, list(heads)]
+
+    def kv(self, x: Tensor, heads) -> Iterator[Tensor]:
+        kv = self._note(self.to_kv(x)).unflatten(-1, (2, KEY_HEADS, DIM))[:, :, :, list(heads)]
+        return tuple(kv.unbind(2))
+
+    def _note(self, x: Tensor) -> Tensor:
+        self.noted.add(x.dtype)
+        return x
+
+
+class Watching(Dense):
+    """A kernel that notes whether autocast is on."""
+
+    seen: ClassVar[set[bool]] = set()
+
+    def forward(self, q, k, v, band, scores):
+        self.seen.add(torch.is_autocast_enabled("cpu"))
+        return super().forward(q, k, v, band, scores)
+
+    def backward(self, *given):
+        self.seen.add(torch.is_autocast_enabled("cpu"))
+        return super().backward(*given)
+
+
+@pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)], ids=["plain", "stages"])
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(HEADS)], ids=["", "sinks"])
+def test_projections_run_under_autocast_and_attention_does_not(attend, backward_inside, sinks):
+    projections, x, kernel = Projections(), torch.randn(2, N, 16, requires_grad=True), Watching()
+    kernel.seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend.projected(x, projections, mask=CAUSAL, sinks=sinks, kernel=kernel)
+        if backward_inside:
+            out.float().sum().backward()
+    if not backward_inside:
+        out.float().sum().backward()
+    assert projections.noted == {torch.bfloat16} and kernel.seen == {False}
+
+
+# -- sinks that are none ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 0.5])
+def test_a_sink_of_minus_infinity_is_none_even_for_a_query_that_sees_nothing(sink):
+    """Of 24 queries, those from 14 on see none of 12 keys."""
+    q, k, v, dout = made(torch.float64)
+    k, v = k[:, :12], v[:, :12]
+    sinks = torch.tensor([sink, -math.inf, 0.1, sink], dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    mask, keys = AttentionMask(causal=False, window=(2, 0)), SequenceLayout.contiguous(12, 1)
+    layout = SequenceLayout.contiguous(N, 1)
+    got = Local()(*leaves[:3], mask=mask, layout=layout, key_layout=keys, sinks=leaves[3])
+    wanted = reference_attention(*leaves[:3], mask=mask, sinks=leaves[3])
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    finite = torch.autograd.grad(got, leaves, dout)
+    assert all(grad.isfinite().all() for grad in finite)
+    for a, b in zip(finite[:3], torch.autograd.grad(wanted, leaves, dout), strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# -- what autograd may do with the result -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"))], ids=["local", "upipe"])
+def test_the_result_can_be_written_to_as_that_of_any_other_attention(attend):
+    q, k, v, _ = (x.requires_grad_() for x in made(torch.float32))
+    out = attend(q, k, v, mask=CAUSAL)
+    assert not out._is_view()
+    out.add_(1)
+    out, lse = attend(q, k, v, mask=CAUSAL, return_lse=True)
+    out *= 2
+    lse.detach().add_(1)
+    with torch.no_grad():
+        attend(q, k, v, mask=CAUSAL).add_(1)
+
+
+def test_a_projected_result_can_be_written_to():
+    for attend in (Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)):
+        attend.projected(torch.randn(1, N, 16), Projections(), mask=CAUSAL).add_(1)
+
+
+def tangent(inputs: list[Tensor], which: int) -> Tensor:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, torch.ones_like(x)) if i == which else x for i, x in enumerate(inputs)]
+        return Local()(*duals[:3], mask=CAUSAL, sinks=duals[3])
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_forward_mode_is_refused_rather_than_given_a_tangent_of_zero(which):
+    inputs = [*made(torch.float32)[:3], torch.zeros(HEADS)]
+    with pytest.raises(ValueError, match=r"forward-mode AD .* use backward"):
+        tangent(inputs, which)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return Local()(q, k, v, mask=CAUSAL)
+
+
+TRANSFORMS = {
+    "jvp": lambda q, k, v: torch.func.jvp(lambda q: attended(q, k, v), (q,), (torch.ones_like(q),)),
+    "grad": lambda q, k, v: torch.func.grad(lambda q: attended(q, k, v).sum())(q),
+    "vjp": lambda q, k, v: torch.func.vjp(lambda q: attended(q, k, v), q),
+    "vmap": lambda q, k, v: torch.func.vmap(lambda q: attended(q, k, v))(torch.stack([q, q])),
+    "jacfwd": lambda q, k, v: torch.func.jacfwd(lambda v: attended(q, k, v).sum())(v),
+    "projected": lambda q, k, v: torch.func.jvp(
+        lambda x: Local().projected(x, Projections(), mask=CAUSAL), (torch.ones(1, N, 16),), (torch.ones(1, N, 16),)
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused_by_name(transform):
+    with pytest.raises(ValueError, match=r"torch.func's transforms \(jvp, grad, vjp, vmap\)"):
+        TRANSFORMS[transform](*made(torch.float32)[:3])
+
+
+def test_what_a_transform_does_not_follow_is_computed():
+    q, k, v, _ = made(torch.float32)
+    _, slope = torch.func.jvp(lambda a: a * attended(q, k, v).sum(), (torch.tensor(1.0),), (torch.tensor(1.0),))
+    torch.testing.assert_close(slope, attended(q, k, v).sum())
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, _ = (x.requires_grad_() for x in made(torch.float32))
+    (dq,) = torch.autograd.grad(attended(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        dq.sum().backward()
+
+
+def test_cells_ask_of_a_kernel_what_it_can_do():
+    """A kernel of one's own sees rows that are whole, and scales above 0."""
+
+    class Asking(Dense):
+        def forward(self, q, k, v, band, scores):
+            assert scores.scale > 0 and all(x.stride(-1) == 1 for x in (q, k, v))
+            return super().forward(q, k, v, band, scores)
+
+    order = ORDERS["head dim outside heads"]
+    assert worst(Local(), made(torch.float64), order, kernel=Asking(), scale=-0.3) < 1e-12
+
+
+# -- inside torch.compile ---------------------------------------------------------------------------------------------
+
+
+def test_compiled_it_is_the_same():
+    q, k, v, dout = made(torch.float32)
+    order = ORDERS["head dim outside heads"]
+    for options in ({"softcap": 2.0}, {"scale": -0.4}, {"scale": 0}):
+        plain = partial(Local(), mask=CAUSAL, **options)
+        results = list[list[Tensor]]()
+        for attend in (torch.compile(plain, backend="aot_eager", fullgraph=True), plain):
+            leaves = [order(x).detach().requires_grad_() for x in (q, k, v)]
+            with torch.autocast("cpu", torch.bfloat16):
+                out = attend(*leaves)
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), options
+
+
+def test_compiled_it_is_refused_where_torch_func_follows():
+    def slope(q, k, v):
+        return torch.func.jvp(lambda q: attended(q, k, v), (q,), (torch.ones_like(q),))[1]
+
+    with pytest.raises(Exception, match=r"torch\.func"):
+        torch.compile(slope, backend="eager")(*made(torch.float32)[:3])

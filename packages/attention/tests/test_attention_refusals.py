@@ -1,0 +1,365 @@
+"""What is refused, before anything is sent, with the value and what would do: in constructors, and of calls."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from armillary.attention import (
+    AllGatherKV,
+    AttentionMask,
+    Local,
+    Ring,
+    TokenRing,
+    Ulysses,
+    UPipe,
+    WallFacer,
+    build_attention,
+    build_schedule,
+    reference_attention,
+)
+from armillary.attention.teams import Teams
+from armillary.core import Axis, CommLedger, SequenceLayout
+from armillary.core.testing import mesh
+
+N = 8
+ALONE = Axis.alone("ulysses")
+CAUSAL = AttentionMask()
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+MASKS: list[tuple[dict, str]] = [
+    ({"documents": [[0, 3, 8], 5]}, "boundaries 5 must start at 0 and rise"),
+    ({"documents": [5, [0, 3, 8]]}, "boundaries 5 must"),
+    ({"documents": [[0, 3.7, 8]]}, r"\[0, 3.7, 8\] must"),
+    ({"documents": [0.0, 8.0]}, r"\[0.0, 8.0\] must"),
+    ({"documents": torch.tensor([0.0, 8.0])}, r"\[0.0, 8.0\] must"),
+    ({"documents": np.array([0.0, 8.0])}, r"\[0.0, 8.0\] must"),
+    ({"documents": [False, True]}, r"\[False, True\] must"),
+    ({"documents": torch.tensor([False, True])}, r"\[False, True\] must"),
+    ({"documents": "08"}, "'08' must"),
+    ({"documents": 8}, "boundaries 8 must"),
+    ({"documents": torch.tensor(8)}, "tensor 8 must"),
+    ({"documents": {0: 3, 3: 8}}, "must start at 0"),
+    ({"documents": []}, r"\[\] must"),
+    ({"documents": [[]]}, r"\[\] must"),
+    ({"documents": [0, None]}, "must start at 0"),
+    ({"documents": [[0, 8], None]}, "None must"),
+    ({"documents": [torch.tensor([0]), torch.tensor([8])]}, r"\[0\] must"),
+    ({"documents": torch.zeros(2, 2, 2, dtype=torch.long)}, "must start at 0"),
+    ({"documents": [0, 5, 5]}, r"\[0, 5, 5\] must"),
+    ({"documents": [1, 5]}, r"\[1, 5\] must"),
+    ({"window": 4}, r"window 4: give \(left, right\)"),
+    ({"window": np.int64(4)}, r"give \(left, right\)"),
+    ({"window": torch.tensor(4)}, r"window tensor 4: give \(left, right\)"),
+    ({"window": (2.0, 0)}, r"window \(2.0, 0\): give"),
+    ({"window": (math.inf, 0)}, r"window \(inf, 0\): give"),
+    ({"window": torch.tensor([2.0, 0.0])}, r"\[2.0, 0.0\]: give"),
+    ({"window": (True, False)}, r"window \(True, False\): give"),
+    ({"window": (-1, 0)}, "None is no bound"),
+    ({"window": (1, 2, 3)}, "give"),
+    ({"window": ()}, "give"),
+    ({"window": "10"}, "give"),
+    ({"window": ("1", "0")}, "give"),
+    ({"causal": "no"}, "causal='no': True or False is needed"),
+    ({"causal": None}, "causal=None: True or False"),
+    ({"causal": 0}, "causal=0: True or False"),
+    ({"causal": torch.tensor([True])}, "True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MASKS, ids=lambda value: repr(value)[:40])
+def test_what_is_no_mask(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionMask(**options)
+    with pytest.raises(ValueError, match="causal" if "causal" in options else "document boundaries|window"):
+        SequenceLayout.balanced(N, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"documents": np.array([0, 3, 8])}, (0, 3, 8)),
+        ({"documents": torch.tensor([0, 3, 8], dtype=torch.int32)}, (0, 3, 8)),
+        ({"documents": [torch.tensor(0), torch.tensor(8)]}, (0, 8)),
+        ({"documents": [np.int32(0), np.int64(8)]}, (0, 8)),
+        ({"documents": [0, torch.tensor(3), np.int64(8)]}, (0, 3, 8)),
+        ({"documents": range(0, 9, 4)}, (0, 4, 8)),
+        ({"documents": np.array([[0, 3, 8], [0, 4, 8]])}, ((0, 3, 8), (0, 4, 8))),
+        ({"documents": [np.array([0, 8]), torch.tensor([0, 4, 8]), (0, 1, 8)]}, ((0, 8), (0, 4, 8), (0, 1, 8))),
+        ({"documents": [[torch.tensor(0), torch.tensor(8)]]}, ((0, 8),)),
+        ({"window": torch.tensor([2, 0])}, (2, 0)),
+        ({"window": np.array([2, 0])}, (2, 0)),
+        ({"window": [torch.tensor(2), None]}, (2, None)),
+        ({"window": [None, None]}, None),
+        ({"causal": np.bool_(False)}, False),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_masks_are_kept_as_plain_numbers(given, kept):
+    mask = AttentionMask(**given)
+    ((name, _),) = given.items()
+    found = getattr(mask, name)
+    assert found == kept and type(found) is type(kept)
+    plain = [side for row in ([found] if isinstance(found, tuple) else []) for side in row]
+    assert all(type(number) in (int, tuple, type(None)) for number in plain)
+    assert hash(mask) == hash(AttentionMask(**{name: kept})) and mask == AttentionMask(**{name: kept})
+
+
+# -- constructors -----------------------------------------------------------------------------------------------------
+
+MADE: list[tuple[Callable[[], object], str]] = [
+    (lambda: Ring(None), "NoneType is no mesh axis: a 1-D DeviceMesh is needed"),
+    (lambda: Ring("ring"), "str is no mesh axis"),
+    (lambda: TokenRing(4), "int is no mesh axis"),
+    (lambda: WallFacer(["ring"], team=1), "list is no mesh axis"),
+    (lambda: AllGatherKV(object()), "object is no mesh axis"),
+    (lambda: Ulysses(None), "NoneType is no mesh axis"),
+    (lambda: UPipe({}), "dict is no mesh axis"),
+    (lambda: Ulysses(ALONE, inner=Ring), "inner=Ring is no method; give one that is made already"),
+    (lambda: Ulysses(ALONE, inner="ring"), "inner=str is no method"),
+    (lambda: UPipe(ALONE, inner=ALONE), "inner=Axis is no method"),
+    (lambda: UPipe(ALONE, inner=Ulysses(ALONE)), "divides heads itself"),
+    (lambda: UPipe(ALONE, heads_per_stage=0), "heads_per_stage=0 must be a positive multiple of 1"),
+    (lambda: UPipe(ALONE, heads_per_stage=-2), "heads_per_stage=-2 must be"),
+    (lambda: UPipe(ALONE, heads_per_stage=2.0), "heads_per_stage=2.0: an integer"),
+    (lambda: UPipe(ALONE, heads_per_stage=True), "heads_per_stage=True: an integer"),
+    (lambda: UPipe(ALONE, heads_per_stage="8"), "heads_per_stage='8': an integer"),
+    (lambda: UPipe(ALONE, prefetch="no"), "prefetch='no': True or False"),
+    (lambda: Ring(ALONE, backward="both"), "backward='both'; known: auto, keys, queries"),
+    (lambda: Ring(ALONE, backward=None), "backward=None; known"),
+    (lambda: WallFacer(ALONE, team=2), "team=2: its square must divide the 1 ranks"),
+    (lambda: WallFacer(ALONE, team=1.0), "team=1.0: an integer"),
+    (lambda: WallFacer(ALONE, team=True), "team=True: an integer"),
+    (lambda: WallFacer(ALONE, team=None), "team=None: an integer"),
+    (lambda: WallFacer(ALONE, team=1, placement="near"), "placement='near'; known: collect_intra, p2p_intra"),
+    (lambda: WallFacer(ALONE, team=1, placement=1), "placement=1; known"),
+    (lambda: WallFacer(ALONE, team=1, backward="k"), "backward='k'; known"),
+    (lambda: WallFacer(ALONE, team=1, gather_keys=1), "gather_keys=1: True or False"),
+    (lambda: Teams(4, torch.tensor(2.0), "collect_intra"), "team=tensor 2.0: an integer"),
+    (lambda: Local().layout(8, "spiral"), "no layout 'spiral'; known"),
+    (lambda: Local().layout(8, None), "no layout None; known"),
+    (lambda: Local().layout(8.0), "length=8.0: an integer"),
+    (lambda: Local().layout(8, "balanced", mask=True), "mask is a bool; an AttentionMask is needed"),
+    (lambda: build_attention("ring", None), "mesh is a NoneType; a DeviceMesh is needed"),
+    (lambda: build_attention("ring", "cpu"), "mesh is a str; a DeviceMesh is needed"),
+    (lambda: build_attention(None, None), "None is no name of an attention method"),
+    (lambda: build_attention("rung", None), "no attention method 'rung'; known"),
+    (lambda: build_schedule(3, None), "3 is no name"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), MADE, ids=[message[:40] for _, message in MADE])
+def test_what_methods_cannot_be_made_of(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_integers_of_numpy_will_do():
+    assert UPipe(ALONE, heads_per_stage=np.int64(2)).heads_per_stage == 2
+    assert Teams(4, torch.tensor(2), "p2p_intra").ring == 1
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def tensors(**shapes: tuple[int, ...]) -> dict:
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+GOOD = {"q": (2, N, 4, 8), "k": (2, N, 2, 8), "v": (2, N, 2, 8)}
+CALLS: list[tuple[dict, str]] = [
+    ({"mask": None}, r"mask is None; an AttentionMask is needed: AttentionMask\(causal=False\) for all keys"),
+    ({"mask": torch.ones(N, N, dtype=torch.bool)}, "mask is a Tensor; .* no dense mask will do"),
+    ({"mask": True}, "mask is True; an AttentionMask"),
+    ({"mask": "causal"}, "mask is 'causal'; an AttentionMask"),
+    ({"mask": AttentionMask}, "mask is a type; an AttentionMask"),
+    ({"layout": "zigzag"}, r"layout is 'zigzag'; .* attend.layout\(length, \"zigzag\"\)"),
+    ({"layout": 4}, "layout is 4; a SequenceLayout"),
+    ({"layout": [range(8)]}, "layout is a list; a SequenceLayout"),
+    ({"key_layout": "contiguous"}, r"key_layout is 'contiguous'; .* attend.layout\(length, \"contiguous\"\)"),
+    ({"layout": SequenceLayout.contiguous(N, 2)}, "the layout has 2 shards; this method needs one over 1"),
+    ({"scale": math.nan}, "scale=nan: a finite number is needed"),
+    ({"scale": math.inf}, "scale=inf: a finite number"),
+    ({"scale": -math.inf}, "scale=-inf: a finite number"),
+    ({"scale": "1"}, "scale='1': a finite number"),
+    ({"scale": True}, "scale=True: a finite number"),
+    ({"scale": 1j}, "scale=1j: a finite number"),
+    ({"scale": torch.tensor(0.3)}, "scale=tensor .*: a finite number is needed; multiply q by a scale that is learned"),
+    ({"softcap": math.inf}, "softcap=inf: a finite number is needed, or None for no cap"),
+    ({"softcap": math.nan}, "softcap=nan: a finite number"),
+    ({"softcap": 0}, "softcap 0 must be above 0"),
+    ({"softcap": -1.0}, "softcap -1.0 must be above 0"),
+    ({"softcap": "50"}, "softcap='50': a finite number"),
+    ({"softcap": True}, "softcap=True: a finite number"),
+    ({"softcap": torch.tensor(50.0)}, "softcap=tensor 50.0: a finite number"),
+    ({"sinks": [0.0] * 4}, "sinks is a list; a tensor is needed"),
+    ({"sinks": 0.5}, "sinks is a float; a tensor is needed"),
+    ({"sinks": np.zeros(4)}, "sinks is a ndarray; a tensor is needed; torch.as_tensor makes one"),
+    ({"sinks": torch.zeros(3)}, r"sinks \(3,\): one for each of the 4 query heads"),
+    ({"sinks": torch.zeros(())}, r"sinks \(\): one for each"),
+    ({"sinks": torch.zeros(4, dtype=torch.long)}, "sinks are torch.int64 on cpu; floating-point numbers"),
+    ({"kernel": "abacus"}, "no kernel 'abacus'; known: cpu_flash"),
+    ({"kernel": 5}, "kernel=5 is no kernel, nor a name: cpu_flash"),
+    ({"kernel": True}, "kernel=True is no kernel"),
+    ({"return_lse": "no"}, "return_lse='no': True or False"),
+    ({"return_lse": 1}, "return_lse=1: True or False"),
+    ({"q": np.zeros(GOOD["q"])}, "q is a ndarray; a tensor is needed; torch.as_tensor makes one"),
+    ({"k": None}, "k is a NoneType; a tensor is needed"),
+    ({"v": [[1.0]]}, "v is a list; a tensor is needed"),
+    ({"q": torch.zeros(GOOD["q"]).to_sparse()}, r"q has layout torch.sparse_coo; a dense \(strided\) tensor"),
+    ({"q": torch.nested.nested_tensor([torch.zeros(N, 4, 8)])}, "q is a nested tensor; .* documents="),
+    (
+        tensors(q=(2, N, 4, 0), k=(2, N, 2, 0), v=(2, N, 2, 0)),
+        "at least one head is needed, and head dims of at least 1",
+    ),
+    (tensors(v=(2, N, 2, 0)), "head dims of at least 1"),
+    (tensors(q=(2, N, 0, 8)), "at least one head is needed"),
+    (tensors(k=(2, N, 0, 8), v=(2, N, 0, 8)), "at least one head is needed"),
+    (tensors(q=(2, N, 8)), r"each needs 4 dims, \[batch, tokens, heads, head dim\]"),
+    (tensors(q=(2, N, 3, 8)), "K must divide H"),
+    (
+        tensors(q=(2, 4, N, 8), k=(2, 2, N, 8), v=(2, 2, N, 8)),
+        r"transpose\(1, 2\) makes them of \[batch, heads, tokens",
+    ),
+    (
+        tensors(q=(2, 4, N, 8), k=(2, 4, N, 8), v=(2, 4, N, 8)) | {"layout": SequenceLayout.contiguous(N, 1)},
+        r"has 8 tokens; this rank passed 4. .* transpose\(1, 2\)",
+    ),
+    ({name: torch.zeros(shape, dtype=torch.int32) for name, shape in GOOD.items()}, "no kernel for torch.int32"),
+    (
+        {name: torch.zeros(shape, dtype=torch.complex64) for name, shape in GOOD.items()},
+        "no kernel for torch.complex64",
+    ),
+    ({"mask": AttentionMask(documents=[0, 3, 9])}, "the documents of row 0 end at 9; the sequence has 8 tokens"),
+    ({"mask": AttentionMask(documents=[[0, 8]] * 3)}, "documents for 3 rows; the batch has 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), CALLS, ids=[str(message)[:40] for _, message in CALLS])
+@pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
+def test_what_a_call_cannot_be_made_with(wrong, message, attend):
+    given = tensors(**GOOD) | {"mask": CAUSAL} | wrong
+    with pytest.raises(ValueError, match=message):
+        attend(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+class Plain:
+    heads, key_heads = 4, 2
+
+    def q(self, x, heads):
+        return x.new_zeros(*x.shape[:2], len(heads), 8)
+
+    def kv(self, x, heads):
+        return self.q(x, heads), self.q(x, heads)
+
+    def parameters(self):
+        return []
+
+
+OPTIONS = [case for case in CALLS if not {*case[0]} & {"q", "k", "v", "return_lse", "key_layout"}]
+PROJECTED = [
+    *OPTIONS,
+    ({"x": np.zeros((2, N, 16))}, "x is a ndarray; a tensor is needed"),
+    ({"x": None}, "x is a NoneType; a tensor"),
+    ({"x": torch.zeros(N, 16)}, r"x \(8, 16\) needs 3 dims, \[batch, tokens, model dim\]"),
+    ({"projections": None}, "projections are None without heads, key_heads, q, kv, parameters"),
+    ({"projections": lambda x: x}, "projections are a function without"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), PROJECTED, ids=[str(message)[:40] for _, message in PROJECTED])
+@pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
+def test_what_a_projected_call_cannot_be_made_with(wrong, message, attend):
+    given = {"x": torch.zeros(2, N, 16), "projections": Plain(), "mask": CAUSAL} | wrong
+    with pytest.raises(ValueError, match=message):
+        attend.projected(given.pop("x"), given.pop("projections"), **given)
+
+
+@pytest.mark.parametrize("wrong", [{"mask": None}, {"scale": math.nan}, {"softcap": math.inf}, {"mask": torch.ones(8)}])
+def test_what_the_oracle_refuses(wrong):
+    given = tensors(**GOOD) | {"mask": CAUSAL} | wrong
+    with pytest.raises(ValueError):
+        reference_attention(**given)
+
+
+def test_numbers_of_numpy_will_do():
+    q, k, v = (torch.randn(shape) for shape in GOOD.values())
+    plain = Local()(q, k, v, mask=CAUSAL, scale=0.5, softcap=2.0)
+    assert torch.equal(Local()(q, k, v, mask=CAUSAL, scale=np.float32(0.5), softcap=np.int64(2)), plain)
+
+
+def test_an_empty_batch_is_no_mistake():
+    q, k, v = (torch.zeros(0, *shape[1:], requires_grad=True) for shape in GOOD.values())
+    for attend in (Local(), UPipe(ALONE)):
+        for kernel in ("cpu_flash", "dense"):
+            out = attend(q, k, v, mask=CAUSAL, kernel=kernel)
+            out.sum().backward()
+            assert out.shape == q.shape and q.grad is not None
+
+
+# -- axes -------------------------------------------------------------------------------------------------------------
+
+
+def refused(make: Callable[[], object]) -> str:
+    """What is said of it on this rank; nothing may be sent before."""
+    try:
+        with CommLedger() as ledger:
+            make()
+    except ValueError as error:
+        return str(error) if ledger.bytes() == 0 else "sent something"
+    return "accepted"
+
+
+def one_axis_twice() -> dict[str, str]:
+    one, two = mesh(ring=2, ulysses=2), mesh(ring=4)
+    ring, ulysses = one["ring"], one["ulysses"]
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))["all"]
+    crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("a", "b"))
+    shuffled = DeviceMesh("cpu", [[0, 2], [3, 1]], mesh_dim_names=("u", "r"))
+    wrong = {
+        "itself": lambda: Ulysses(ulysses, inner=Ring(ulysses)),
+        "itself in stages": lambda: UPipe(ring, inner=Ring(ring)),
+        "around token_ring": lambda: Ulysses(ring, inner=TokenRing(ring)),
+        "around all_gather": lambda: UPipe(ring, inner=AllGatherKV(ring)),
+        "around wall_facer": lambda: Ulysses(two["ring"], inner=WallFacer(two["ring"], team=2)),
+        "an axis": lambda: Ulysses(Axis.of(ulysses), inner=Ring(ulysses)),
+        "by another name": lambda: Ulysses(two["ring"], inner=Ring(flat)),
+        "a part of it": lambda: Ulysses(ulysses, inner=Ring(two["ring"])),
+        "all of it": lambda: Ulysses(two["ring"], inner=Ring(ring)),
+        "three deep": lambda: Ulysses(ring, inner=Ulysses(ulysses, inner=Ring(ring))),
+        "across": lambda: Ulysses(ulysses, inner=Ring(crossed["b"])),
+        "turned on some ranks": lambda: Ulysses(shuffled["u"], inner=Ring(ring)),
+        "two axes": lambda: Ring(one["ring", "ulysses"]),
+        "a group": lambda: Ring(ring.get_group()),
+        "no such axes": lambda: build_attention("usp", flat),
+    }
+    right = {
+        "usp": lambda: Ulysses(ulysses, inner=Ring(ring)),
+        "the other way": lambda: Ulysses(ring, inner=Ring(ulysses)),
+        "of groups": lambda: Ulysses(
+            DeviceMesh.from_group(ulysses.get_group(), "cpu"),
+            inner=Ring(DeviceMesh.from_group(ring.get_group(), "cpu")),
+        ),
+        "of two meshes": lambda: Ulysses(ulysses, inner=Ring(mesh(ring=2, ulysses=2)["ring"])),
+        "of one rank": lambda: Ulysses(mesh(ring=4)["ulysses"], inner=Ring(two["ring"])),
+    }
+    dist.barrier()
+    return {name: refused(make) for name, make in (wrong | right).items()}
+
+
+def test_a_composition_is_of_axes_that_span_a_grid(worlds):
+    said = worlds(4).run(one_axis_twice)
+    words = {"across": "run across each other", "turned on some ranks": "run across each other"}
+    words |= {"two axes": "one mesh axis is needed, got 2", "a group": "DeviceMesh.from_group makes one of it"}
+    words |= {"no such axes": "no ring and ulysses; make it by build_mesh"}
+    right = {"usp", "the other way", "of groups", "of two meshes", "of one rank"}
+    for rank, found in enumerate(said):
+        for name, message in found.items():
+            wanted = "accepted" if name in right else words.get(name, "share ranks; two axes of one mesh are needed")
+            assert wanted in message, (rank, name, message)
+    assert "axis 'ulysses' over ranks [0, 1] and axis 'ulysses' inside of it over [0, 1]" in said[0]["itself"]
