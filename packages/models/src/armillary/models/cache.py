@@ -15,7 +15,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.kernels import Inputs, Scores, choose_kernel
+from armillary.attention.kernels import Inputs, Scores, choose_kernel, in_rows
 from armillary.attention.merge import ALL, Merge
 from armillary.attention.tiles import tiles
 from armillary.core import SequenceLayout, Spans
@@ -121,7 +121,7 @@ class Cached:
     def _over_held(self, q: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         """(out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
         newest = range(self.holdings.length - 1, self.holdings.length)
-        kernel = choose_kernel(Inputs.of(q, v), self.method.kernel)
+        q, kernel = in_rows(q), choose_kernel(Inputs.of(q, v), self.method.kernel)
         found, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
         for tile in tiles((newest,), self.holdings.spans, mask):
             assert self.k is not None and self.v is not None  # whoever holds a token has been given it
