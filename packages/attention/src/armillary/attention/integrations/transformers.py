@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from armillary.attention.integrations.packing import check_positions, check_shards, find_documents, gather
 from armillary.attention.integrations.sequence import Documents, Sharding, check_tokens, current
 from armillary.attention.integrations.transformers_masks import window_of
-from armillary.attention.integrations.transformers_models import check_layers, wrap_models
+from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, wrap_models
 from armillary.attention.mask import AttentionMask, Window
 from armillary.attention.method import Method
 from armillary.core import SequenceLayout
@@ -177,6 +177,8 @@ class Implementation:
             )
         _check_window(name, attention_mask.window, sliding_window)
         _check_others(name, others)
+        if self.attend.shards > 1 and others.get("output_router_logits") and others.get("shift_labels") is not None:
+            raise ValueError(ROUTERS)
         mask = AttentionMask(
             window=attention_mask.window,
             documents=self._documents(name, attention_mask, query.shape[2], position_ids, cu_seq_lens_q, cu_seq_lens_k),

@@ -92,6 +92,9 @@ def calls_attention(model: type) -> bool:
     return True
 
 
+ROUTERS = "output_router_logits=True: the routers' loss of a shard is no share of the sequence's; set it to False"
+
+
 def shards_of(config: Any) -> int:
     """The ranks that share a sequence under the implementation of a config; 1 where it is not one of ours."""
     found = Registries.loaded()
@@ -114,7 +117,5 @@ def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) ->
             "sum of losses is divided by the count of all ranks. `shard_batch(attend, ids).inputs` has both"
         )
     if getattr(config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits=True: the routers' loss of a shard is no share of the sequence's; set it to False"
-        )
+        raise ValueError(ROUTERS)
     return chosen(*args, **kwargs)
