@@ -28,6 +28,7 @@ MODELS = {
     "mistral, wider than a shard": ("Mistral", {"sliding_window": 17}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "qwen3": ("Qwen3", {}),
+    "gpt-bigcode, position ids for masks alone": ("GPTBigCode", {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
     "gemma2": ("Gemma2", {"sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"sliding_window": 7, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
     "gpt-oss": (
