@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from armillary.attention import AttentionMask, Method, build_attention
+from armillary.attention import AttentionMask, Method, Ring, build_attention
 from armillary.core import Axis, compat
 from armillary.core.testing import mesh, relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
@@ -246,6 +246,7 @@ def refusals() -> list[str]:
         (wrapped(GPT(LEARNED)), over, None),
         (adapted(Llama(LLAMA)), over, None),
         (Llama(replace(LLAMA, hidden_dim=1)), over, None),
+        (Llama(LLAMA), over, Ring(over["tp"])),
     ]
     said: list[str] = []
     for model, where, attention in wrong:
@@ -267,6 +268,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(worl
         assert "transformer.h.0.ln_1 is not there: cut a model first" in said[5]
         assert "model.layers.1.self_attn.q_proj is Adapted, not Linear as it was built" in said[6]
         assert "MLP width 1 cannot be divided by 2 ranks" in said[7]
+        assert "axis 'tp' inside of it" in said[8] and "share ranks" in said[8]
 
 
 def beyond() -> list[bool]:
