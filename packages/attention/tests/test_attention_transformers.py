@@ -462,6 +462,17 @@ def test_models_that_see_tokens_by_other_means_are_refused_by_name(family):
         made.from_config(config, attn_implementation="armillary")
 
 
+@pytest.mark.parametrize("mixer", [torch.nn.Conv1d(32, 32, 3, padding=2), torch.nn.LSTM(32, 32)])
+def test_modules_that_mix_tokens_are_refused_whatever_the_config_says(mixer):
+    register_transformers(Local())
+    built = model("llama", "armillary")
+    built.model.layers[1].mixer = mixer
+    with pytest.raises(ValueError, match=rf"LlamaModel.layers.1.mixer \({type(mixer).__name__}\)"):
+        built(tokens()[0])
+    built.model.layers[1].mixer = torch.nn.Conv1d(32, 32, 1)
+    built(tokens()[0])
+
+
 def test_a_mask_that_a_model_computes_with_is_refused():
     register_transformers(Local())
     doge = transformers.DogeConfig(**SMALL, attn_implementation="armillary")

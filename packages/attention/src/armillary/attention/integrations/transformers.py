@@ -10,14 +10,15 @@ from collections.abc import Callable
 from importlib import import_module
 from inspect import currentframe
 from typing import Any, NoReturn
+from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention.integrations.packing import check_positions, check_shards, find_documents, gather
 from armillary.attention.integrations.sequence import Documents, Sharding, check_tokens, current
 from armillary.attention.integrations.transformers_masks import window_of
-from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, wrap_models
+from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, check_modules, wrap_models
 from armillary.attention.mask import AttentionMask, Window
 from armillary.attention.method import Method
 from armillary.core import SequenceLayout
@@ -113,6 +114,7 @@ class Implementation:
         self.attend = attend
         self.found: Any = WeakTensorKeyDictionary()
         """By position_ids: (its version, layout, documents), so that layers share one answer."""
+        self.checked: WeakSet[nn.Module] = WeakSet()
 
     def mask(
         self,
@@ -133,13 +135,14 @@ class Implementation:
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
         check_layers(config)
+        self._check_model(_local_of_caller("self", 3))
         window = window_of(mask_function)
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.attend, q_length)
         if attention_mask is not None:
             self._check_padding(attention_mask)
         # Some models give position ids to the maker of masks and not to layers.
-        return ShardMask(sharding, layout, window, _argument_of_caller("position_ids"))
+        return ShardMask(sharding, layout, window, _local_of_caller("position_ids", 2))
 
     def attention(
         self,
@@ -233,6 +236,12 @@ class Implementation:
             )
         return documents
 
+    def _check_model(self, model: Any) -> None:
+        """Looks once through the modules of a model that makes masks, where the one who does is a module."""
+        if isinstance(model, nn.Module) and model not in self.checked:
+            check_modules(model)
+            self.checked.add(model)
+
     def _check_padding(self, attention_mask: Tensor) -> None:
         """Refuses on every rank what only one may see."""
         padding = not bool(attention_mask.bool().all())
@@ -243,11 +252,12 @@ class Implementation:
             )
 
 
-def _argument_of_caller(name: str) -> Any:
-    """A local of the function that called ours; None where it has none of this name."""
+def _local_of_caller(name: str, levels: int) -> Any:
+    """A local of the function that many calls further out; None where it has none of this name."""
     frame = currentframe()
-    caller = frame and frame.f_back and frame.f_back.f_back
-    return caller.f_locals.get(name) if caller else None
+    for _ in range(levels):
+        frame = frame and frame.f_back
+    return frame.f_locals.get(name) if frame else None
 
 
 def _check_window(name: str, window: Window | None, sliding_window: int | None) -> None:

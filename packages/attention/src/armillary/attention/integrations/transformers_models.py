@@ -13,11 +13,16 @@ from functools import partial, wraps
 from inspect import getsource
 from typing import Any
 
+from torch import nn
+
 from armillary.attention.integrations.registries import Registries, is_own
 
 LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "sparse", "dense", "mlp"})
 """Kinds of layers that mix tokens by attention alone, or not at all."""
 
+
+MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
+"""In the names of modules that do so without a module of torch's."""
 
 MARK = "armillary_checks_sharding"
 
@@ -78,6 +83,17 @@ def check_layers(config: Any, name: str | None = None) -> set[str]:
     return kinds
 
 
+def check_modules(model: nn.Module) -> None:
+    """Refuses a model with modules that mix tokens along the sequence, whatever its config says."""
+    for name, module in model.named_modules():
+        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+        if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
+            raise ValueError(
+                f"{type(model).__name__}.{name} ({type(module).__name__}) lets tokens see each other without "
+                "attention, within each shard only; such a model cannot be sharded so"
+            )
+
+
 def calls_attention(model: type) -> bool:
     """Whether the file of a class, or of one that it extends, uses the interface, has no attention or is unknown."""
     for part in model.__mro__:
@@ -96,11 +112,17 @@ ROUTERS = "output_router_logits=True: the routers' loss of a shard is no share o
 
 
 def shards_of(config: Any) -> int:
-    """The ranks that share a sequence under the implementation of a config; 1 where it is not one of ours."""
+    """The ranks that share a sequence under an implementation of ours that a config or a part names; 1 without one."""
     found = Registries.loaded()
-    name = getattr(config.get_text_config(), "_attn_implementation", None)
-    function: Any = found.attention.get(name) if found else None
-    return function.__self__.attend.shards if is_own(function) else 1
+    names = {getattr(part, "_attn_implementation", None) for part in parts_of(config)}
+    functions: list[Any] = [found.attention.get(name) for name in names] if found else []
+    return max((function.__self__.attend.shards for function in functions if is_own(function)), default=1)
+
+
+def parts_of(config: Any) -> list[Any]:
+    """A config and those of its text, vision or audio parts."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+    return [config, *(part for part in parts if part is not None)]
 
 
 def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +138,6 @@ def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) ->
             f"the loss of a shard needs {' and '.join(missing)}: labels are shifted before they are sharded, and the "
             "sum of losses is divided by the count of all ranks. `shard_batch(attend, ids).inputs` has both"
         )
-    if getattr(config.get_text_config(), "output_router_logits", False):
+    if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
         raise ValueError(ROUTERS)
     return chosen(*args, **kwargs)
