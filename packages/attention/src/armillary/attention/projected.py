@@ -6,6 +6,8 @@ results; the Function, because backward runs the projections under autograd, wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,9 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProjectedPlan(Plan):
-    """A plan with projections, whose method is UPipe."""
+    """A plan with projections, whose method is UPipe.
+
+    Args:
+        autocast: as it is where the call is made. An op cannot ask: where a dispatch mode runs it (a selective
+            checkpoint's, or a counter's), torch has turned autocast off.
+    """
 
     projections: Projections
+    autocast: Callable[[], AbstractContextManager[Any]]
     draws: Draws = field(default_factory=Draws)
 
     @property
@@ -43,7 +51,8 @@ class ProjectedPlan(Plan):
 
 def attend_projected(method: UPipe, call: Call, x: Tensor, projections: Projections, sinks: Tensor | None) -> Tensor:
     """out [B, T, H, Dv], differentiable in x, sinks and the projections' parameters."""
-    plan = ProjectedPlan(method, call, with_lse=False, projections=projections)
+    autocast = as_now(x.device.type)
+    plan = ProjectedPlan(method, call, with_lse=False, projections=projections, autocast=autocast)
     return cast(Tensor, cast(Any, ProjectedAttention).apply(plan, x, sinks, *plan.trained()))
 
 
@@ -52,8 +61,8 @@ class ProjectedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: ProjectedPlan, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
-        ctx.plan, ctx.autocast = plan, as_now(x.device.type)
-        with ctx.autocast(), plan.numbered() as number:
+        ctx.plan = plan
+        with plan.numbered() as number:
             out, lse, local_lse = _forward(x, sinks, number)
         ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
         return out
@@ -65,7 +74,7 @@ class ProjectedAttention(torch.autograd.Function):
         (dout,) = grad_outputs
         x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
         dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
-        with ctx.autocast():
+        with plan.autocast():
             shares = backward(plan, dout, x, dx, out, lse)
         dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None
         return None, dx, dsinks, *shares
@@ -85,7 +94,9 @@ def backward(
 @torch.library.custom_op("armillary::projected_attention", mutates_args=())
 def _forward(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse of this rank's heads, lse of its own tokens; the last is empty without sinks)."""
-    return forward(cast(ProjectedPlan, Plan.at_hand[plan]), x, sinks)
+    found = cast(ProjectedPlan, Plan.at_hand[plan])
+    with found.autocast():
+        return forward(found, x, sinks)
 
 
 def forward(plan: ProjectedPlan, x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +114,8 @@ def forward(plan: ProjectedPlan, x: Tensor, sinks: Tensor | None) -> tuple[Tenso
 @_forward.register_fake
 def _(x: Tensor, sinks: Tensor | None, plan: int) -> tuple[Tensor, Tensor, Tensor]:
     found = cast(ProjectedPlan, Plan.at_hand[plan])
-    q, _, v = one_token(x, found.projections)
+    with found.autocast():
+        q, _, v = one_token(x, found.projections)
     return forward_like(found.upipe, found.call, x, q, v, sinks)
 
 
