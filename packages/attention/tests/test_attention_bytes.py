@@ -13,7 +13,8 @@ import torch
 
 from armillary.attention import AttentionMask, Schedule, UPipe, WallFacer, Work, ring, upipe, wall_facer
 from armillary.attention.conformance import METHODS, Case, Composition, cases, compositions
-from armillary.attention.conformance.case import CAUSAL, MASKS
+from armillary.attention.conformance.case import CAUSAL
+from armillary.attention.conformance.sample import MASKS
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, UPipe, WallFacer
+from armillary.attention.conformance import Case, check
 from armillary.core import Axis
 from armillary.core.testing import mesh, relative_error
 
@@ -97,3 +98,11 @@ def test_under_autocast_every_projection_gets_its_gradient(attend, backward_insi
         plain = Local()(q, k, v, mask=mask)
     expected = torch.autograd.grad(plain, wanted, dout)
     assert all(relative_error(a, b) < 2e-2 for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("saving", ["checkpoint", "selective"])
+def test_projections_are_under_autocast_where_a_dispatch_mode_runs_the_op(saving):
+    """A selective checkpoint is such a mode. Inside of it torch has turned autocast off for whoever asks."""
+    attend = UPipe(Axis.alone("ulysses"), heads_per_stage=2)
+    case = Case(dtype=torch.float32, autocast=torch.bfloat16, saving=saving, projected=True, kind="contiguous")
+    check(attend, case)

@@ -8,50 +8,49 @@
     def test_my_method(worlds):
         worlds(4).run(on_every_rank)
 
-Every rank builds the same global tensors from the case's seed, runs the method on its own shard, forward and backward,
-and compares with the float64 oracle: random dout, each gradient against its own size, in the dtype that went in. Memory
-that nobody wrote holds NaN, inputs may be strided views, another call comes between forward and backward, and a second
-run must give the same bits.
+Every rank builds the same global tensors from the case's seed, and runs the method on its own shard, forward and
+backward. What the ranks have is put together, and compared with the float64 oracle: random dout, each whole tensor
+against its own norm, in the dtype that went in. Memory that nobody wrote holds NaN, inputs may be strided views,
+another call comes between forward and backward, and a second run must give the same bits.
 
 All of it, for the methods of this package: `python -m armillary.attention.conformance --ranks 1 2 4 8 --method all`.
+A search among what else users do (strides, autocast, checkpointing, torch.compile, DTensors, projections, any layout
+and any mask), on 1 to 8 ranks: `python -m armillary.attention.conformance --random 2000 --seed 1`.
 """
 
-from armillary.attention.conformance.case import (
-    DTYPES,
-    HEADS,
-    KEYS,
-    KINDS,
-    LENGTHS,
-    MASKS,
-    MEMORY,
-    Case,
-    cases,
-    product_cases,
-    random_cases,
-)
-from armillary.attention.conformance.check import Method, check, errors
+from armillary.attention.conformance.calling import Method
+from armillary.attention.conformance.case import GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
+from armillary.attention.conformance.check import attend_nothing, check, errors
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
-from armillary.attention.conformance.expected import FLASH_FACTOR, LIMITS, LSE_LIMIT
+from armillary.attention.conformance.draw import Trial, drawn
+from armillary.attention.conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, Off
+from armillary.attention.conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, MASKS, cases, product_cases
 
 __all__ = [
     "DTYPES",
     "FLASH_FACTOR",
+    "GRADIENTS",
     "HEADS",
     "KEYS",
     "KINDS",
+    "LAYOUTS",
     "LENGTHS",
     "LIMITS",
     "LSE_LIMIT",
     "MASKS",
     "MEMORY",
     "METHODS",
+    "SAVING",
     "Case",
     "Composition",
     "Method",
+    "Off",
+    "Trial",
+    "attend_nothing",
     "cases",
     "check",
     "compositions",
+    "drawn",
     "errors",
     "product_cases",
-    "random_cases",
 ]

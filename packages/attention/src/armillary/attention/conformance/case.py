@@ -1,59 +1,49 @@
-"""One thing to try, and the choice of what to try: a pairwise-covering sample, a product, or at random."""
+"""One thing to try: everything about an attention call but the method and the values of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
-from random import Random
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from armillary.attention.mask import AttentionMask
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-CAUSAL = AttentionMask()
-HEADS = ((8, 8), (8, 2), (8, 1), (12, 4), (9, 3))
-"""(H, K): equal, grouped, one key/value head for all, and two that eight ranks cannot share evenly."""
-LENGTHS = (24, 37, 53, 64)
-HEAD_DIMS = (8, 16, 40)
-LARGE_HEAD_DIMS = (64, 128, 256)
 KINDS = ("contiguous", "zigzag", "striped")
-KEYS = ("own", "fewer", "more")
-"""Whose keys: of the same tokens, or cross-attention to fewer or more of them, the latter in another layout. Documents
-need as many of them: then just in another layout."""
-SOFTCAPS = (None, 1.5)
-STRETCH = (None, 1.5)
-"""Of the scale: the usual 1 / sqrt(D), or so many times it."""
-MEMORY = ("plain", "transposed", "packed")
-"""How the inputs lie: as they are; as views of [B, H, T, D]; as slices of one [B, T, (H + 2K) D] projection."""
-MASKS: dict[str, Callable[[int, int], AttentionMask]] = {
-    "full": lambda length, batch: AttentionMask(causal=False),
-    "causal": lambda length, batch: AttentionMask(),
-    "window": lambda length, batch: AttentionMask(window=(length // 5, None)),
-    "band": lambda length, batch: AttentionMask(causal=False, window=(length // 4, 3)),
-    "documents": lambda length, batch: AttentionMask(documents=(0, 1, length // 3, length // 2 + 2, length)),
-    "rows": lambda length, batch: AttentionMask(
-        causal=False, documents=tuple((0, length // (row + 2), length) for row in range(batch))
-    ),
-}
-"""Masks by name, made to fit (length, batch)."""
+LAYOUTS = (*KINDS, "balanced", "uneven", "spans")
+"""Those of every method, and two drawn from the case's seed: contiguous shards of any sizes; any spans at all."""
+MEMORY = ("plain", "transposed", "permuted", "packed", "sliced", "expanded", "mixed")
+"""How tensors lie: as they are; as views of [B, H, T, D]; in any other order of dims, the head dim not innermost; as
+slices of one [B, T, (H + 2K) D] projection; every other element of larger memory, and not from its start; with stride 0
+over the batch, heads or all of it; or each tensor in another one of these ways."""
+GRADIENTS = ("plain", "transposed", "permuted", "sliced", "expanded")
+SAVING = ("autograd", "checkpoint", "reentrant", "selective")
+"""Who keeps what for backward: autograd; activation checkpointing, of either kind; or a selective one that must save
+attention's results."""
+EVERYTHING = "qkvsxw"
+CAUSAL = AttentionMask()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One thing to try. `str(case)` names it.
 
     Args:
         mask: in global positions.
-        kind: of the layout, as `attend.layout` takes it.
+        kind: of the layout, one of `LAYOUTS`.
         key_length: how many keys there are, for cross-attention; as many as queries unless given.
         key_kind: of the layout of the keys; that of the queries unless given.
         sinks: whether each head has a sink.
         shift: about what every logit is raised by; softmax does not feel it, a careless exp(lse) does.
+        kernel: by name; the one that is preferred unless given.
         memory: how the inputs lie, one of `MEMORY`.
-        needs: which of q, k, v and the sinks ("s"), if any, require a gradient.
+        gradient: how dout lies, one of `GRADIENTS`.
+        needs: what requires a gradient: of q, k, v and the sinks ("s"), or of x, the weights ("w") and the sinks.
+        autocast: the dtype of the autocast region that the call is made in, if it is.
+        saving: one of `SAVING`.
+        compiled: whether the call is traced by torch.compile.
+        dtensor: whether q, k and v are DTensors, `Shard(1)` over the method's axes.
+        projected: whether the method is given hidden states of `width` and projections, not q, k and v.
+        seed: of tensors, of memory, and of layouts that are drawn.
     """
 
     batch: int = 2
@@ -71,8 +61,16 @@ class Case:
     sinks: bool = False
     softcap: float | None = None
     shift: float = 0.0
+    kernel: str | None = None
     memory: str = "plain"
-    needs: str = "qkvs"
+    gradient: str = "plain"
+    needs: str = EVERYTHING
+    autocast: torch.dtype | None = None
+    saving: str = "autograd"
+    compiled: bool = False
+    dtensor: bool = False
+    projected: bool = False
+    width: int = 24
     seed: int = 0
 
     @property
@@ -85,146 +83,34 @@ class Case:
         """How many keys there are."""
         return self.length if self.key_length is None else self.key_length
 
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype that attention is computed in: autocast narrows what projections give, float64 apart."""
+        lowered = self.projected and self.autocast is not None and self.dtype != torch.float64
+        return self.autocast if lowered and self.autocast is not None else self.dtype
+
+    @property
+    def scaled(self) -> float:
+        """What logits are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
     def __str__(self) -> str:
         words = [f"B{self.batch} N{self.length} H{self.heads} K{self.kv_heads} D{self.head_dim}"]
         words += [f"Dv{self.value_dim}"] * (self.value_dim != self.head_dim)
-        words += [str(self.dtype).removeprefix("torch."), "causal" if self.mask.causal else "full"]
+        words += [_short(self.dtype), "causal" if self.mask.causal else "full"]
         words += [f"window{self.mask.window}"] * (self.mask.window is not None)
         words += [f"documents{self.mask.documents}"] * (self.mask.documents is not None)
         words += [self.kind] + [f"keys={self.keys},{self.key_kind or self.kind}"] * self.crosses
-        words += ["sinks"] * self.sinks + [f"softcap={self.softcap}"] * (self.softcap is not None) + [self.memory]
+        words += ["sinks"] * self.sinks + [f"softcap={self.softcap}"] * (self.softcap is not None)
+        words += [self.memory] + [f"dout={self.gradient}"] * (self.gradient != "plain")
         words += [f"scale={self.scale}"] * (self.scale is not None) + [f"shift={self.shift:g}"] * (self.shift != 0)
-        words += [f"needs={self.needs or 'nothing'}"] * (self.needs != "qkvs")
+        words += [f"kernel={self.kernel}"] * (self.kernel is not None)
+        words += [f"autocast={_short(self.autocast)}"] * (self.autocast is not None)
+        words += [self.saving] * (self.saving != "autograd") + ["compiled"] * self.compiled
+        words += ["DTensor"] * self.dtensor + [f"projected E{self.width}"] * self.projected
+        words += [f"needs={self.needs or 'nothing'}"] * (self.needs != EVERYTHING)
         return " ".join([*words, f"seed{self.seed}"])
 
 
-def cases(
-    *,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    masks: Sequence[str] = tuple(MASKS),
-    heads: Sequence[tuple[int, int]] = HEADS,
-    lengths: Sequence[int] = LENGTHS,
-    kinds: Sequence[str] = KINDS,
-    head_dims: Sequence[int] = HEAD_DIMS,
-    large_head_dims: Sequence[int] = LARGE_HEAD_DIMS,
-    value_dims: Sequence[int] = (0, -4, 8),
-    keys: Sequence[str] = KEYS,
-    sinks: Sequence[bool] = (False, True),
-    softcaps: Sequence[float | None] = SOFTCAPS,
-    brief: int | None = None,
-) -> list[Case]:
-    """A few dozen cases, always the same, in which any two settings of any two of these meet at least once.
-
-    Args:
-        brief: about ten cases instead, in which each setting occurs at least once; other ones for each number.
-        masks: names in `MASKS`.
-        heads: pairs (H, K).
-        large_head_dims: tried once each, on top of the rest.
-        value_dims: how much wider v's heads are than q's.
-        keys: names in `KEYS`.
-    """
-    factors = [masks, heads, lengths, dtypes, kinds, keys, head_dims, value_dims, (1, 2, 3), MEMORY]
-    rows = _covering([*factors, sinks, softcaps, STRETCH], 2 if brief is None else 1, brief or 0)
-    made = [_case(seed, *row) for seed, row in enumerate(rows, 1000 * (brief or 0))]
-    subsets = [replace(case, needs=needs) for case, needs in zip(made, ("q", "k", "v", "kv", "s", ""), strict=False)]
-    large = [
-        replace(case, head_dim=dim, value_dim=dim, scale=None, length=min(lengths), mask=CAUSAL, key_length=None)
-        for case, dim in zip(made, large_head_dims, strict=False)
-    ]
-    far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp of it overflows, and exp of its opposite vanishes
-    hardest = next((case for case in made if case.mask.causal), made[0])
-    hardest = replace(hardest, dtype=dtypes[0], sinks=False, softcap=None)
-    shifted = [replace(hardest, shift=shift) for shift in (far, -far)]
-    if brief is None:
-        return made + subsets + large + shifted
-    return made + [extra[brief % len(extra)] for extra in (subsets, large, shifted) if extra]
-
-
-def product_cases(seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
-    """Every mask x layout x (H, K) x dtype, each with everything else drawn at random from `seed`."""
-    random = Random(seed)
-    for index, (mask, kind, heads, dtype) in enumerate(product(MASKS, KINDS, HEADS, dtypes)):
-        yield _drawn(random, seed * 100_000 + index, mask, kind, heads, dtype)
-
-
-def random_cases(seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
-    """Cases without end, all drawn at random from `seed`."""
-    random, index = Random(seed), seed * 100_000
-    while True:
-        mask, kind = random.choice(tuple(MASKS)), random.choice(KINDS)
-        yield _drawn(random, index, mask, kind, random.choice(HEADS), random.choice(dtypes))
-        index += 1
-
-
-def _drawn(random: Random, seed: int, mask: str, kind: str, heads: tuple[int, int], dtype: torch.dtype) -> Case:
-    """A case of which only this much is settled. Half of the draws have neither sinks nor softcap nor other keys."""
-    plain = random.random() < 0.5
-    keys, sinks, softcap = (("own",), (False,), (None,)) if plain else (KEYS, (False, True), SOFTCAPS)
-    head_dims = HEAD_DIMS if random.random() < 0.9 else LARGE_HEAD_DIMS
-    dim, more, batch = random.choice(head_dims), random.choice((0, 0, -4, 8)), random.choice((1, 2, 3))
-    row = (
-        random.choice((*LENGTHS, 96, 131)),
-        dtype,
-        kind,
-        random.choice(keys),
-        dim,
-        more,
-        batch,
-        random.choice(MEMORY),
-    )
-    return _case(seed, mask, heads, *row, random.choice(sinks), random.choice(softcap), random.choice(STRETCH))
-
-
-def _case(
-    seed: int,
-    mask: str,
-    heads: tuple[int, int],
-    length: int,
-    dtype: torch.dtype,
-    kind: str,
-    keys: str,
-    dim: int,
-    more: int,
-    batch: int,
-    memory: str,
-    sinks: bool,
-    softcap: float | None,
-    stretch: float | None,
-) -> Case:
-    made = MASKS[mask](length, batch)
-    other = KINDS[(KINDS.index(kind) + 1) % len(KINDS)] if kind in KINDS else kind
-    key_length = {"own": None, "fewer": max(2 * length // 3, 16), "more": length + 13}[keys]
-    return Case(
-        batch=batch,
-        length=length,
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=dim,
-        value_dim=dim + more,
-        dtype=dtype,
-        mask=made,
-        kind=kind,
-        scale=None if stretch is None else round(stretch * dim**-0.5, 3),
-        key_length=key_length if made.documents is None else None,
-        key_kind=other if keys == "more" or (keys == "fewer" and made.documents) else None,
-        sinks=sinks,
-        softcap=softcap,
-        memory=memory,
-        seed=seed,
-    )
-
-
-def _covering(factors: Sequence[Sequence[Any]], strength: int, seed: int = 0) -> list[tuple[Any, ...]]:
-    """Rows with one level of each factor, such that any levels of any `strength` factors meet in some row. Greedy."""
-    random = Random(seed)
-    sizes = [range(len(levels)) for levels in factors]
-    chosen = list(combinations(range(len(factors)), strength))
-    missing = {tuple(zip(few, levels, strict=True)) for few in chosen for levels in product(*(sizes[f] for f in few))}
-    rows: list[tuple[Any, ...]] = []
-    while missing:
-        kept = dict(min(missing))
-        tries = [tuple(kept.get(f, random.choice(size)) for f, size in enumerate(sizes)) for _ in range(50)]
-        best = max(tries, key=lambda row: len(missing.intersection(combinations(enumerate(row), strength))))
-        missing.difference_update(combinations(enumerate(best), strength))
-        rows.append(tuple(levels[level] for levels, level in zip(factors, best, strict=True)))
-    return rows
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,150 +1,153 @@
-"""Running one case on this rank, and judging what came of it."""
+"""Running one case on this rank, and judging on all ranks what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.conformance.calling import Calling, Method
 from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.expected import Sharding, as_returned, error, expected, inputs, limits
-from armillary.attention.mask import AttentionMask
-from armillary.core import SequenceLayout
+from armillary.attention.conformance.limits import Off, judge
+from armillary.attention.conformance.memory import lay_out
+from armillary.attention.conformance.tensors import Sharding, inputs
 
 
-class Method(Protocol):
-    """What the suite needs of a method. Tensors are this rank's shards; the result is [B, T, H, Dv].
+class Ran(NamedTuple):
+    """What one rank has of a case: its part of the results, and what is wrong with it besides."""
 
-    It is also given `key_layout`, `sinks` and `softcap`, where a case has them.
-    """
-
-    @property
-    def shard(self) -> int:
-        """This rank's index in `layout`."""
-        ...
-
-    def layout(self, length: int, kind: str) -> SequenceLayout:
-        """The layout over all ranks of the method."""
-        ...
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        layout: SequenceLayout,
-        scale: float | None = None,
-        return_lse: Any = False,
-    ) -> Any:
-        """out, or (out, lse [B, T, H]) with `return_lse`, a bool."""
-        ...
+    case: Case
+    shard: int
+    results: dict[str, Tensor]
+    complaint: str
 
 
-def sharding_of(attend: Method, case: Case) -> Sharding:
-    """Who has what of the case's tensors."""
-    layout = attend.layout(case.length, kind=case.kind)
-    return Sharding(layout, attend.layout(case.keys, kind=case.key_kind or case.kind))
+def check(attend: Method, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None) -> None:
+    """Runs `case` and asserts that everything is as exact as the dtype allows. All ranks of the world must call it.
 
-
-def check(attend: Method, case: Case, *, device: str | torch.device = "cpu") -> None:
-    """Runs `case` on this rank and asserts that everything is as exact as the dtype allows. All ranks must call it.
+    Args:
+        over: as in `errors`.
 
     Raises:
-        AssertionError: naming the case, and each tensor with its error and its limit.
+        AssertionError: naming the case, and each tensor with its error and its limit; on every rank alike.
     """
-    found = errors(attend, case, device=device)
-    allowed = limits(case, sharding_of(attend, case))
-    wrong = [
-        f"{name} off by {found[name]:.2g} (limit {allowed[name]:.2g})" for name in found if found[name] > allowed[name]
-    ]
+    off = errors(attend, case, device=device, over=over)
+    wrong = [f"{name} off by {x.error:.2g} (limit {x.limit:.2g})" for name, x in off.items() if x.fraction > 1]
     assert not wrong, f"{case}: {', '.join(wrong)}"
 
 
-def errors(attend: Method, case: Case, *, device: str | torch.device = "cpu") -> dict[str, float]:
-    """Relative errors of this rank's out, lse and gradients (dq, dk, dv, dsinks, as far as needed).
+def errors(
+    attend: Method, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None
+) -> dict[str, Off]:
+    """How far off out, lse and the gradients are (as far as needed), and may be: of all shards, put together again.
 
-    Each is relative to what the oracle has on this shard; dsinks is the share of this rank's queries. Any NaN, or an
-    infinity of its own, makes it infinite.
+    Each is relative to the norm of what the oracle has. Any NaN, or an infinity of its own, makes it infinite. All
+    ranks of the world must call it, or `attend_nothing`: replicas with seeds of their own, so that they are told apart.
+
+    Args:
+        over: the mesh that DTensors are over: the method's axes, outer ones first.
 
     Raises:
         AssertionError: a wrong dtype or shape, inputs written to, or two runs that differ. Only after all
-            communication, so that the ranks stay in step.
+            communication, so that the ranks stay in step, and on every rank alike.
     """
-    sharding, shard = sharding_of(attend, case), attend.shard
-    local = {name: sharding.take(name, x.to(device), shard) for name, x in inputs(case).items()}
-    laid = _lay_out(local, case)
+    sharding = Sharding.of(attend, case)
+    mine = _ran(Calling(attend, case, sharding, over), device)
+    every = everyone(mine)
+    speaker = next(rank for rank, ran in enumerate(every) if ran is not None and ran.case == case)
+    verdict = everyone(_judged(case, sharding, every) if _rank() == speaker else None)[speaker]
+    assert isinstance(verdict, dict), verdict
+    return cast(dict[str, Off], verdict)
+
+
+def attend_nothing() -> None:
+    """What a rank does that has no part in a case, while others are in `errors`."""
+    everyone(None)
+    everyone(None)
+
+
+def everyone(mine: Any) -> list[Any]:
+    """What each rank of the world passes, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _judged(case: Case, sharding: Sharding, every: Sequence[Ran | None]) -> dict[str, Off] | str:
+    """How far off the whole tensors are; or what is wrong besides."""
+    ran = [ran for ran in every if ran is not None and ran.case == case]
+    if complaints := sorted({each.complaint for each in ran if each.complaint}):
+        return f"{case}: {'; '.join(complaints)}"
+    parts = {each.shard: each.results for each in ran}
+    for each in ran:
+        if differing := _differing(each.results, parts[each.shard]):
+            return f"{case}: {', '.join(differing)} differ between ranks that have the same shard {each.shard}"
+    names = list(ran[0].results)
+    return judge(case, {name: sharding.join(name, [parts[i][name] for i in range(len(parts))]) for name in names})
+
+
+def _ran(calling: Calling, device: str | torch.device) -> Ran:
+    """Runs the case twice on this rank's shards, in memory that nobody wrote to before."""
+    case, shard = calling.case, calling.attend.shard
+    local = {name: calling.sharding.take(name, x.to(device), shard) for name, x in inputs(case).items()}
+    laid = lay_out(local, case)
     with _poisoned(list(local.values())):
-        first = _run(attend, case, sharding, laid, disturb=True)
-        second = _run(attend, case, sharding, laid, disturb=False)
-    for name, x in laid.items():
-        assert torch.equal(x, local[name]), f"{case}: {name} was written to"
-    wanted = {name: sharding.take(name, x, shard) for name, x in expected(case).items()}
-    for name, x in first.items():
-        _assert_form(x, as_returned(name, wanted[name]), case, name)
-    for name, x in second.items():
-        same = torch.equal(x.nan_to_num(), first[name].nan_to_num())
-        assert same, f"{case}: {name} differs between two runs, one with return_lse and another call before backward"
-    return {name: error(x.cpu(), wanted[name], expected(case)[name]) for name, x in first.items()}
+        first = _run(calling, laid, disturb=True)
+        second = _run(calling, laid, disturb=False)
+    complaints = [f"{name} was written to" for name, x in laid.items() if not torch.equal(x, local[name])]
+    complaints += [text for name, x in first.items() if (text := _form(x, name, calling, local))]
+    complaints += [
+        f"{name} differs between two runs, one with return_lse and another call before backward"
+        for name in _differing(first, second)
+    ]
+    return Ran(case, shard, {name: x.cpu() for name, x in first.items()}, "; ".join(complaints))
 
 
-def _run(
-    attend: Method, case: Case, sharding: Sharding, laid: Mapping[str, Tensor], disturb: bool
-) -> dict[str, Tensor]:
-    """Forward and backward: out and the gradients that the case needs; with `disturb` also lse.
+def _run(calling: Calling, laid: Mapping[str, Tensor], disturb: bool) -> dict[str, Tensor]:
+    """Forward and backward: out and the gradients that the case needs; with `disturb` also lse, where there is one.
 
     `disturb` makes another call in between, as the next layer does: what backward will use must survive it."""
-    leaves = {name: x.detach().requires_grad_(name[0] in case.needs) for name, x in laid.items() if name != "dout"}
-    given = _arguments(case, sharding)
-
-    def call(tensors: Mapping[str, Tensor]) -> Any:
-        sinks: dict[str, Any] = {"sinks": tensors["sinks"]} if case.sinks else {}
-        return attend(tensors["q"], tensors["k"], tensors["v"], **given, **sinks, return_lse=disturb)
-
-    results: dict[str, Tensor] = {}
+    needs = calling.case.needs
+    leaves = {name: x.detach().requires_grad_(name[0] in needs) for name, x in laid.items() if name != "dout"}
+    out, *lse = calling(leaves, with_lse=disturb)
+    results = {"out": out.detach()} | ({"lse": lse[0].detach()} if lse else {})
     if disturb:
-        out, lse = call(leaves)
-        results |= {"out": out.detach(), "lse": lse.detach()}
-        call({name: x.detach().mul(-2).requires_grad_() for name, x in leaves.items()})
-    else:
-        out = call(leaves)
-        results["out"] = out.detach()
+        calling({name: x.detach().mul(-2).requires_grad_() for name, x in leaves.items()}, with_lse=True)
     needed = {name: x for name, x in leaves.items() if x.requires_grad}
     if needed:
-        gradients = torch.autograd.grad(out, list(needed.values()), laid["dout"])
-        results |= {f"d{name}": gradient for name, gradient in zip(needed, gradients, strict=True)}
+        out.backward(laid["dout"].to(out.dtype))
+        results |= {f"d{name}": cast(Tensor, x.grad) for name, x in needed.items()}
     return results
 
 
-def _arguments(case: Case, sharding: Sharding) -> dict[str, Any]:
-    """What the case asks for besides tensors; only what it asks for, so that a method need not know the rest."""
-    given: dict[str, Any] = {"mask": case.mask, "layout": sharding.layout, "scale": case.scale}
-    if case.crosses:
-        given["key_layout"] = sharding.key_layout
-    if case.softcap is not None:
-        given["softcap"] = case.softcap
-    return given
+def _form(x: Tensor, name: str, calling: Calling, local: Mapping[str, Tensor]) -> str:
+    """What is wrong with a result's shape and dtype: lse is float32 unless computed in float64."""
+    case, dout = calling.case, local["dout"]
+    if name in ("out", "lse"):
+        wide = torch.promote_types(case.computed, torch.float32)
+        shape, dtype = (dout.shape, case.computed) if name == "out" else (dout.shape[:3], wide)
+    else:
+        shape, dtype = local[name[1:]].shape, case.dtype
+    if x.dtype != dtype:
+        return f"{name} is {x.dtype}; it must be {dtype} for inputs in {case.dtype}"
+    return "" if x.shape == shape else f"{name} has shape {tuple(x.shape)}; it must be {tuple(shape)}"
 
 
-def _lay_out(local: Mapping[str, Tensor], case: Case) -> dict[str, Tensor]:
-    """The same values in the memory that the case asks for: views whose storage is larger or in another order."""
-    copies = {name: x.clone() for name, x in local.items()}
-    if case.memory == "transposed":
-        return copies | {
-            name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in local.items() if x.ndim > 1
-        }
-    if case.memory == "plain":
-        return copies
-    together = [name for name in "qkv" if local[name].shape[1] == local["k"].shape[1]]
-    packed = torch.cat([local[name].flatten(2) for name in together], dim=-1)
-    ends = list(accumulate(local[name].shape[2] * local[name].shape[3] for name in together))
-    views = torch.tensor_split(packed, ends[:-1], dim=-1)
-    return copies | {name: x.unflatten(2, local[name].shape[2:]) for name, x in zip(together, views, strict=True)}
+def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Which tensors are not the same bits, of those in both."""
+    both = [name for name in one if name in other]
+    return [name for name in both if not torch.equal(one[name].nan_to_num(), other[name].nan_to_num())]
 
 
 @contextmanager
@@ -158,11 +161,3 @@ def _poisoned(like: Sequence[Tensor]) -> Generator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-def _assert_form(x: Tensor, wanted: Tensor, case: Case, name: str) -> None:
-    """Right shape, and the inputs' dtype; for lse float32 unless they are float64."""
-    dtype = torch.float32 if name == "lse" and case.dtype != torch.float64 else case.dtype
-    assert x.dtype == dtype, f"{case}: {name} is {x.dtype}; it must be {dtype} for inputs in {case.dtype}"
-    shapes = tuple(x.shape), tuple(wanted.shape)
-    assert x.shape == wanted.shape, f"{case}: {name} has shape {shapes[0]}; it must be {shapes[1]}"

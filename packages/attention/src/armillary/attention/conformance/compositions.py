@@ -8,6 +8,8 @@ from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.build import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_schedule, names
@@ -18,6 +20,7 @@ from armillary.attention.schedule import Schedule, Work
 from armillary.attention.teams import Placement
 from armillary.attention.wall_facer import WallFacer
 from armillary.attention.wall_facer import schedule as wall_facer_schedule
+from armillary.core import compat
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]
@@ -124,8 +127,15 @@ class Composition:
         """How many ranks the mesh has."""
         return prod(size for _, size in self.axes)
 
+    def mesh(self) -> DeviceMesh:
+        """Its mesh: over the whole world, or over the last ranks of a larger one; made once for each process."""
+        axes = dict(self.axes)
+        if dist.is_initialized() and dist.get_world_size() > self.ranks:
+            return submesh(**axes)
+        return mesh(**axes)
+
     def build(self) -> Method:
-        """The method as this rank of a world of `ranks` sees it, made once for each process."""
+        """The method as this rank sees it, one of those of `mesh`; made once for each process."""
         return _built(self)
 
     def schedule(self, work: Work) -> Schedule:
@@ -139,7 +149,22 @@ class Composition:
 
 @cache
 def _built(composition: Composition) -> Method:
-    return METHODS[composition.method].build(mesh(**dict(composition.axes)))
+    return METHODS[composition.method].build(composition.mesh())
+
+
+@cache
+def submesh(ring: int = 1, ulysses: int = 1) -> DeviceMesh:
+    """[ring, ulysses] over the last ranks of the world. Axes over the same ranks share a group: each has a thread."""
+    first = dist.get_world_size() - ring * ulysses
+    ranks, here = torch.arange(first, dist.get_world_size()).view(ring, ulysses), dist.get_rank() - first
+    groups = [group_of(tuple(ranks[:, here % ulysses].tolist())), group_of(tuple(ranks[here // ulysses].tolist()))]
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("ring", "ulysses"))
+
+
+@cache
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks, this one among them; all of them must ask for it."""
+    return compat.new_group(ranks, f"conformance {' '.join(map(str, ranks))}", None)
 
 
 def compositions(methods: Sequence[str], ranks: Sequence[int]) -> list[Composition]:

@@ -1,0 +1,152 @@
+"""Making a call of a case as its user would: under autocast, checkpointed, compiled, on DTensors, from projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from armillary.attention.conformance.case import Case
+from armillary.attention.conformance.tensors import Sharding
+from armillary.attention.mask import AttentionMask
+from armillary.core import SequenceLayout
+
+Tensors = Mapping[str, Tensor]
+Outcome = tuple[Tensor, ...]
+"""(out,), or (out, lse)."""
+
+
+class Method(Protocol):
+    """What the suite needs of a method. Tensors are this rank's shards; the result is [B, T, H, Dv].
+
+    It is also given `key_layout`, `sinks`, `softcap` and `kernel`, where a case has them. It needs `projected` where a
+    case is that; `shards` and `sequence_shards` where layouts are drawn; and `layout` a mask where they are balanced.
+    """
+
+    @property
+    def shard(self) -> int:
+        """This rank's index in `layout`."""
+        ...
+
+    def layout(self, length: int, kind: str) -> SequenceLayout:
+        """The layout over all ranks of the method."""
+        ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        layout: SequenceLayout,
+        scale: float | None = None,
+        return_lse: Any = False,
+    ) -> Any:
+        """out, or (out, lse [B, T, H]) with `return_lse`, a bool."""
+        ...
+
+
+@dataclass(frozen=True)
+class Calling:
+    """Calls of a method for one case.
+
+    Args:
+        over: the mesh of DTensors.
+    """
+
+    attend: Method
+    case: Case
+    sharding: Sharding
+    over: DeviceMesh | None = None
+
+    def __call__(self, tensors: Tensors, with_lse: bool) -> Outcome:
+        """(out,), or (out, lse), of this rank's tensors."""
+        case = self.case
+        call = partial(self._projected, tensors) if case.projected else partial(self._attended, with_lse)
+        call = torch.compile(call, backend="aot_eager", fullgraph=not case.projected) if case.compiled else call
+        sinks = tensors.get("sinks")
+        inputs = (tensors["x"],) if case.projected else (tensors["q"], tensors["k"], tensors["v"])
+        with torch.autocast(inputs[0].device.type, dtype=case.autocast, enabled=case.autocast is not None):
+            return _saving(case.saving, call, *inputs, sinks)
+
+    def _projected(self, tensors: Tensors, x: Tensor, sinks: Tensor | None) -> Outcome:
+        linear = Linear(tensors["wq"], tensors["wk"], tensors["wv"], self.case)
+        return (cast(Any, self.attend).projected(x, linear, **self._options(sinks)),)
+
+    def _attended(self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Outcome:
+        if self.case.dtensor:
+            q, k, v = (self._distributed(x) for x in (q, k, v))
+        found = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
+        outcome: Sequence[Tensor] = found if with_lse else (found,)
+        if self.case.compiled or self.case.saving == "reentrant":  # both make gradients of zeros where there are none
+            outcome = (outcome[0], *(lse.detach() for lse in outcome[1:]))
+        return tuple(x.to_local() if isinstance(x, DTensor) else x for x in outcome)
+
+    def _distributed(self, x: Tensor) -> DTensor:
+        assert self.over is not None, "DTensors need the mesh that they are over"
+        return DTensor.from_local(x, self.over, [Shard(1)] * self.over.ndim, run_check=False)
+
+    def _options(self, sinks: Tensor | None) -> dict[str, Any]:
+        """What the case asks for besides tensors; only what it asks for, so that a method need not know the rest."""
+        case = self.case
+        given: dict[str, Any] = {"mask": case.mask, "layout": self.sharding.layout, "scale": case.scale}
+        asked: dict[str, Any] = {"sinks": sinks, "softcap": case.softcap, "kernel": case.kernel}
+        asked["key_layout"] = self.sharding.key_layout if case.crosses else None
+        return given | {name: value for name, value in asked.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Projections without anything between x and heads."""
+
+    wq: Tensor
+    wk: Tensor
+    wv: Tensor
+    case: Case
+
+    @property
+    def heads(self) -> int:
+        return self.case.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.case.kv_heads
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        return self._of(x, self.wq, heads, self.case.head_dim)
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._of(x, self.wk, heads, self.case.head_dim), self._of(x, self.wv, heads, self.case.value_dim)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.wq, self.wk, self.wv
+
+    def _of(self, x: Tensor, weight: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+        rows = weight.unflatten(0, (-1, dim))[list(heads)].flatten(0, 1)
+        return F.linear(x, rows).unflatten(2, (-1, dim))
+
+
+def _saving(how: str, call: Callable[..., Outcome], *inputs: Tensor | None) -> Outcome:
+    match how:
+        case "autograd":
+            return call(*inputs)
+        case "selective":
+            contexts = partial(create_selective_checkpoint_contexts, _must_save)
+            return checkpoint(call, *inputs, use_reentrant=False, context_fn=contexts)
+        case _:
+            return checkpoint(call, *inputs, use_reentrant=how == "reentrant")
+
+
+def _must_save(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    ours = torch.ops.armillary
+    kept = op in (ours.attention.default, ours.projected_attention.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,89 @@
+"""How far off a result is, and how far off is too far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isnan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.attention.conformance.case import Case
+from armillary.attention.conformance.expected import cancelling, expected, flash
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
+ORDINARY = 8.0
+"""An lse that `LIMITS` are meant for: a few hundred keys whose logits are about 1. It is larger under a large scale."""
+LSE_LIMIT = 1e-4
+"""In 16 bits: flash kernels for them take exp to about 20 bits. An lse that was itself rounded is off by 1e-3."""
+FLASH_FACTOR = 2.0
+"""In 16 bits: how much larger an error may be than that of flash attention on one device."""
+
+
+class Off(NamedTuple):
+    """How far off one tensor is, and how far it may be: both relative to its norm."""
+
+    error: float
+    limit: float
+
+    @property
+    def fraction(self) -> float:
+        """The error as a share of the limit."""
+        if not self.error:
+            return 0.0
+        return self.error / self.limit if self.limit else float("inf")
+
+
+def judge(case: Case, found: Mapping[str, Tensor]) -> dict[str, Off]:
+    """Whole tensors that a method gave, against the oracle.
+
+    Each relative to its own norm; or, where it is a small difference of larger tensors, relative to these.
+    """
+    off = _judged(case, found, {})
+    if all(each.fraction <= 1 for each in off.values()):
+        return off
+    # An lse is a logarithm: what it is off by is relative already.
+    return _judged(case, found, {"lse": 1.0} | {name: _rms(taken) for name, taken in cancelling(case).items()})
+
+
+def _judged(case: Case, found: Mapping[str, Tensor], floors: Mapping[str, float]) -> dict[str, Off]:
+    exact, allowed = expected(case), limits(case, floors)
+    return {name: Off(error(x, exact[name], floors.get(name, 0.0)), allowed[name]) for name, x in found.items()}
+
+
+def limits(case: Case, floors: Mapping[str, float]) -> dict[str, float]:
+    """The largest error that each tensor may have; `floors` as `error` takes them."""
+    accumulated = torch.float64 if case.computed == torch.float64 else torch.float32
+    # A logit is rounded at its own size, and a weight is off by as much of itself. Where a weight is large, its logit
+    # is about the lse.
+    lse = expected(case)["lse"]
+    excess = max(0.0, float(lse.masked_fill(lse == -torch.inf, 0).abs().max()) - ORDINARY)
+    limit = LIMITS[accumulated] + 2 * torch.finfo(accumulated).eps * excess
+    if case.computed in LIMITS:
+        return dict.fromkeys(expected(case), limit)
+    exact = expected(replace(case, softcap=None))
+    found = {name: FLASH_FACTOR * error(x, exact[name], floors.get(name, 0.0)) for name, x in flash(case).items()}
+    if case.sinks:  # a handful of numbers, rounded once
+        found["dsinks"] = max(found["dsinks"], *(torch.finfo(dtype).eps for dtype in (case.dtype, case.computed)))
+    return found | {"lse": max(limit, LSE_LIMIT)}
+
+
+def error(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
+    """Root mean square of the difference over that of `wanted`, or over `floor` if that is larger.
+
+    Any NaN, or an infinity of its own, makes it infinite.
+    """
+    none = wanted == -torch.inf  # an lse that saw nothing
+    if not torch.equal(got == -torch.inf, none):
+        return float("inf")
+    difference = _rms(got.double().masked_fill(none, 0) - wanted.masked_fill(none, 0))
+    size = max(_rms(wanted.masked_fill(none, 0)), floor)
+    if not difference:
+        return 0.0
+    return float("inf") if isnan(difference) or not size else difference / size
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())

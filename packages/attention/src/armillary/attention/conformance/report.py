@@ -1,0 +1,115 @@
+"""What a run of the suite says: progress, each failure as it comes, and a table."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.attention.conformance.case import Case
+from armillary.attention.conformance.draw import Trial
+from armillary.attention.conformance.run import Verdict
+
+KINDS_OF_CASES: Mapping[str, Callable[[Case], bool]] = {
+    "strided": lambda case: case.memory != "plain",
+    "strided dout": lambda case: case.gradient != "plain",
+    "autocast": lambda case: case.autocast is not None,
+    "checkpointed": lambda case: case.saving != "autograd",
+    "compiled": lambda case: case.compiled,
+    "DTensors": lambda case: case.dtensor,
+    "projected": lambda case: case.projected,
+    "cross-attention": lambda case: case.crosses,
+    "documents": lambda case: case.mask.documents is not None,
+    "sinks": lambda case: case.sinks,
+    "softcap": lambda case: case.softcap is not None,
+    "scale <= 0": lambda case: case.scaled <= 0,
+}
+
+
+@dataclass
+class Row:
+    """One line of the table: a method in one dtype."""
+
+    method: str
+    dtype: str
+    cases: int = 0
+    failed: int = 0
+    worst: float = 0.0
+    tensor: str = ""
+    where: str = ""
+
+    def add(self, trial: Trial, verdict: Verdict) -> None:
+        self.cases += 1
+        self.failed += bool(verdict.failure)
+        if verdict.fraction > self.worst:
+            self.worst, self.tensor, self.where = verdict.fraction, verdict.tensor, f"{trial.composition}: {trial.case}"
+
+
+@dataclass
+class Report:
+    """Takes in verdicts.
+
+    Args:
+        total: how many will come.
+        drawn: whether cases can be named by seed and index.
+        file: for all of it as JSON, written time and again: a run of an hour may be cut short.
+    """
+
+    total: int
+    drawn: bool
+    file: Path | None = None
+    rows: dict[tuple[str, str], Row] = field(default_factory=dict[tuple[str, str], Row])
+    failures: list[str] = field(default_factory=list[str])
+    tried: Counter[str] = field(default_factory=Counter[str])
+    began: float = field(default_factory=time.monotonic)
+    told: float = 0.0
+
+    def add(self, trial: Trial, verdict: Verdict) -> None:
+        """Takes in one, and says how far things are every few seconds."""
+        method, dtype = trial.composition.method, str(trial.case.dtype).removeprefix("torch.")
+        self.rows.setdefault((method, dtype), Row(method, dtype)).add(trial, verdict)
+        self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial.case))])
+        if verdict.failure:
+            again = f"--seed {trial.seed} --case {trial.number}: " if self.drawn else ""
+            self.failures.append(f"{again}{trial.composition}: {trial.case}: {verdict.failure}")
+            print(f"FAILED {self.failures[-1]}", flush=True)
+        if self.seconds - self.told > 10 or self.tried["cases"] == self.total:
+            self.told = self.seconds
+            self._progress()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def _progress(self) -> None:
+        done = self.tried["cases"]
+        left = self.seconds * (self.total / done - 1)
+        failed = f"{len(self.failures)} failed"
+        print(f"[{done}/{self.total}] {failed}, {self.seconds:.0f} s, about {left:.0f} s to go", flush=True)
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.values(), indent=2) + "\n")
+
+    def values(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        rows = [vars(row) for row in self.rows.values()]
+        run = {"torch": torch.__version__, "seconds": round(self.seconds), "tried": dict(self.tried)}
+        return run | {"rows": rows, "failures": self.failures}
+
+    def show(self, methods: Sequence[str]) -> None:
+        """Prints the table, methods in this order, and every failure."""
+        table = sorted(self.rows.values(), key=lambda row: (methods.index(row.method), row.dtype))
+        width = max([len(row.method) for row in table], default=6)
+        print(f"\n{'method':{width}}  {'dtype':8}  {'cases':>5}  {'failed':>6}  worst error as a fraction of its limit")
+        for row in table:
+            counts = f"{row.cases:5}  {row.failed:6}"
+            print(f"{row.method:{width}}  {row.dtype:8}  {counts}  {row.worst:.2g} ({row.tensor}, {row.where})")
+        kinds = ", ".join(f"{self.tried[name]} {name}" for name in KINDS_OF_CASES if self.tried[name])
+        print(f"\nAmong them: {kinds}" if kinds else "")
+        print("\n".join(f"FAILED {failure}" for failure in self.failures), end="\n" if self.failures else "")
+        print(f"{self.tried['cases']} cases, {len(self.failures)} failed, {self.seconds:.0f} s")

@@ -1,0 +1,67 @@
+"""Trying cases on a world of ranks, however many each of them takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from armillary.attention.conformance.check import attend_nothing, errors
+from armillary.attention.conformance.draw import Trial
+from armillary.core.testing import RankFailed, World
+
+CHUNK = 30
+"""Trials for each call to a world: a rank that hangs costs so many of them a second try."""
+
+
+class Verdict(NamedTuple):
+    """What a trial gave: the tensor that came nearest to its limit, and what is wrong, if anything is."""
+
+    fraction: float
+    tensor: str
+    failure: str
+
+
+def run(world: World, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Verdict]]:
+    """Each trial with its verdict. Where a rank raises or hangs, the trials are made again one by one."""
+    for start in range(0, len(trials), CHUNK):
+        chunk = trials[start : start + CHUNK]
+        try:
+            yield from zip(chunk, world.run(judge, chunk, timeout=300)[-1], strict=True)
+        except RankFailed:
+            for trial in chunk:
+                try:
+                    yield trial, world.run(judge, [trial], timeout=120)[-1][0]
+                except RankFailed as failure:
+                    yield trial, Verdict(float("inf"), "none", in_a_line(str(failure)))
+
+
+def in_a_line(failure: str) -> str:
+    """What a rank raised; or, where none did, what the first has to say."""
+    raised = re.search(r"^rank \d+ raised:\n(?s:.*?)^(\w[\w.]*(?:Error|Exception)\b.*)$", failure, re.MULTILINE)
+    return raised[1] if raised else " ".join(failure.splitlines()[1:2])
+
+
+def judge(chunk: Sequence[Trial]) -> list[Verdict]:
+    """What this rank has to say of each trial: the same as the others, if it has a part in it."""
+    torch.set_num_threads(1)
+    return [_judged(trial) for trial in chunk]
+
+
+def _judged(trial: Trial) -> Verdict:
+    composition, case = trial.composition, trial.case
+    if dist.get_rank() < dist.get_world_size() - composition.ranks:
+        attend_nothing()
+        return Verdict(0.0, "none", "")
+    if case.compiled:
+        torch.compiler.reset()
+    try:
+        off = errors(composition.build(), case, over=composition.mesh())
+    except AssertionError as failure:
+        return Verdict(float("inf"), "none", str(failure))
+    tensor = max(off, key=lambda name: off[name].fraction)
+    wrong = [f"{name} off by {x.error:.2g} (limit {x.limit:.2g})" for name, x in off.items() if x.fraction > 1]
+    return Verdict(off[tensor].fraction, tensor, ", ".join(wrong))

@@ -1,0 +1,163 @@
+"""The choice of what to try on every method: a pairwise-covering sample, and a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+import torch
+
+from armillary.attention.conformance.case import CAUSAL, GRADIENTS, KINDS, Case
+from armillary.attention.mask import AttentionMask
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+HEADS = ((8, 8), (8, 2), (8, 1), (12, 4), (9, 3))
+"""(H, K): equal, grouped, one key/value head for all, and two that eight ranks cannot share evenly."""
+LENGTHS = (24, 37, 53, 64)
+HEAD_DIMS = (8, 16, 40)
+LARGE_HEAD_DIMS = (64, 128, 256)
+KEYS = ("own", "fewer", "more")
+"""Whose keys: of the same tokens, or cross-attention to fewer or more of them, the latter in another layout. Documents
+need as many of them: then just in another layout."""
+SOFTCAPS = (None, 1.5)
+STRETCH = (None, 1.5)
+"""Of the scale: the usual 1 / sqrt(D), or so many times it."""
+MEMORIES = ("plain", "permuted", "packed")
+MASKS: dict[str, Callable[[int, int], AttentionMask]] = {
+    "full": lambda length, batch: AttentionMask(causal=False),
+    "causal": lambda length, batch: AttentionMask(),
+    "window": lambda length, batch: AttentionMask(window=(length // 5, None)),
+    "band": lambda length, batch: AttentionMask(causal=False, window=(length // 4, 3)),
+    "documents": lambda length, batch: AttentionMask(documents=(0, 1, length // 3, length // 2 + 2, length)),
+    "rows": lambda length, batch: AttentionMask(
+        causal=False, documents=tuple((0, length // (row + 2), length) for row in range(batch))
+    ),
+}
+"""Masks by name, made to fit (length, batch)."""
+
+
+def cases(
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    masks: Sequence[str] = tuple(MASKS),
+    heads: Sequence[tuple[int, int]] = HEADS,
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = KINDS,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    large_head_dims: Sequence[int] = LARGE_HEAD_DIMS,
+    value_dims: Sequence[int] = (0, -4, 8),
+    keys: Sequence[str] = KEYS,
+    sinks: Sequence[bool] = (False, True),
+    softcaps: Sequence[float | None] = SOFTCAPS,
+    brief: int | None = None,
+) -> list[Case]:
+    """A few dozen cases, always the same, in which any two settings of any two of these meet at least once.
+
+    Args:
+        brief: about ten cases instead, in which each setting occurs at least once; other ones for each number.
+        masks: names in `MASKS`.
+        heads: pairs (H, K).
+        large_head_dims: tried once each, on top of the rest.
+        value_dims: how much wider v's heads are than q's.
+        keys: names in `KEYS`.
+    """
+    factors = [masks, heads, lengths, dtypes, kinds, keys, head_dims, value_dims, (1, 2, 3), MEMORIES]
+    rows = _covering([*factors, sinks, softcaps, STRETCH], 2 if brief is None else 1, brief or 0)
+    made = [_case(seed, *row) for seed, row in enumerate(rows, 1000 * (brief or 0))]
+    subsets = [replace(case, needs=needs) for case, needs in zip(made, ("q", "k", "v", "kv", "s", ""), strict=False)]
+    large = [
+        replace(case, head_dim=dim, value_dim=dim, scale=None, length=min(lengths), mask=CAUSAL, key_length=None)
+        for case, dim in zip(made, large_head_dims, strict=False)
+    ]
+    far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp of it overflows, and exp of its opposite vanishes
+    hardest = next((case for case in made if case.mask.causal), made[0])
+    hardest = replace(hardest, dtype=dtypes[0], sinks=False, softcap=None)
+    shifted = [replace(hardest, shift=shift) for shift in (far, -far)]
+    if brief is None:
+        return made + subsets + large + shifted
+    return made + [extra[brief % len(extra)] for extra in (subsets, large, shifted) if extra]
+
+
+def product_cases(seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
+    """Every mask x layout x (H, K) x dtype, each with everything else drawn at random from `seed`."""
+    random = Random(seed)
+    for index, (mask, kind, heads, dtype) in enumerate(product(MASKS, KINDS, HEADS, dtypes)):
+        yield _drawn(random, seed * 100_000 + index, mask, kind, heads, dtype)
+
+
+def _drawn(random: Random, seed: int, mask: str, kind: str, heads: tuple[int, int], dtype: torch.dtype) -> Case:
+    """A case of which only this much is settled. Half of the draws have neither sinks nor softcap nor other keys."""
+    plain = random.random() < 0.5
+    keys, sinks, softcap = (("own",), (False,), (None,)) if plain else (KEYS, (False, True), SOFTCAPS)
+    head_dims = HEAD_DIMS if random.random() < 0.9 else LARGE_HEAD_DIMS
+    dim, more, batch = random.choice(head_dims), random.choice((0, 0, -4, 8)), random.choice((1, 2, 3))
+    row = (
+        random.choice((*LENGTHS, 96, 131)),
+        dtype,
+        kind,
+        random.choice(keys),
+        dim,
+        more,
+        batch,
+        random.choice(MEMORIES),
+    )
+    return _case(seed, mask, heads, *row, random.choice(sinks), random.choice(softcap), random.choice(STRETCH))
+
+
+def _case(
+    seed: int,
+    mask: str,
+    heads: tuple[int, int],
+    length: int,
+    dtype: torch.dtype,
+    kind: str,
+    keys: str,
+    dim: int,
+    more: int,
+    batch: int,
+    memory: str,
+    sinks: bool,
+    softcap: float | None,
+    stretch: float | None,
+) -> Case:
+    made = MASKS[mask](length, batch)
+    other = KINDS[(KINDS.index(kind) + 1) % len(KINDS)] if kind in KINDS else kind
+    key_length = {"own": None, "fewer": max(2 * length // 3, 16), "more": length + 13}[keys]
+    return Case(
+        batch=batch,
+        length=length,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=dim,
+        value_dim=dim + more,
+        dtype=dtype,
+        mask=made,
+        kind=kind,
+        scale=None if stretch is None else round(stretch * dim**-0.5, 3),
+        key_length=key_length if made.documents is None else None,
+        key_kind=other if keys == "more" or (keys == "fewer" and made.documents) else None,
+        sinks=sinks,
+        softcap=softcap,
+        memory=memory,
+        gradient=GRADIENTS[seed % len(GRADIENTS)],
+        seed=seed,
+    )
+
+
+def _covering(factors: Sequence[Sequence[Any]], strength: int, seed: int = 0) -> list[tuple[Any, ...]]:
+    """Rows with one level of each factor, such that any levels of any `strength` factors meet in some row. Greedy."""
+    random = Random(seed)
+    sizes = [range(len(levels)) for levels in factors]
+    chosen = list(combinations(range(len(factors)), strength))
+    missing = {tuple(zip(few, levels, strict=True)) for few in chosen for levels in product(*(sizes[f] for f in few))}
+    rows: list[tuple[Any, ...]] = []
+    while missing:
+        kept = dict(min(missing))
+        tries = [tuple(kept.get(f, random.choice(size)) for f, size in enumerate(sizes)) for _ in range(50)]
+        best = max(tries, key=lambda row: len(missing.intersection(combinations(enumerate(row), strength))))
+        missing.difference_update(combinations(enumerate(best), strength))
+        rows.append(tuple(levels[level] for levels, level in zip(factors, best, strict=True)))
+    return rows

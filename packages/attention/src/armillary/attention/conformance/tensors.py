@@ -1,0 +1,129 @@
+"""The tensors of a case, and who has what of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import copysign, sqrt
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.attention.conformance.case import Case
+from armillary.attention.conformance.memory import Memory
+from armillary.core import SequenceLayout
+
+SHARED = ("sinks", "wq", "wk", "wv")
+"""What every rank has as a whole; a gradient is its share of a sum over ranks."""
+
+
+class Sharding(NamedTuple):
+    """Who has what of the global tensors of a case, and of their gradients ("d" and their name)."""
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+
+    @classmethod
+    def of(cls, attend: Any, case: Case) -> Sharding:
+        """Of a method, as far as it has what the case needs of it: see `Method`."""
+        return cls(
+            _layout(attend, case, case.length, case.kind),
+            _layout(attend, case, case.keys, case.key_kind or case.kind),
+        )
+
+    def take(self, name: str, whole: Tensor, shard: int) -> Tensor:
+        """One shard of a tensor."""
+        layout = self._layout(name)
+        return whole if layout is None else layout.take(whole, shard)
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from what each shard's rank has."""
+        layout = self._layout(name)
+        return torch.stack([part.double() for part in parts]).sum(0) if layout is None else layout.join(parts)
+
+    def _layout(self, name: str) -> SequenceLayout | None:
+        base = name.removeprefix("d")
+        return None if base in SHARED else self.key_layout if base in ("k", "v") else self.layout
+
+
+def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
+    match kind:
+        case "balanced":
+            return attend.layout(length, kind, case.mask)
+        case "uneven" | "spans":
+            within = attend.shards // attend.sequence_shards
+            random = Random(f"{case.seed} {length}")
+            return drawn_layout(random, length, attend.sequence_shards, within, kind).refine(within)
+        case _:
+            return attend.layout(length, kind)
+
+
+def drawn_layout(random: Random, length: int, shards: int, least: int, kind: str) -> SequenceLayout:
+    """Shards of any sizes, each with `least` tokens at least: "uneven", of neighbours; "spans", of any runs."""
+    spare = sorted(random.randint(0, length - shards * least) for _ in range(shards - 1))
+    ends = [0, *(cut + (i + 1) * least for i, cut in enumerate(spare)), length]
+    order = list(range(length)) if kind == "uneven" else _shuffled(random, length, 3 * shards)
+    return SequenceLayout([[range(p, p + 1) for p in order[a:b]] for a, b in pairwise(ends)])
+
+
+def _shuffled(random: Random, length: int, pieces: int) -> list[int]:
+    """Positions in about so many runs, in any order; every third run is two, of every other position."""
+    cuts = sorted({random.randint(1, length - 1) for _ in range(pieces)} if length > 1 else set())
+    runs = [range(a, b) for a, b in pairwise([0, *cuts, length])]
+    split = [part for i, run in enumerate(runs) for part in ((run[::2], run[1::2]) if i % 3 == 0 else (run,))]
+    random.shuffle(split)
+    return [position for run in split for position in run]
+
+
+@lru_cache(maxsize=64)
+def inputs(case: Case) -> dict[str, Tensor]:
+    """Global q [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv], dout [B, N, H, Dv] and sinks [H], if any.
+
+    If projected, x [B, N, E], wq [H D, E], wk [K D, E] and wv [K Dv, E] in place of q, k and v. The same on every rank.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in _shapes(case).items()
+    }
+    x = {name: Memory.of(case, name, tensor.ndim).values(tensor) for name, tensor in drawn.items()}
+    if case.shift and not case.projected:
+        root = sqrt(abs(case.shift / case.scaled))
+        x["q"] = _with_first(x["q"], root)
+        x["k"] = _with_first(x["k"], copysign(root, case.shift) * copysign(1, case.scaled))
+    x |= {name: x[name] * case.width**-0.5 for name in ("wq", "wk", "wv") if name in x}
+    return {name: tensor.to(case.dtype).contiguous() for name, tensor in x.items()}
+
+
+def _with_first(x: Tensor, value: float) -> Tensor:
+    """x with this value in its first column."""
+    x = x.clone()
+    x[..., 0] = value
+    return x
+
+
+def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    q, k, v = case.heads * case.head_dim, case.kv_heads * case.head_dim, case.kv_heads * case.value_dim
+    if case.projected:
+        found: dict[str, tuple[int, ...]] = {"x": (case.batch, case.length, case.width)}
+        found |= {name: (rows, case.width) for name, rows in zip(("wq", "wk", "wv"), (q, k, v), strict=True)}
+    else:
+        found = {
+            "q": (case.batch, case.length, case.heads, case.head_dim),
+            "k": (case.batch, case.keys, case.kv_heads, case.head_dim),
+            "v": (case.batch, case.keys, case.kv_heads, case.value_dim),
+        }
+    found["dout"] = (case.batch, case.length, case.heads, case.value_dim)
+    return found | ({"sinks": (case.heads,)} if case.sinks else {})
+
+
+def attended(case: Case, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v: among the tensors, or projected from them."""
+    if not case.projected:
+        return leaves["q"], leaves["k"], leaves["v"]
+    q, k, v = (F.linear(leaves["x"], leaves[name]) for name in ("wq", "wk", "wv"))
+    q, k = (y.unflatten(2, (-1, case.head_dim)) for y in (q, k))
+    return q, k, v.unflatten(2, (-1, case.value_dim))
