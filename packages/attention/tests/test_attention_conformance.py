@@ -129,15 +129,20 @@ def test_a_case_is_drawn_from_its_seed_and_index_alone():
     assert {trial.composition.ranks for trial in trials} == set(range(1, 9))
 
 
-@pytest.mark.parametrize(
-    "name", ["saving", "memory", "gradient", "kind", "autocast", "compiled", "dtensor", "projected"]
-)
-def test_every_way_of_calling_is_drawn(name):
-    found = {getattr(drawn(5, index).case, name) for index in range(400)}
-    levels = {"saving": SAVING, "memory": MEMORY, "gradient": GRADIENTS, "kind": LAYOUTS}
-    assert found == set(
-        levels.get(name, (None, torch.bfloat16, torch.float16) if name == "autocast" else (False, True))
-    )
+WAYS = {
+    "saving": SAVING,
+    "memory": MEMORY,
+    "gradient": GRADIENTS,
+    "kind": LAYOUTS,
+    "autocast": (None, torch.bfloat16, torch.float16),
+    **dict.fromkeys(("compiled", "dtensor", "projected", "sinks"), (False, True)),
+}
+
+
+def test_every_way_of_calling_is_drawn():
+    found = [drawn(5, index).case for index in range(400)]
+    for name, levels in WAYS.items():
+        assert {getattr(case, name) for case in found} == set(levels)
 
 
 @pytest.mark.parametrize("how", ALONE)
@@ -596,6 +601,53 @@ def test_shards_are_compared_with_what_belongs_to_them(worlds):
 @pytest.mark.parametrize(("flaw", "says"), [("others' queries forgotten", "dk off by"), ("wrong shard", "out off by")])
 def test_a_method_that_confuses_ranks_is_caught_on_each(worlds, flaw, says):
     assert all(any(says in failure for failure in failed) for failed in worlds(4).run(everything, flaw))
+
+
+# -- limits ---------------------------------------------------------------------------------------------------------
+
+THREE_TOKENS = Case(
+    batch=1,
+    length=24,
+    heads=8,
+    kv_heads=8,
+    head_dim=8,
+    value_dim=8,
+    dtype=torch.bfloat16,
+    mask=AttentionMask(documents=(0, 1, 8, 14, 24)),
+    kind="contiguous",
+    scale=0.53,
+    seed=182,
+)
+"""Three tokens a shard on eight ranks: one of them, alone, is further off than flash attention is on the whole."""
+
+
+def test_shards_of_a_few_tokens_are_judged_together(worlds):
+    for composition in (of("ring", ring=8), of("token_ring", ring=8)):
+        assert worlds(8).run(searched, composition, THREE_TOKENS) == [[]] * 8
+
+
+def searched(composition: Composition, case: Case) -> list[str]:
+    return failures_of(composition.build(), [case])
+
+
+ONE_KEY = AttentionMask(window=(0, 0))
+"""Every query sees one key: dq and dk are differences of equal numbers."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_cancels_is_held_to_the_size_of_what_cancels(dtype):
+    case = Case(dtype=dtype, mask=ONE_KEY, kind="contiguous")
+    check(Local(), case)
+    (failed,) = failures_of(Toy("delta forgotten"), [case])
+    assert re.search(r": dq off by 1 \(.*, dk off by 1 \(", failed)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 4.0])
+def test_limits_are_for_any_scale(scale):
+    case = Case(dtype=torch.float32, scale=scale, kind="contiguous")
+    check(Toy(), case)
+    (failed,) = failures_of(Toy("dv of the last key lost"), [case])
+    assert "dv off by" in failed
 
 
 # -- the sample -----------------------------------------------------------------------------------------------------
