@@ -89,6 +89,7 @@ EVERY = [all_to_alls, gathers, merges, traced_ops, dtensors, exchanges]
 
 
 def counted(work: Callable[[], None]) -> tuple[dict, dict]:
+    axis().twin()  # made once, which connects it
     with Dispatched() as seen, CommLedger() as ledger:
         work()
     return seen.sent, Dispatched.of(ledger)

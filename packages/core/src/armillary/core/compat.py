@@ -46,15 +46,19 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dis
     """A process group of some ranks of the world, this one among them, which only these make, under this name.
 
     `dist.new_group(use_local_synchronization=True)` names a group by how many this rank has made: ranks that have made
-    different numbers of groups would wait for each other for ever.
+    different numbers of groups would wait for each other for ever. Where a device is bound to the default group, torch
+    would split NCCL's communicator, and wait for all ranks of the world.
     """
     c10d: Any = dist.distributed_c10d
     default: Any = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
     waiting = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
-    options = {"timeout": waiting, "device_id": default.bound_device_id}
-    made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **options)
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, timeout=waiting)
+    finally:
+        default.bound_device_id = bound
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 

@@ -6,10 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Self, cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -98,27 +100,45 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too
         host_too: collectives of tensors in the host's memory will be needed beside those of the device's.
 
     Raises:
-        ValueError: a device type without a backend.
+        ValueError: a device type without a backend, or without a device here.
         TimeoutError: other ranks have not come.
     """
     alone = backend_of(device_type)
     check_timeout(timeout)
-    both = ",".join(f"{device}:{backend}" for device, backend in BACKENDS.items())
-    backend = both if host_too and device_type != "cpu" else alone
+    device = own_device(device_type)
+    both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
+    backend = both if host_too and device is not None else alone
+    bound = None if host_too else device  # torch cannot reliably split groups of several backends
+    start = partial(dist.init_process_group, backend, timeout=timeout, device_id=bound)
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
-        ours = rendezvous(store, rank, ranks, timeout)
-        dist.init_process_group(backend, store=ours, rank=rank, world_size=ranks, timeout=timeout)
+        start(store=rendezvous(store, rank, ranks, timeout), rank=rank, world_size=ranks)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        start(store=dist.HashStore(), rank=0, world_size=1)
+
+
+def own_device(device_type: str) -> torch.device | None:
+    """This rank's accelerator, from now on the current one: the caller's choice, or the launcher's. None for "cpu".
+
+    Raises:
+        ValueError: there is none here.
+    """
+    if device_type == "cpu":
+        return None
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(f"device type {device_type!r}, but no such device is here; 'cpu' would do")
+    if not torch.cuda.is_initialized():  # else the caller has chosen, as by torch.cuda.set_device
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)  # a rank may see its own alone
+    return torch.device(device_type, torch.cuda.current_device())
 
 
 @dataclass(frozen=True)
 class Axis:
     """One axis of a mesh as this rank sees it: the unit that every primitive communicates on.
 
-    `timeout` is how long the host waits for the others; None where the device does the waiting. `mesh` is the 1-D mesh
-    that it was taken from, where there is one.
+    `timeout` is how long the host waits for the others; None where the device does the waiting. `device` is the type of
+    device whose tensors go on it, `mesh` the 1-D mesh that it was taken from, where there is one.
     """
 
     name: str
@@ -126,6 +146,7 @@ class Axis:
     size: int
     group: dist.ProcessGroup
     timeout: timedelta | None
+    device: str = "cpu"
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -139,9 +160,8 @@ class Axis:
             return mesh
         check_axis(mesh)
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
-        group = mesh.get_group()
-        timeout = compat.host_timeout(group, mesh.device_type)
-        return cls(name, mesh.get_local_rank(), mesh.size(), group, timeout, mesh)
+        group, device = mesh.get_group(), mesh.device_type
+        return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group, device), device, mesh)
 
     @classmethod
     def alone(cls, name: str) -> Axis:
@@ -154,7 +174,7 @@ class Axis:
         The first call creates a group, so every rank of the axis must make it, in the same order. Later calls return
         the same one, so that a method for each layer does not mean a communicator for each layer.
         """
-        return self if self.size == 1 else replace(self, group=_subgroup(self.group, None, self.timeout))
+        return self if self.size == 1 else replace(self, group=_subgroup(self, None))
 
     def part(self, ranks: Sequence[int]) -> Axis:
         """The axis of some of this one's ranks, in rising order, this rank among them.
@@ -162,7 +182,7 @@ class Axis:
         The first call creates a group, so every rank of the part must make it, in the same order.
         """
         chosen = tuple(ranks)
-        group = _subgroup(self.group, chosen, self.timeout)
+        group = _subgroup(self, chosen)
         return replace(self, rank=chosen.index(self.rank), size=len(chosen), group=group, mesh=None)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -194,20 +214,29 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[Asked, dist.ProcessGroup]] = We
 """Groups of ranks of a group, by what was asked for. They go when it goes."""
 
 
-def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of some ranks of another; of all (None) for its twin, which stays apart from the part with all."""
-    known = _made.setdefault(group, {})
-    if (ranks, timeout) not in known:
-        known[ranks, timeout] = _new_group(group, ranks, timeout)
-    return known[ranks, timeout]
+def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
+    """A group of some ranks of the axis; of all (None) for its twin, which stays apart from the part with all."""
+    known = _made.setdefault(axis.group, {})
+    if (ranks, axis.timeout) not in known:
+        known[ranks, axis.timeout] = _new_group(axis, ranks)
+    return known[ranks, axis.timeout]
 
 
-def _new_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    everyone = dist.get_process_group_ranks(group)
+def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
+    everyone = axis.ranks()
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
     which = "twin" if ranks is None else f"part {' '.join(map(str, ranks))}"
-    made = compat.new_group(chosen, f"{group.group_name} {which} {timeout}", timeout)
-    # NCCL connects a group when it is first used, and wants all of its ranks there: an exchange may be of some only.
-    for used in (group, made) if ranks is None else (made,):
-        dist.barrier(used)
+    made = compat.new_group(chosen, f"{axis.group.group_name} {which} {axis.timeout}", axis.timeout)
+    for used in (axis.group, made) if ranks is None else (made,):
+        _connect(used, axis.device)
     return made
+
+
+def _connect(group: dist.ProcessGroup, device: str) -> None:
+    """Has all ranks of a group use it together.
+
+    NCCL connects a group at its first use, and wants all of its ranks there; an exchange may be of some only. Not by a
+    barrier: where the group has a backend for the host too, that would connect gloo alone, and elsewhere it would guess
+    which device is this rank's.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -58,7 +58,8 @@ def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, b
 def axis_of(name: str, group: str, x: Tensor) -> Axis:
     """The axis whose group has this name, for tensors like `x`."""
     found = compat.group_named(group)
-    return Axis(name, dist.get_rank(found), found.size(), found, compat.host_timeout(found, x.device.type))
+    device = x.device.type
+    return Axis(name, dist.get_rank(found), found.size(), found, compat.host_timeout(found, device), device)
 
 
 def alone(x: Tensor) -> Tensor:
