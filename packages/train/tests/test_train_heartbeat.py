@@ -2,15 +2,22 @@
 
 import os
 import signal
+import sys
+import sysconfig
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import FrameType
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.train.heartbeat import Calls, Heartbeat, main_stack, missing, waits, where
+from armillary.train.heartbeat import Calls, Heartbeat, in_standard_library, joined, main_stack, missing, waits, where
+from armillary.train.launcher import Launcher
 from armillary.train.stopping import StopSignal
 from armillary.train.watchdog import about_others
 
@@ -85,3 +92,95 @@ def test_a_rank_knows_where_it_stands():
     stack = main_stack()
     assert where(stack).startswith("heartbeat.py:") and "main_stack" in where(stack)
     assert not waits(stack)
+
+
+class Slow:
+    """Work in a thread that stands still until somebody has looked at the main thread."""
+
+    def __init__(self) -> None:
+        self.looked = threading.Event()
+        self.seen = ""
+
+    def stand(self) -> None:
+        self.looked.wait()
+
+    def look(self, waits: Callable[[FrameType], object]) -> None:
+        """Once the main thread waits, as it will soon."""
+        thread = threading.main_thread().ident
+        while not waits(sys._current_frames()[thread]):
+            time.sleep(0.01)
+        self.seen = where(main_stack())
+        self.looked.set()
+
+
+def test_a_wait_in_pythons_own_code_is_told_by_the_line_that_waits():
+    slow = Slow()
+    with ThreadPoolExecutor(2) as pool:
+        standing = pool.submit(slow.stand)
+        pool.submit(slow.look, lambda frame: frame.f_back.f_code.co_name == "result")
+        standing.result()
+    assert slow.seen.startswith("test_train_heartbeat.py:")
+    assert slow.seen.endswith(" in test_a_wait_in_pythons_own_code_is_told_by_the_line_that_waits")
+
+
+def test_a_wait_for_the_end_of_a_thread_is_told_by_where_that_stands():
+    slow = Slow()
+    saving, looking = threading.Thread(target=slow.stand), threading.Thread(target=slow.look, args=(joined,))
+    saving.start()
+    looking.start()
+    saving.join()
+    looking.join()
+    assert slow.seen.startswith("test_train_heartbeat.py:") and slow.seen.endswith(" in stand")
+
+
+def waits_for_a_save() -> bool:
+    """Whether a rank counts as waiting for others when its main thread waits for a thread that does."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    done, seen = threading.Event(), []
+
+    def look() -> None:
+        thread = threading.main_thread().ident
+        while joined(sys._current_frames()[thread]) is None or not waits(main_stack()):
+            time.sleep(0.01)
+        seen.append(True)
+        done.set()
+
+    if dist.get_rank() == 0:
+        looking = threading.Thread(target=look)
+        saving = threading.Thread(target=dist.barrier, args=(group,))
+        saving.start()
+        looking.start()
+        saving.join()
+        looking.join()
+    else:
+        time.sleep(1)
+        dist.barrier(group)
+    return seen == [True]
+
+
+def test_a_rank_that_waits_for_a_thread_in_a_collective_waits_for_others(worlds):
+    assert worlds(2).run(waits_for_a_save) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("file", "own"),
+    [
+        (threading.__file__, True),
+        ("<frozen importlib._bootstrap>", True),
+        (torch.__file__, False),
+        (__file__, False),
+        (f"{sysconfig.get_path('stdlib')}/site-packages/x.py", False),
+        (f"{sysconfig.get_path('stdlib')}/dist-packages/x.py", False),
+    ],
+)
+def test_pythons_own_files_are_known(file, own):
+    assert in_standard_library(file) is own
+
+
+def test_a_launcher_is_gone_when_the_parent_is_another_one(monkeypatch):
+    alone = Launcher()
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    launched = Launcher()
+    assert launched.pid == os.getppid() and not launched.gone
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launched.gone and not alone.gone

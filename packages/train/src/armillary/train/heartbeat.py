@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from armillary.core import compat
 
@@ -94,15 +96,37 @@ def _behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
 
 
 def main_stack() -> traceback.StackSummary:
-    """Where the main thread stands, outermost line first."""
-    thread = threading.main_thread().ident
-    return traceback.extract_stack(sys._current_frames()[thread or 0])  # pyright: ignore[reportPrivateUsage]
+    """Where the main thread stands, outermost line first; or the thread for whose end it waits, as when saving."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames[threading.main_thread().ident or 0]
+    while (awaited := joined(frame)) is not None and awaited.ident in frames:
+        frame = frames[awaited.ident]
+    return traceback.extract_stack(frame)
+
+
+def joined(frame: FrameType | None) -> threading.Thread | None:
+    """The thread for whose end a thread waits that stands in this frame, if it does."""
+    while frame is not None and in_standard_library(frame.f_code.co_filename):
+        awaited = frame.f_locals.get("self")
+        if frame.f_code.co_name == "join" and isinstance(awaited, threading.Thread):
+            return awaited
+        frame = frame.f_back
+    return None
+
+
+STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
+
+
+def in_standard_library(file: str) -> bool:
+    """Whether it is a file of Python's own: a line there says that something is waited for, and not what."""
+    return file.startswith(STANDARD) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def where(stack: traceback.StackSummary) -> str:
-    """The innermost line of a stack, and the innermost one outside of torch that led there."""
-    inner = stack[-1]
-    ours = next((line for line in reversed(stack) if "/torch/" not in line.filename), inner)
+    """The innermost line of a stack outside of the standard library, and the innermost one that is outside of torch."""
+    lines = [line for line in stack if not in_standard_library(line.filename)] or list(stack)
+    inner = lines[-1]
+    ours = next((line for line in reversed(lines) if "/torch/" not in line.filename), inner)
     return _line(inner) if ours is inner else f"{_line(inner)}, called by {_line(ours)}"
 
 

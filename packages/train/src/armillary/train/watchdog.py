@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -23,6 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from armillary.core import compat
 from armillary.train.config import TrainConfig
 from armillary.train.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
+from armillary.train.launcher import Launcher
+from armillary.train.overlay import one_line
 
 SILENCE = 6.0
 """Seconds without a sign of life after which a rank is taken for dead or stopped."""
@@ -42,6 +45,9 @@ class Watchdog:
     and ends its process with exit code 1. An error that leaves the block is printed in a line with rank and step; if it
     came from communication, the ranks that are missing follow.
 
+    A process whose launcher is gone ends at once. One that has lost the store by which the ranks speak to each other
+    ends after `ENDING` seconds, unless its training ends by itself.
+
     Without a `with` block it only notes what it is told.
     """
 
@@ -54,6 +60,7 @@ class Watchdog:
         self._failure: str | None = None
         self._alarm: str | None = None
         self._over = self._failing = False
+        self._launcher = Launcher()
         self._wake, self._told = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -99,16 +106,31 @@ class Watchdog:
             if reason is not None:
                 self._print(*self._tell(reason))
         except RuntimeError as error:
-            self._print(f"the store by which the ranks speak to each other is gone: {error}")
-            self._told.set()
-            return
+            self._without_store(error)
         self._told.set()
         if not self._over:
             self._end()
 
+    def _without_store(self, error: RuntimeError) -> None:
+        """Waits whether training ends too, since whoever has the store has: the launcher, or another rank."""
+        end = time.monotonic() + ENDING
+        while not (self._over or self._failing) and time.monotonic() < end:
+            self._end_without_launcher()
+            time.sleep(0.1)
+        if not self._over:
+            self._print(f"the store by which the ranks speak to each other is gone: {one_line(error)}")
+
+    def _end_without_launcher(self) -> None:
+        """Ends the process where nobody is left who would restart it."""
+        if self._launcher.gone:
+            place, launcher = self._heartbeat().at, self._launcher.pid
+            self._print(f"ends in {place}: torchrun (process {launcher}), which has started this rank, is gone")
+            os._exit(1)
+
     def _wait_for_trouble(self) -> str | None:
         """Why the ranks are to tell where they stand; None when training has ended, well or not, by itself."""
         while not self._over:
+            self._end_without_launcher()
             self._heartbeats.post(self._heartbeat())
             if self._failure is not None:
                 return None
@@ -151,16 +173,20 @@ class Watchdog:
     def _end(self) -> None:
         """Ends the process: where training is stuck, or where it has failed and something else keeps the process."""
         time.sleep(SILENCE / 2)  # a failure of another rank makes training here fail at about the same time
+        if self._over:
+            return
         if self._failing:
             threading.main_thread().join()
             time.sleep(ENDING)
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(1)
 
     def _print(self, *lines: str) -> None:
         rank = self._heartbeats.rank
-        sys.stderr.write("".join(f"[rank {rank}] armillary-train: {line}\n" for line in lines))
-        sys.stderr.flush()
+        with suppress(OSError):  # whoever has read this may be gone
+            sys.stderr.write("".join(f"[rank {rank}] armillary-train: {line}\n" for line in lines))
+            sys.stderr.flush()
 
 
 def _record(said: str) -> None:
