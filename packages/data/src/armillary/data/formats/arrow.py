@@ -59,7 +59,7 @@ def load_rows(path: Path) -> Any:
     datasets = optional("datasets", "datasets")
     try:
         rows: Any = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # datasets does not check what it finds: foreign JSON files, or no rows, fail in any of these ways.
         raise ValueError(f"{path} cannot be read as a saved dataset ({error}); save it again, with rows") from error
     if isinstance(rows, datasets.DatasetDict):

@@ -1,0 +1,46 @@
+"""Files that others have written and that are nested more deeply than Python can follow: a ValueError, one line."""
+
+import pytest
+
+from armillary.core import Cluster
+from armillary.core.files import parse_json, parse_toml
+from armillary.data import open_store
+from armillary.data.formats.folder import Header
+from armillary.data.prepare.sources import _is_saved
+from armillary.data.tokenizer_json import configured, settings_of
+from armillary.models.hub.folder import read_json
+from armillary.train import journal
+from armillary.train.overlay import read_settings
+from armillary.train.tune.file import read as read_tuned
+
+JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
+
+
+def test_text_that_is_nested_too_deeply_is_a_value_error():
+    for parse, text in ((parse_json, JSON), (parse_json, JSON.encode()), (parse_toml, TOML)):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse(text)
+    assert parse_json(b"[1]") == [1] and parse_toml("a = 1") == {"a": 1}
+
+
+def test_every_reader_of_such_a_file_refuses_it(tmp_path):
+    for name in ("config.json", "store.json", "tokenizer_config.json", "dataset_dict.json", "metrics.jsonl"):
+        (tmp_path / name).write_text(JSON)
+    (tmp_path / "run.toml").write_text(TOML)
+    readers = [
+        lambda: read_settings(tmp_path / "config.json"),
+        lambda: read_settings(tmp_path / "run.toml"),
+        lambda: Cluster.load(tmp_path / "run.toml"),
+        lambda: read_json(tmp_path / "config.json"),
+        lambda: Header.read(tmp_path),
+        lambda: open_store(tmp_path),
+        lambda: settings_of(JSON.encode()),
+        lambda: configured(tmp_path / "tokenizer_config.json", "eos_token"),
+        lambda: _is_saved(tmp_path),
+        lambda: read_tuned(tmp_path / "config.json", "--out"),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError) as error:
+            read()
+        assert "\n" not in str(error.value)
+    assert list(journal.read(tmp_path / "metrics.jsonl")) == []
