@@ -1,12 +1,16 @@
 """Runs that are killed, stopped and hung for real, under torchrun, and what is left of them."""
 
+import os
 import random
 import re
 import signal
 import time
+from pathlib import Path
 
-from launches import Launch, torchrun
+from launches import PATIENCE, Launch, forked, torchrun
 from recovery import SMALL, STEPS, assert_same_end, folder, losses, training
+
+from armillary.train.journal import read
 
 
 def test_a_run_whose_ranks_are_killed_thrice_ends_as_if_nobody_had_been(undisturbed, tmp_path):
@@ -51,6 +55,40 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
         printed += launch.printed
     assert len(re.findall("^stopped after step", printed, re.MULTILINE)) == 2
     assert len(re.findall("going on from", printed)) == 2
+    assert_same_end(where, printed, undisturbed)
+
+
+def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_live(undisturbed, tmp_path):
+    where = folder(tmp_path, "orphaned")
+    with Launch(training(), where) as launch:
+        launch.wait_for("^step: 5 ")
+        ranks = launch.ranks()
+        launch.signal(signal.SIGSTOP, *ranks)  # lest they are through before the second run comes
+        holder = rf"run [0-9a-f]{{12}}, process {ranks[0]} on \S+, begun \S+ works in it"
+        with Launch(forked("--nproc-per-node", "1", flags=SMALL), where) as second:
+            assert second.wait() == 1  # torchrun's
+            refused = (
+                rf"^\[rank 0\] armillary-train: --train\.output outputs: {holder}; wait for that run, end it, or name"
+            )
+            assert re.search(refused, second.printed, re.MULTILINE), second.printed
+            assert re.search(r"exitcode *: 2 ", second.printed), second.printed
+        launch.signal(signal.SIGKILL)  # torchrun, which can tell nobody
+        launch.wait()
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGCONT)
+        end = time.monotonic() + PATIENCE
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
+            assert time.monotonic() < end, launch.printed
+            time.sleep(0.05)
+        printed = launch.printed
+    assert (
+        len(re.findall(r"^\[rank \d\] armillary-train: ends in step .*: torchrun \(process", printed, re.MULTILINE)) > 0
+    )
+    with Launch(training(), where) as launch:
+        assert launch.wait() == 0, launch.printed
+        printed += launch.printed
+    steps = [record["step"] for record in read(where / "outputs/metrics.jsonl") if "loss" in record]
+    assert steps == list(range(1, STEPS + 1))
     assert_same_end(where, printed, undisturbed)
 
 

@@ -1,8 +1,11 @@
 """The folder of checkpoints, without ranks: kills before any change on disk, damage, what is kept."""
 
+import errno
+import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -11,7 +14,7 @@ from itertools import count
 import pytest
 
 from armillary.train.checkpoint.folder import CheckpointFolder, superseded
-from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_back
+from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, checksum, read_back
 from armillary.train.checkpoint.state import differences
 from armillary.train.checkpoint.writer import CheckedFile
 
@@ -67,7 +70,7 @@ def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder
         assert steps and all(folder.fault(step) is None for step in steps)
         seen.add(tuple(steps))
         folder.clear()
-        assert folder.steps() == steps and not [name for name in folder.names() if name.endswith(".partial")]
+        assert folder.steps() == steps and not [name for name in folder.names() if ".partial" in name]
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
@@ -102,17 +105,96 @@ def test_every_change_of_a_checkpoint_is_found_and_named(folder, name, change, f
     assert folder.fault(7).startswith(fault)
 
 
-def test_another_format_is_refused_and_not_called_damaged(folder):
-    save(folder, 1)
-    manifest = folder.place(1) / MANIFEST
+def rewrite(folder: CheckpointFolder, step: int, change) -> None:
+    """Changes the fields of a manifest, and has its checksum agree."""
+    manifest = folder.place(step) / MANIFEST
     fields = json.loads(manifest.read_text())
-    assert fields["format"] == 1 and fields["files"][".metadata"]["size"] == 1400
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("armillary.train.checkpoint.manifest.FORMAT", 2)
-        with pytest.raises(ValueError, match=r"step-1 has format 1; this version of armillary-train reads format 2"):
-            folder.fault(1)
+    fields.pop("crc32")
+    fields = change(fields)
+    manifest.write_text(json.dumps(fields | {"crc32": checksum(fields)} if isinstance(fields, dict) else fields))
+
+
+def test_a_newer_format_is_refused_and_not_called_damaged(folder):
+    save(folder, 1)
+    fields = json.loads((folder.place(1) / MANIFEST).read_text())
+    assert fields["format"] == 2 and fields["files"][".metadata"]["size"] == 1400
+    rewrite(folder, 1, lambda fields: fields | {"format": 1})
+    assert folder.fault(1) is None
+    rewrite(folder, 1, lambda fields: fields | {"format": 3})
+    with pytest.raises(ValueError, match=r"step-1 has format 3; this version of armillary-train reads formats to 2"):
+        folder.fault(1)
     with pytest.raises(Damaged, match=r"manifest\.json cannot be read"):
         Manifest.read(folder.path)
+
+
+def test_fields_of_versions_to_come_are_passed_over_and_those_of_earlier_ones_suffice(folder):
+    save(folder, 1)
+    rewrite(folder, 1, lambda fields: fields | {"colour": "red", "settings": {"lr": "1"}})
+    assert folder.fault(1) is None and Manifest.read(folder.place(1)).settings == {"lr": "1"}
+    rewrite(folder, 1, lambda fields: {name: value for name, value in fields.items() if name != "settings"})
+    assert folder.fault(1) is None and Manifest.read(folder.place(1)).settings == {}
+
+
+def without(*names: str):
+    return lambda fields: {name: value for name, value in fields.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda fields: [fields], "manifest.json cannot be read ("),
+        (lambda fields: "text", "manifest.json cannot be read ("),
+        (lambda fields: None, "manifest.json cannot be read ("),
+        (without("step"), "manifest.json: step: Field required"),
+        (without("files"), "manifest.json: files: Field required"),
+        (without("format"), "manifest.json has no format, but None"),
+        (lambda fields: fields | {"format": "2"}, "manifest.json has no format, but '2'"),
+        (lambda fields: fields | {"step": "7"}, "manifest.json: step: Input should be a valid integer"),
+        (lambda fields: fields | {"loader": [1]}, "manifest.json: loader: Input should be"),
+        (lambda fields: fields | {"files": {"x": 3}}, "manifest.json: files.x: Input should be"),
+        (lambda fields: fields | {"files": {"../x": {"size": 0, "crc32": 0}}}, "manifest.json names '../x', which"),
+        (lambda fields: fields | {"step": 8}, "manifest.json is that of step 8"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_damaged(folder, change, fault):
+    save(folder, 7)
+    rewrite(folder, 7, change)
+    assert folder.fault(7).startswith(fault)
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_damaged(folder):
+    save(folder, 7)
+    (folder.place(7) / MANIFEST).write_text("[" * 100_000)
+    assert folder.fault(7).startswith("manifest.json cannot be read (brackets are nested too deeply")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "__0_0.distcp"])
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE], ids=errno.errorcode.get)
+def test_what_may_not_be_read_is_not_called_damaged(folder, monkeypatch, name, error):
+    save(folder, 7)
+    real = io.open
+
+    def opened(path, *args, **kwargs):
+        if str(path).endswith(f"step-7/{name}"):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", opened)
+    with pytest.raises(ValueError, match=rf"step-7/{name} cannot be read \({os.strerror(error)}\), though it may be"):
+        folder.fault(7)
+
+
+def test_a_copy_under_the_name_of_another_step_is_found_and_kept_for_good(folder):
+    save(folder, 8)
+    for step, kept in {40: "step-40.copy", 41: "step-41.copy"}.items():
+        shutil.copytree(folder.place(8), folder.place(step))
+        assert folder.fault(step) == "manifest.json is that of step 8"
+        assert folder.set_aside(step).name == kept
+    shutil.copytree(folder.place(8), folder.place(40))
+    assert folder.set_aside(40).name == "step-40.copy-1"
+    save(folder, 40)
+    folder.clear()
+    assert sorted(folder.names()) == ["step-40", "step-40.copy", "step-40.copy-1", "step-41.copy", "step-8"]
 
 
 def test_the_newest_are_kept_and_those_that_a_number_divides(folder):
@@ -130,6 +212,8 @@ def test_what_is_left_unfinished_is_cleared_and_nothing_else(folder):
     save(folder, 1)
     folder.begin(2)
     (folder.partial(2) / "__0_0.distcp").write_bytes(b"half")
+    (folder.path / "step-2.partial-0123456789ab").mkdir()  # of another run
+    (folder.path / "step-2.partial").mkdir()
     for name in ("step-3.damaged", "mine.partial", "step-x"):
         (folder.path / name).mkdir()
     (folder.path / f".seen-by-all-{'0' * 32}").touch()

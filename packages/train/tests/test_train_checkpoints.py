@@ -1,6 +1,8 @@
 """Checkpoints of whole runs on gloo ranks: going on bit by bit, on other meshes, after kills, damage and full disks."""
 
+import errno
 import io
+import json
 import os
 import random
 import resource
@@ -40,12 +42,13 @@ from armillary.train import (
     process_group,
     train,
 )
-from armillary.train.checkpoint import Checkpoints
+from armillary.train.checkpoint import Checkpoints, OutputLock
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.manifest import Manifest, checksum
+from armillary.train.checkpoint.random_state import random_state
 from armillary.train.checkpoint.ranks import Ranks
-from armillary.train.checkpoint.state import training_state
+from armillary.train.checkpoint.state import load, training_state
 from armillary.train.step import train_step
 
 RING = ParallelConfig(ring=4, ulysses=1)
@@ -169,7 +172,9 @@ def killed_while_saving(config: Config) -> None:
 def test_killed_while_a_save_is_in_flight_the_one_before_is_gone_on_from(worlds, reference, tmp_path):
     with pytest.raises(RankFailed):
         worlds(4).run(killed_while_saving, at(SMALL, tmp_path))
-    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4.partial"]
+    (held,) = (tmp_path / "lock").glob("*.held")
+    run = json.loads(held.read_text())["run"]
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", f"step-4.partial-{run}"]
     for before, after in zip(reference[0], worlds(4).run(trained, at(SMALL, tmp_path), 1), strict=True):
         assert after[0].first_step == 3 and after[0].losses == before[0].losses[2:]
         assert all(torch.equal(after[2][name], before[2][name]) for name in before[2])
@@ -188,6 +193,65 @@ def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(worlds, r
     assert "step-6: file __3_0.distcp has other bytes than were written; kept as " in printed
     assert "step-4: file .metadata has 100 of " in printed and printed.count("going on from step-2") == 2
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
+
+
+def test_checkpoints_that_are_no_such_are_passed_over(worlds, tmp_path):
+    """A copy under another step's name, and manifests of other shapes, whose checksums are right."""
+    config = at(replace(SMALL, parallel=ParallelConfig()), tmp_path, steps=2)
+    worlds(1).run(trained, config, 0)
+    folder = tmp_path / "checkpoint"
+    for step in (7, 8, 40):
+        shutil.copytree(folder / "step-2", folder / f"step-{step}")
+    fields = json.loads((folder / "step-2/manifest.json").read_text()) | {"step": 8}
+    del fields["crc32"], fields["loader"]
+    (folder / "step-8/manifest.json").write_text(json.dumps(fields | {"crc32": checksum(fields)}))
+    (folder / "step-7/manifest.json").write_text("[]")
+    printed = worlds(1).run(trained, at(config, tmp_path, steps=3), 0)[0][1]
+    assert f"step-40: manifest.json is that of step 2; kept as {folder}/step-40.copy, going on from step-2" in printed
+    assert f"step-8: manifest.json: loader: Field required; kept as {folder}/step-8.damaged, going on from" in printed
+    assert "step-7: manifest.json cannot be read (" in printed and "step: 3 " in printed
+    assert sorted(os.listdir(folder)) == ["step-2", "step-3", "step-40.copy", "step-7.damaged", "step-8.damaged"]
+
+
+def random_numbers(place: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Saved random states, by rank."""
+    state = {f"rank-{rank}": random_state(torch.device("cpu")) for rank in range(ranks)}
+    load({"random": state}, place, no_dist=True)
+    return list(state.values())
+
+
+def test_equal_runs_save_equal_random_states_which_differ_from_rank_to_rank(worlds, tmp_path):
+    config, found = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), []
+    for seed in (3, 4):  # of the generators, before the runs begin
+        output = tmp_path / str(seed)
+        worlds(2).run(trained, at(config, output, steps=1), seed)
+        found.append(random_numbers(output / "checkpoint/step-1", 2))
+    for first, second in zip(*found, strict=True):
+        assert first.keys() == second.keys() >= {"python", "numpy", "torch"}
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not any(torch.equal(found[0][0][name], found[0][1][name]) for name in ("python", "numpy", "torch"))
+
+
+def test_settings_that_have_changed_are_told_once(worlds, tmp_path):
+    config = at(replace(SMALL, parallel=ParallelConfig()), tmp_path, steps=1)
+    printed = worlds(1).run(trained, config, 0)[0][1]
+    assert " -> " not in printed.partition("step: 1")[0]
+    changed = replace(
+        at(config, tmp_path, steps=2, precision="bfloat16"),
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=replace(SMALL.data, document_mask=True, layout="striped"),
+    )
+    printed = worlds(1).run(trained, changed, 0)[0][1]
+    assert printed.splitlines()[:7] == [
+        f"going on from {tmp_path}/checkpoint/step-1",
+        "  data.document-mask  False -> True",
+        "  data.layout         zigzag -> striped",
+        "  optimizer.lr        0.003 -> 0.001",
+        "  train.steps         1 -> 2",
+        "  train.precision     auto -> bfloat16",
+        printed.splitlines()[6],
+    ]
+    assert printed.splitlines()[6].startswith("step: 2 ") and printed.count("optimizer.lr") == 1
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -229,6 +293,57 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
 
 
+def refused_by_the_system(config: Config, call: str, name: str, error: int, ranks: tuple[int, ...]) -> str:
+    """Why the run cannot start where a system call fails on these ranks for files whose names end so."""
+    owner = io if call == "open" else os
+    real = getattr(owner, call)
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith(name):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() in ranks:
+            patch.setattr(owner, call, fails)
+        return refusal([config])
+
+
+UNREADABLE = "cannot be read (Permission denied), though it may be whole; make it readable for every rank, or move"
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "error", "ranks", "said"),
+    [
+        ("open", "step-1/__0_0.distcp", errno.EACCES, (1,), f"step-1/__0_0.distcp {UNREADABLE}"),
+        ("open", "step-1/.metadata", errno.EACCES, (0,), f"step-1/.metadata {UNREADABLE}"),
+        ("open", "step-1/manifest.json", errno.EACCES, (0, 1), f"step-1/manifest.json {UNREADABLE}"),
+        ("listdir", "/checkpoint", errno.EACCES, (0, 1), "Permission denied"),
+        ("open", ".held", errno.EROFS, (0,), "cannot be written to (Read-only file system: "),
+        ("mkdir", "/fresh/checkpoint", errno.EROFS, (0,), "Read-only file system"),
+    ],
+)
+def test_what_may_not_be_read_or_written_is_refused_and_left_alone(
+    worlds, once_trained, call, name, error, ranks, said
+):
+    config, output = once_trained, once_trained.train.output
+    before = {path: path.stat().st_mtime_ns for path in (output / "checkpoint").rglob("*")}
+    if "fresh" in name:
+        config = at(config, output / "fresh")
+    for found in worlds(2).run(refused_by_the_system, config, call, name, error, ranks):
+        assert said in found and str(output) in found and "\n" not in found
+    assert {path: path.stat().st_mtime_ns for path in (output / "checkpoint").rglob("*")} == before
+
+
+@pytest.fixture(scope="module")
+def once_trained(worlds, tmp_path_factory) -> Config:
+    """A run that is complete."""
+    config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
+    config = at(config, tmp_path_factory.mktemp("trained"), steps=1)
+    worlds(2).run(trained, config, 0)
+    return config
+
+
 def test_ranks_that_were_told_other_things_or_read_other_data_are_refused(worlds, tmp_path):
     config = at(replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), tmp_path / "out")
     for said in worlds(2).run(refusal, [config, replace(config, save=SaveConfig(every=3))]):
@@ -268,7 +383,7 @@ def change_meanwhile(config: Config) -> None:
         run = prepare(config, device)
         patch.setattr(CheckpointFolder, "begin", wait)
         before = {name: x.full_tensor().clone() for name, x in get_model_state_dict(run.model).items()}
-        with Checkpoints(run, print) as saved:
+        with OutputLock(config.train.output, print) as lock, Checkpoints(run, lock, print) as saved:
             assert saved.restore() == 0
             saved.start(1)
             with torch.no_grad():
@@ -320,7 +435,7 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
     said: list[str] = []
     with process_group(config) as device:
         run = prepare(config, device)
-        with Checkpoints(run, said.append) as saved:
+        with OutputLock(config.train.output, print) as lock, Checkpoints(run, lock, said.append) as saved:
             assert saved.restore() == 0
             saved.start(1)
             saved._settle()

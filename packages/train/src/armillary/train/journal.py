@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -19,13 +19,18 @@ BUFFER = 1 << 20
 
 
 class Journal:
-    """Writes the file. Numbers that are not finite become null, and "bad" is true in their line."""
+    """Writes the file. Numbers that are not finite become null, and "bad" is true in their line.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        fence: called before the file is changed; raises where that is another run's right by now.
+    """
+
+    def __init__(self, path: Path, fence: Callable[[], None] = lambda: None) -> None:
+        self.path, self._fence = path, fence
         self._file: BinaryIO | None = None
 
     def resumed(self, step: int) -> None:
+        self._fence()
         cut(self.path, step)
         self.event("resumed" if step else "started", step, "")
 
@@ -43,6 +48,7 @@ class Journal:
             self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
+        self._fence()
         if self._file is None:
             self._file = self.path.open("ab", buffering=BUFFER)
         finite = nulled(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,9 +117,13 @@ def nearest(key: str, known: list[str]) -> str:
 def differences(before: object, after: object) -> list[str]:
     """The fields that differ, as aligned lines such as "model.dim  128 -> 256"."""
     old = dict(flat(before))
-    changes = [(flag(name), old[name], value) for name, value in flat(after) if value != old[name]]
+    return aligned([(flag(name), shown(old[name]), shown(new)) for name, new in flat(after) if new != old[name]])
+
+
+def aligned(changes: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Lines of (name, old, new)."""
     width = max((len(name) for name, *_ in changes), default=0)
-    return [f"{name:{width}}  {shown(a)} -> {shown(b)}" for name, a, b in changes]
+    return [f"{name:{width}}  {old} -> {new}" for name, old, new in changes]
 
 
 def flag(name: str) -> str:

@@ -27,14 +27,17 @@ class Reporter:
     """Hands what happened to whoever shows or keeps it; on rank 0, silent elsewhere. Used in a `with` block.
 
     Nothing that goes wrong here stops training, or makes it wait for longer than `SAYING` and `CLOSING`.
+
+    Args:
+        fence: raises where the output folder is another run's by now; see `OutputLock`.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, fence: Callable[[], None] = lambda: None) -> None:
         self.config, self.last_step, self._begun = config, 0, False
         first = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
         self._shown = [Guarded(self._screen, complain=_ignore)] if first else []
-        self._sinks = self._shown + [Guarded(sink, complain=self._complain) for sink in kept(config) if first]
+        self._sinks = self._shown + [Guarded(sink, complain=self._complain) for sink in kept(config, fence) if first]
 
     def __enter__(self) -> Self:
         return self
@@ -99,10 +102,10 @@ class Reporter:
             screen.tell(lambda: self._screen.print(said))
 
 
-def kept(config: Config) -> list[Sink]:
+def kept(config: Config, fence: Callable[[], None]) -> list[Sink]:
     """Where reports are kept, as configured."""
     folder = config.train.output
-    sinks: list[Sink] = [Journal(folder / "metrics.jsonl")]
+    sinks: list[Sink] = [Journal(folder / "metrics.jsonl", fence)]
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder / "tb"))
     if config.log.wandb is not None:

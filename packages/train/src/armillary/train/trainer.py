@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.build import Run
-from armillary.train.checkpoint import Checkpoints
+from armillary.train.checkpoint import Checkpoints, OutputLock
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
@@ -69,9 +70,10 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or Watchdog(config.train)
     with (
-        Reporter(config) as report,
+        OutputLock(config.train.output, partial(print, flush=True)) as lock,
+        Reporter(config, lock.fence) as report,
         stop or StopSignal() as stop,
-        Checkpoints(run, report.say, report.event) as saved,
+        Checkpoints(run, lock, report.say, report.event) as saved,
     ):
         watchdog.begins("restoring", 0)
         step = saved.restore()
@@ -82,6 +84,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
+            lock.check()
             watchdog.begins("training", step)
             with profiler.step(step), traced.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]

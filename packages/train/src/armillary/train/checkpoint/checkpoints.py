@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import check_shared, checkpoint_folder, write_config
+from armillary.train.checkpoint.output_lock import OutputLock
+from armillary.train.checkpoint.random_state import seed_all
 from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.checkpoint.restoring import restore
 from armillary.train.checkpoint.saving import Background, save
+from armillary.train.checkpoint.settings import settings
 from armillary.train.checkpoint.state import State, model_description, saved_state
 
 if TYPE_CHECKING:
@@ -35,16 +39,22 @@ class Checkpoints:
     a function of the step.
 
     Args:
+        lock: of the output folder; nothing is changed there without it.
         say: is told in words what a person should know.
         report: is told "saving" and "saved", with the step, as it happens; in any thread.
     """
 
     def __init__(
-        self, run: Run, say: Callable[[str], None], report: Callable[[str, int], None] = lambda kind, step: None
+        self,
+        run: Run,
+        lock: OutputLock,
+        say: Callable[[str], None],
+        report: Callable[[str, int], None] = lambda kind, step: None,
     ) -> None:
         self.run, self.say, self.report, self.config = run, say, report, run.config.save
         self.timeout = timedelta(minutes=run.config.train.timeout_minutes)
-        self.folder, self.ranks = checkpoint_folder(run.config), Ranks(self.timeout)
+        self.lock, self.ranks = lock, Ranks(self.timeout)
+        self.folder = replace(checkpoint_folder(run.config), run=lock.run, fence=lock.fence)
         self.model = model_description(run)
         self.newest: int | None = None
         self._began, self._tokens_before = 0, 0
@@ -68,16 +78,20 @@ class Checkpoints:
     def restore(self) -> int:
         """Puts the run where its newest whole checkpoint left it; the step that is, 0 where there is none.
 
-        Then config.json is that of this run.
+        Then config.json is that of this run. Random numbers follow from the seed, the step and the rank, or go on.
 
         Raises:
             ValueError: ranks that see other folders, no checkpoint that is whole, or the newest is of another model or
-                other rows. On every rank.
+                other rows; a folder that may not be read or changed. On every rank.
         """
-        check_shared(self.folder.path, self.ranks)
-        manifest = restore(self.run, self.folder, self.ranks, self.say)
+        try:
+            check_shared(self.folder.path, self.ranks)
+            manifest = restore(self.run, self.folder, self.ranks, self.say)
+        except OSError as error:
+            raise ValueError(f"--train.output {self.run.config.train.output}: {error}; name another folder") from error
         self.ranks.on_first(lambda: write_config(self.run.config))  # only now: what is refused leaves what is there
         if manifest is None:
+            seed_all(self.run.config.train.seed, 0, self.ranks.rank)
             return 0
         self.newest, self._began, self._tokens_before = manifest.step, manifest.step, manifest.tokens
         return manifest.step
@@ -96,9 +110,9 @@ class Checkpoints:
         """
         self._settle()
         if not self.config.asynchronous:
-            self._try_to_save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step))
+            self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
             return
-        copy = cast(State, self._stager.stage(saved_state(self.run, step, self.ranks.rank)))
+        copy = cast(State, self._stager.stage(saved_state(self.run, self.ranks.rank)))
         work = partial(self._try_to_save, step, copy, self._manifest(step))
         self._writing = Background(f"step-{step}", work)
 
@@ -113,14 +127,16 @@ class Checkpoints:
         """
         self._settle()
         if self.newest != step:
-            self._save(step, saved_state(self.run, step, self.ranks.rank), self._manifest(step), prune)
+            self._save(step, saved_state(self.run, self.ranks.rank), self._manifest(step), prune)
         if self.config.export and step >= self.run.config.train.steps:
+            self.ranks.on_first(self.lock.fence)
             self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
         return self.folder.place(step)
 
     def _manifest(self, step: int) -> Manifest:
         """What is known before anything is written."""
-        return Manifest(step, self.ranks.size, self.tokens(step), self.run.training.state_dict(), self.model, "", {})
+        rows, chosen = self.run.training.state_dict(), settings(self.run, self.ranks.size)
+        return Manifest(step, self.ranks.size, self.tokens(step), rows, self.model, "", {}, chosen)
 
     def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
         try:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -19,6 +17,9 @@ from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.configs import parse as parse_config
 from armillary.train.checkpoint.manifest import Damaged, Manifest
+from armillary.train.checkpoint.ranks import errors_as_ours
+from armillary.train.checkpoint.reader import read_metadata
+from armillary.train.checkpoint.state import load
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,22 +52,33 @@ def export(asked: Export) -> None:
         raise ValueError(f"{asked.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
     if fault := manifest.fault(asked.checkpoint):
         raise ValueError(f"{asked.checkpoint}: {fault}")
-    weights = read_weights(asked.checkpoint, DTYPES.get(asked.dtype))
+    try:
+        weights = read_weights(asked.checkpoint, DTYPES.get(asked.dtype))
+    except (Damaged, ValueError, OSError) as error:
+        raise ValueError(f"{asked.checkpoint}: {error}") from error
     hub.save(asked.folder, parse_config(manifest.model), weights)
 
 
 def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The model's tensors by name, whole and on the CPU, in `dtype` or as they were saved."""
-    found = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    """The model's tensors by name, whole and on the CPU, in `dtype` or as they were saved.
+
+    Raises:
+        Damaged, ValueError: something else is there than was saved.
+        OSError: it cannot be read.
+    """
+    found = read_metadata(checkpoint).state_dict_metadata
     saved = {n.removeprefix("model."): data for n, data in found.items() if n.startswith("model.")}
     weights = {
         name: torch.empty(data.size, dtype=dtype or data.properties.dtype)
         for name, data in saved.items()
         if isinstance(data, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-        dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    if other := [name for name in saved if name not in weights]:
+        raise ValueError(f"{other[0]} is no tensor")
+    if not weights:
+        raise ValueError("it holds no model")
+    with errors_as_ours():
+        load({"model": weights}, checkpoint, no_dist=True)
     return weights
 
 

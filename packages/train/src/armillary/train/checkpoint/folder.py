@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: `step-N` is whole, and whatever a kill can leave has another name.
 
-A checkpoint is written as `step-N.partial` and renamed when all of it is on disk. One that goes is renamed before it is
-removed. One that was found damaged is kept as `step-N.damaged`, until that step is saved anew.
+A checkpoint is written as `step-N.partial-RUN` and renamed when all of it is on disk. One that goes is renamed before
+it is removed. One that was found damaged is kept as `step-N.damaged`, until that step is saved anew; one that is of
+another step, a copy, as `step-N.copy`, for good.
 """
 
 from __future__ import annotations
@@ -9,46 +10,63 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from armillary.train.checkpoint.manifest import Damaged, Manifest
+from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest
 
-COMPLETE, LEFT = re.compile(r"step-(\d+)"), re.compile(r"step-\d+\.partial|\.seen-by-all-[0-9a-f]{32}")
+COMPLETE, LEFT = re.compile(r"step-(\d+)"), re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Checkpoints at `path`. One process at a time may change it: rank 0."""
+    """Checkpoints at `path`. One process at a time may change it: rank 0.
+
+    Args:
+        run: a name that no other run has.
+        fence: called right before a change that others see; raises where another run has taken the folder. That run has
+            removed what was unfinished when it took it, so that what comes too late cannot become a checkpoint either.
+    """
 
     path: Path
+    run: str = ""
+    fence: Callable[[], None] = lambda: None
 
     def place(self, step: int) -> Path:
         return self.path / f"step-{step}"
 
     def partial(self, step: int) -> Path:
-        return self.path / f"step-{step}.partial"
+        return self.path / f"step-{step}.partial-{self.run}"
 
     def damaged(self, step: int) -> Path:
         return self.path / f"step-{step}.damaged"
 
     def names(self) -> list[str]:
-        return os.listdir(self.path) if self.path.is_dir() else []
+        try:
+            return os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def steps(self) -> list[int]:
         """Of complete checkpoints, in rising order."""
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
     def fault(self, step: int, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with the manifest, or with this part of the files; see `Manifest.fault`."""
+        """What is wrong with the manifest, or with this part of the files; errors as from `Manifest`."""
         try:
-            return Manifest.read(self.place(step)).fault(self.place(step), part, parts)
+            manifest = Manifest.read(self.place(step))
         except Damaged as damage:
             return str(damage)
+        if manifest.step != step:
+            return f"{MANIFEST} is that of step {manifest.step}"
+        return manifest.fault(self.place(step), part, parts)
 
     def clear(self) -> None:
-        """Removes what killed runs have left unfinished, and what was damaged and then saved anew."""
+        """Removes what other runs have left unfinished, and what was damaged and then saved anew."""
+        self.fence()
         for name in filter(LEFT.fullmatch, self.names()):
             remove(self.path / name)
         for step in self.steps():
@@ -56,6 +74,7 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> None:
         """Makes room for the files of a checkpoint, in `partial(step)`."""
+        self.fence()
         remove(self.partial(step))
         self.partial(step).mkdir(parents=True)
 
@@ -64,6 +83,7 @@ class CheckpointFolder:
         partial = self.partial(manifest.step)
         manifest.write(partial)
         sync_folder(partial)
+        self.fence()
         partial.rename(self.place(manifest.step))
         sync_folder(self.path)
         with suppress(OSError):  # the checkpoint is whole without that
@@ -73,13 +93,29 @@ class CheckpointFolder:
         """Removes what was written of a checkpoint that did not come to its end."""
         remove(self.partial(step))
 
-    def set_aside(self, step: int) -> None:
-        """Gives a damaged checkpoint another name."""
-        remove(self.damaged(step))
-        self.place(step).rename(self.damaged(step))
+    def set_aside(self, step: int) -> Path:
+        """Gives a checkpoint that is damaged, or of another step, another name; which."""
+        self.fence()
+        kept = self._copy(step)
+        if not self._of_another_step(step):
+            kept = self.damaged(step)
+            remove(kept)
+        self.place(step).rename(kept)
+        return kept
+
+    def _of_another_step(self, step: int) -> bool:
+        with suppress(Damaged):
+            return Manifest.read(self.place(step)).step != step
+        return False
+
+    def _copy(self, step: int) -> Path:
+        """A name that is free."""
+        names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
+        return next(path for name in names if not (path := self.path / name).exists())
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
         """Removes all but the newest `keep_last` and those of steps that `keep_every` divides."""
+        self.fence()
         for step in superseded(self.steps(), keep_last, keep_every):
             remove(self.partial(step))
             self.place(step).rename(self.partial(step))

@@ -25,11 +25,10 @@ def check_output(config: Config) -> None:
     Raises:
         ValueError: it cannot, or has the checkpoints of a run that must not be gone on with; on the ranks that see it.
     """
-    if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
-        raise ValueError(
-            f"--save.resume never: {checkpoint_folder(config).place(steps[-1])} is there; name another --train.output"
-        )
     with writing_to(config.train.output) as folder:
+        if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
+            place = checkpoint_folder(config).place(steps[-1])
+            raise ValueError(f"--save.resume never: {place} is there; name another --train.output")
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
 

@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+
+WORDS = 624
+"""Of the Mersenne twister that Python and numpy have."""
 
 
-def random_state(device: torch.device) -> bytes:
-    """The states of all of them."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The states of all of them, as tensors: int64 for words, float64 for normal numbers that were drawn ahead."""
+    version, words, gauss = random.getstate()
+    _, keys, place, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state())
+    state = {
+        "python": torch.tensor([version, *words]),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), place, has_gauss]),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    return pickle.dumps(state)
+    return state
 
 
-def set_random_state(saved: bytes, device: torch.device) -> None:
-    """Back to what `random_state` returned; a GPU that was not there then stays as it is."""
-    state = pickle.loads(saved)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Back to what `random_state` returned; generators that are not in it stay as they are.
+
+    Raises:
+        ValueError: numbers that are no such state.
+    """
+    try:
+        if "python" in state:
+            version, *words = state["python"].tolist()
+            drawn, gauss = state["python_gauss"].tolist()
+            random.setstate((version, tuple(words), gauss if drawn else None))
+        if "numpy" in state:
+            set_numpy(state["numpy"], state["numpy_gauss"].item())
+        if "torch" in state:
+            torch.set_rng_state(state["torch"])
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (RuntimeError, TypeError, OverflowError, LookupError) as error:
+        raise ValueError(f"no state of random numbers ({error})") from error
+
+
+def set_numpy(state: Tensor, cached: float) -> None:
+    *keys, place, has_gauss = state.tolist()
+    if not (0 <= place <= WORDS and has_gauss in (0, 1)):  # numpy would read behind its words
+        raise ValueError(f"no state of random numbers (place {place} of {WORDS})")
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), place, has_gauss, cached))
 
 
 def seed_all(*numbers: int) -> None:

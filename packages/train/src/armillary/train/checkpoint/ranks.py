@@ -83,4 +83,5 @@ def errors_as_ours() -> Generator[None]:
 
 
 def failure(error: BaseException) -> Failure:
-    return (OSError, str(error)) if isinstance(error, OSError) else (RuntimeError, f"{type(error).__name__}: {error}")
+    kind = next((kind for kind in SHOWN if isinstance(error, kind)), None)
+    return (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.manifest import Damaged, Manifest
 from armillary.train.checkpoint.ranks import Ranks
+from armillary.train.checkpoint.reader import read_metadata
+from armillary.train.checkpoint.settings import changed_settings, settings
 from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
 
 if TYPE_CHECKING:
@@ -45,10 +47,13 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     except ValueError as error:
         raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
     for step, fault in found.damage.items():
-        ranks.on_first(lambda step=step: folder.set_aside(step))
-        say(f"step-{step}: {fault}; kept as {folder.damaged(step)}, going on from step-{found.step}")
-    load_state(run, place, manifest, ranks)
-    say(f"going on from {place}")
+        kept = ranks.on_first(lambda step=step: folder.set_aside(step))
+        say(f"step-{step}: {fault}; kept as {kept}, going on from step-{found.step}")
+    try:
+        load_state(run, place, manifest, ranks)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; move it to another folder to go on without it") from error
+    say("\n  ".join([f"going on from {place}", *changed_settings(manifest.settings, settings(run, ranks.size))]))
     return manifest
 
 
@@ -56,11 +61,11 @@ def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
     """Looks at checkpoints from the newest on, each rank at its share of the files. Collective.
 
     Raises:
-        ValueError: there are some, and none is whole; or one has another format.
+        ValueError: there are some, and none is whole; or one has a newer format, or may not be read.
     """
     damage: dict[int, str] = {}
     for step in reversed(ranks.on_first(folder.steps)):
-        faults = ranks.agree(lambda step=step: folder.fault(step, ranks.rank, ranks.size))
+        faults = ranks.agree(lambda step=step: fault_of(folder, step, ranks))
         fault = next(filter(None, faults), None)
         if fault is None:
             return Found(step, damage)
@@ -71,3 +76,15 @@ def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
             f"no checkpoint in {folder.path} is whole ({named}); name another --train.output to start anew"
         )
     return Found()
+
+
+def fault_of(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
+    """What is wrong with this rank's share of the files, the first rank's with DCP's metadata among it."""
+    fault = folder.fault(step, ranks.rank, ranks.size)
+    if fault is not None or ranks.rank:
+        return fault
+    try:
+        read_metadata(folder.place(step))
+    except Damaged as damage:
+        return str(damage)
+    return None

@@ -7,6 +7,7 @@ are those of the configuration that goes on.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from armillary.core.checkpoint import LoadPlanner
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
 from armillary.train.checkpoint.ranks import Ranks, errors_as_ours
+from armillary.train.checkpoint.reader import TensorPlanner, TensorReader, read_metadata
 
 if TYPE_CHECKING:
     from armillary.train.build import Run
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
-def saved_state(run: Run, step: int, rank: int) -> State:
-    """All that DCP saves, the tensors as they are used: model and optimizer sharded, random states of each rank."""
-    return {**training_state(run), "step": step, "random": {f"rank-{rank}": random_state(run.device)}}
+def saved_state(run: Run, rank: int) -> State:
+    """All that DCP saves, as tensors and nothing else: model and optimizer sharded, random states of each rank."""
+    state = training_state(run)
+    optimizer = {"state": state["optimizer"]["state"]}
+    return {"model": state["model"], "optimizer": optimizer, "random": {f"rank-{rank}": random_state(run.device)}}
 
 
 def training_state(run: Run) -> State:
@@ -48,19 +51,34 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
     """Puts model, optimizer and random numbers back. Collective.
 
     With another number of ranks random numbers are those of the seed, the step and the rank.
+
+    Raises:
+        ValueError: something in it is not what it should be; on every rank.
     """
     seed_all(run.config.train.seed, manifest.step, ranks.rank)
     state = training_state(run)
     groups = state["optimizer"].pop("param_groups")
-    mine = f"rank-{ranks.rank}"
-    if manifest.ranks == ranks.size:
-        state["random"] = {mine: b""}
+    random = saved_random_state(run, place, ranks.rank) if manifest.ranks == ranks.size else {}
+    state |= {"random": {f"rank-{ranks.rank}": random}} if random else {}
     with errors_as_ours():
-        dcp.load(state, checkpoint_id=place, planner=LoadPlanner(), process_group=ranks.group)
+        load(state, place, process_group=ranks.group)
     optimizer = {**state["optimizer"], "param_groups": groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
-    if "random" in state:
-        set_random_state(state["random"][mine], run.device)
+    ranks.agree(lambda: set_random_state(random, run.device))
+
+
+def saved_random_state(run: Run, place: Path, rank: int) -> State:
+    """Room for the random state that was saved of this rank: of the generators that it has here too."""
+    saved = saved_shapes(place, f"random.rank-{rank}.")
+    here = random_state(run.device)
+    return {name: x for name, x in here.items() if saved.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
+
+
+def load(state: State, place: Path, **options: Any) -> None:
+    """Fills the tensors of `state` from the checkpoint at `place`, and runs nothing that stands in it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # where one process is to load alone
+        dcp.load(state, storage_reader=TensorReader(place), planner=TensorPlanner(), **options)
 
 
 def model_description(run: Run) -> dict[str, Any]:
@@ -74,7 +92,9 @@ def check_model(run: Run, place: Path, manifest: Manifest, shapes: Mapping[str, 
     Raises:
         ValueError: says what differs.
     """
-    differing = differences(manifest.model, model_description(run)) or differences(saved_shapes(place), shapes)
+    differing = differences(manifest.model, model_description(run)) or differences(
+        saved_shapes(place, "model.", "optimizer.state."), shapes
+    )
     if differing:
         raise ValueError(
             f"{place} was made by another model: {differing}; name another --train.output, or the model that made it"
@@ -89,11 +109,11 @@ def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
-def saved_shapes(place: Path) -> dict[str, tuple[int, ...]]:
-    """As `shapes_of`, of a checkpoint."""
-    found = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+def saved_shapes(place: Path, *parts: str) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a checkpoint whose names begin with one of these."""
+    found = read_metadata(place).state_dict_metadata
     tensors = {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
-    return {name: shape for name, shape in tensors.items() if name.startswith(("model.", "optimizer.state."))}
+    return {name: shape for name, shape in tensors.items() if name.startswith(parts)}
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], shown: int = 3) -> str:

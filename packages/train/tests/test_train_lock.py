@@ -1,0 +1,245 @@
+"""One run at a time in an output folder: who has it, who gets it, and what the one that has lost it still may do."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from armillary.train.checkpoint import lock as locks
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.lock import Holder, LockLost, Refused, take
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.output_lock import OutputLock
+from armillary.train.checkpoint.process import machine, running, start_of
+from armillary.train.journal import Journal
+
+fork = multiprocessing.get_context("fork")
+
+
+def taken(folder: Path, silent: float = 0.2, **changes) -> locks.Claim:
+    return take(folder, replace(Holder.this_process(), **changes), silent, said.append)
+
+
+said: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_said():
+    said.clear()
+
+
+@pytest.fixture
+def gone():
+    """The start of a process that has ended, and its id."""
+    process = fork.Process(target=signal.pause)
+    process.start()
+    pid, started = process.pid, start_of(process.pid)
+    process.kill()
+    while start_of(pid) is not None:  # a zombie until it is joined
+        pass
+    assert running(machine(), pid, started) is False
+    process.join()
+    return {"pid": pid, "started": started}
+
+
+def test_a_process_is_told_from_another_with_its_id(gone):
+    me = os.getpid()
+    assert running(machine(), me, start_of(me)) is True
+    assert running(machine(), me, start_of(me) - 1) is False
+    assert running(machine(), gone["pid"], gone["started"]) is False
+    assert running("another boot", me, start_of(me)) is None and running("", me, 0) is None
+
+
+def test_a_folder_is_refused_while_its_run_lives_and_free_when_that_has_ended(tmp_path):
+    first = taken(tmp_path / "lock")
+    with pytest.raises(Refused) as refusal:
+        taken(tmp_path / "lock")
+    holder = Holder.this_process()
+    assert str(refusal.value) == (
+        f"run {first.holder.run}, process {os.getpid()} on {holder.host}, begun {first.holder.since} works in it; wait "
+        "for that run, end it, or name another --train.output"
+    )
+    first.check()
+    first.release()
+    with pytest.raises(LockLost):
+        first.check()
+    second = taken(tmp_path / "lock")
+    assert (first.number, second.number) == (1, 2) and said == []
+    assert os.listdir(tmp_path / "lock") == ["2.held"]
+    first.release()  # changes nothing
+    second.check()
+
+
+def test_the_lock_of_a_process_that_is_gone_is_taken_over_at_once(tmp_path, gone):
+    first = taken(tmp_path / "lock", **gone)
+    second = taken(tmp_path / "lock")
+    assert second.number == 2 and said == []
+    with pytest.raises(
+        LockLost, match=rf"was taken over by run {second.holder.run}, .*; this is run {first.holder.run}"
+    ):
+        first.check()
+
+
+def test_a_run_on_another_machine_is_waited_for(tmp_path):
+    first = taken(tmp_path / "lock", machine="another", host="far")
+    beats = threading.Event()
+
+    def beat():
+        while not beats.wait(0.02):
+            first.beat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(Refused, match=r"on far, begun .* works in it"):
+        taken(tmp_path / "lock", silent=30)
+    beats.set()
+    thread.join()
+    second = taken(tmp_path / "lock")  # no sign of life any more
+    assert second.number == 2 and len(said) == 2
+    assert said[0].startswith("waiting 30 s for a sign of life of run ") and "on far" in said[0]
+
+
+def test_a_lock_that_is_not_written_to_its_end_is_waited_for(tmp_path):
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock/4.held").touch()
+    assert taken(tmp_path / "lock").number == 5
+    assert said[0].startswith("waiting 0 s for a sign of life of a run that has not told its name (")
+
+
+def test_of_many_that_come_at_once_one_gets_it(tmp_path, gone):
+    taken(tmp_path / "lock", **gone)
+    barrier, found = threading.Barrier(8), []
+
+    def come():
+        barrier.wait()
+        try:
+            found.append(taken(tmp_path / "lock", silent=20))
+        except Refused as refusal:
+            found.append(refusal)
+
+    threads = [threading.Thread(target=come) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (claim,) = [each for each in found if isinstance(each, locks.Claim)]
+    claim.check()
+    assert len(found) == 8 and os.listdir(tmp_path / "lock") == [claim.path.name]
+
+
+@pytest.mark.parametrize("there", ["2.released", "9.held"])
+def test_one_that_comes_late_gives_way(tmp_path, monkeypatch, there):
+    """It has seen number 1 released; before it makes number 2, another run has had that one, or has a higher one."""
+    taken(tmp_path).release()
+    real, seen = locks.newest, []
+
+    def late(path: Path):
+        seen.append(real(path))
+        if len(seen) == 1:
+            taken(path).path.rename(path / there)
+        return seen[-1]
+
+    monkeypatch.setattr(locks, "newest", late)
+    if there == "2.released":
+        assert taken(tmp_path).number == 3
+    else:
+        with pytest.raises(Refused):
+            taken(tmp_path)
+        assert os.listdir(tmp_path) == ["9.held"]
+
+
+def test_a_lock_that_was_removed_is_lost_also_to_a_run_of_the_same_number(tmp_path):
+    first = taken(tmp_path / "lock")
+    first.path.unlink()
+    with pytest.raises(LockLost, match="is no longer that of run"):
+        first.check()
+    second = taken(tmp_path / "lock")
+    assert second.number == 1
+    with pytest.raises(LockLost, match="is no longer that of run"):
+        first.check()
+    first.release()
+    second.check()
+
+
+def test_a_run_that_has_lost_its_folder_publishes_and_reports_nothing(tmp_path):
+    first = taken(tmp_path / "lock", machine="another")
+    folder = CheckpointFolder(tmp_path / "checkpoint", first.holder.run, first.check)
+    journal = Journal(tmp_path / "metrics.jsonl", first.check)
+    empty = Manifest(0, 1, 0, {}, {}, "", {})
+    folder.begin(1)
+    folder.complete(replace(empty, step=1))
+    folder.begin(2)
+    journal.event("saving", 2, "")
+    written = journal.path.read_bytes()
+    second = taken(tmp_path / "lock")
+    for late in (
+        lambda: folder.complete(replace(empty, step=2)),
+        lambda: folder.begin(3),
+        lambda: folder.prune(1, None),
+        lambda: folder.set_aside(1),
+        folder.clear,
+        lambda: journal.event("saved", 2, ""),
+        lambda: journal.resumed(0),
+    ):
+        with pytest.raises(LockLost):
+            late()
+    assert journal.path.read_bytes() == written
+    after = CheckpointFolder(tmp_path / "checkpoint", second.holder.run, second.check)
+    after.clear()
+    # Had it looked before it lost the folder, and renamed after: there is nothing left to be renamed.
+    with pytest.raises(OSError):
+        replace(folder, fence=lambda: None).complete(replace(empty, step=2))
+    assert after.steps() == [1]
+    after.begin(2)
+    folder.discard(2)  # its own alone
+    assert after.partial(2).is_dir() and after.partial(2) != folder.partial(2)
+
+
+def enters(output: Path) -> str:
+    try:
+        with OutputLock(output, print, silent=0.2) as lock:
+            lock.fence()
+            return lock.run
+    except ValueError as error:
+        return f"refused: {error}"
+
+
+def test_all_ranks_are_told_the_same(worlds, tmp_path):
+    runs = worlds(2).run(enters, tmp_path / "run")
+    assert len(set(runs)) == 1 and len(runs[0]) == 12
+    assert os.listdir(tmp_path / "run/lock") == ["1.released"]
+    claim = taken(tmp_path / "run/lock")
+    for refusal in worlds(2).run(enters, tmp_path / "run"):
+        assert refusal.startswith(f"refused: --train.output {tmp_path / 'run'}: run {claim.holder.run}, process ")
+    (tmp_path / "file").touch()
+    for refusal in worlds(2).run(enters, tmp_path / "file"):
+        assert refusal.startswith(f"refused: --train.output {tmp_path / 'file'}: cannot be written to (Not a directory")
+    assert worlds(2).run(dist.get_rank) == [0, 1]
+
+
+def loses(output: Path) -> list[str]:
+    """What a run says that loses its folder while it trains, as it notices by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("armillary.train.checkpoint.output_lock.BEAT", 0.02)
+        with OutputLock(output, print) as lock:
+            lock.check()
+            (output / "lock/1.held").rename(output / "lock/2.held")
+            for _ in range(1000):
+                try:
+                    lock.check()
+                except LockLost as lost:
+                    return [str(lost)]
+                threading.Event().wait(0.02)
+    return []
+
+
+def test_a_run_notices_that_it_has_lost_its_folder(worlds, tmp_path):
+    ((message,),) = worlds(1).run(loses, tmp_path)
+    assert message.startswith(f"{tmp_path} was taken over by run ")
+    assert json.loads((tmp_path / "lock/2.held").read_text())["run"] in message
