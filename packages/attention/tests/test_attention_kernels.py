@@ -24,6 +24,7 @@ from armillary.attention.kernels import (
     Inputs,
     Scores,
     choose_kernel,
+    cuda_flash,
 )
 from armillary.attention.kernels.flash import found, parameters
 from armillary.attention.kernels.windows import window_of
@@ -279,15 +280,40 @@ def test_large_tiles_go_alone_and_packs_are_closed_when_full():
     assert max(len(pack) for pack in found) * (ALONE - 1) <= FULL + ALONE
 
 
+def bfloats(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+ORDERS = {
+    "as they are": bfloats,
+    "head dim not innermost": lambda b, t, h, d: bfloats(b, t, d, h).mT,
+    "heads first": lambda b, t, h, d: bfloats(b, h, t, d).transpose(1, 2),
+    "one head for all": lambda b, t, h, d: bfloats(b, t, 1, d).expand(b, t, h, d),
+    "of rows that are longer": lambda b, t, h, d: bfloats(b, t, h, d + 3)[..., 1:-2],
+}
+
+
+def spied(op):
+    """The op, which is to see head dims that are contiguous."""
+
+    def call(*args, **kwargs):
+        flash_stub.readable(*(x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 2))
+        return op(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, pieces):
+def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, pieces, order):
     monkeypatch.undo()  # on meta tensors the real ops check their arguments and say what they return
-    shapes = [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)]
-    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(cuda_flash, name, spied(getattr(cuda_flash, name)))
+    q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
     found = dict(CudaFlash().forward_many([Forward(q, k, v, (None, -1))] * pieces, Scores(0.3)))
     out, lse = found[0]
     assert len(found) == pieces and out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    grads = dict(CudaFlash().backward_many([Backward(out, q, k, v, out, lse, (None, -1))] * pieces, Scores(0.3)))
+    grads = dict(CudaFlash().backward_many([Backward(dout, q, k, v, out, lse, (None, -1))] * pieces, Scores(0.3)))
     assert len(grads) == pieces and [x.shape for x in grads[0]] == [x.shape for x in (q, k, v)]
 
 
