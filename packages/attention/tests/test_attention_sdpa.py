@@ -260,3 +260,14 @@ def test_a_sequence_that_nothing_asked_for_is_refused():
     q = torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match="nothing inside"), sequence(documents=[0, 3, 6]):
         F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16)])
+def test_autocast_casts_as_it_does_for_the_function_itself(dtypes):
+    query, key, value = (torch.randn(2, 4, 10, 8).to(dtype) for dtype in dtypes)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = scaled_dot_product_attention(query, key, value, is_causal=True)
+        with sdpa_parallel(Local()):
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert relative_error(found, wanted) < 1e-2

@@ -102,7 +102,12 @@ def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
 
 def in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v; if they differ in dtype under autocast, in autocast's, as scaled_dot_product_attention has them."""
-    if q.dtype == k.dtype == v.dtype or not autocasts(q) or torch.float64 in (q.dtype, k.dtype, v.dtype):
+    return (q, k, v) if q.dtype == k.dtype == v.dtype else as_autocast(q, k, v)
+
+
+def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast hands them to scaled_dot_product_attention: in its dtype, where it is on, but float64."""
+    if not autocasts(q) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from armillary.attention.checks import as_autocast
 from armillary.attention.integrations.registries import Refusal, refuse_models
 from armillary.attention.integrations.sequence import Sharding, check_tokens, current
 from armillary.attention.mask import AttentionMask
@@ -32,7 +33,8 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     `armillary.core.sum_gradients(model)` after `fully_shard`.
 
     Tensors are [B, H, T, D], this rank's tokens. `is_causal` is about global positions; without it, every query sees
-    all keys of its document. However the model has imported the function, it is found.
+    all keys of its document. However the model has imported the function, it is found. Autocast casts tensors as it
+    does for the function itself.
 
     Backward needs neither block, unless activations are recomputed in it (activation checkpointing): then call
     `backward` inside of both. Called outside, or as `torch.autograd.grad`, non-reentrant checkpointing raises;
@@ -167,7 +169,7 @@ class SdpaParallel(TorchFunctionMode):
         layout = held.layout_for(self.attend, query.shape[2])
         check_tokens(self.attend.shard, query.shape[2], layout)
         mask = AttentionMask(causal=is_causal, documents=held.documents)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 
 
