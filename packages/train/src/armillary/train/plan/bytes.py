@@ -189,7 +189,7 @@ def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, Work
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
             shapes = ((plan.rows, tokens, n, plan.head_dim) for n in (heads, keys, keys))
             q, k, v = (torch.empty(shape, dtype=DTYPES[plan.dtype]) for shape in shapes)
-            call = method.call(q, k, v, Inputs.of(q, v), plan.mask, layout, None, None, None, AnyFlash())
+            call = method.call(q, k, v, None, plan.mask, layout, None, None, None, AnyFlash())
             out, saved = method.forward(q, k, v, call)
             with phase("backward"):
                 method.backward(torch.empty_like(out), saved, call)
