@@ -1,7 +1,8 @@
 """Which model a run trains: LLaMA and GPT from sizes, or one from a Hugging Face folder, weights and tokenizer too."""
 
 import io
-from contextlib import redirect_stdout
+import json
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from armillary.train import (
     train,
 )
 from armillary.train.check import check
+from armillary.train.checkpoint.export import main as export
 from armillary.train.command import read_command
 from armillary.train.model import model_config
 from armillary.train.rows import open_stores, vocabulary_size
@@ -163,6 +165,43 @@ def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
         total, count = model(rows[0], head=lambda x, weight: linear_token_loss(x, weight, rows[1]))
     assert found[0] == pytest.approx((total / count).item(), abs=1e-5)
     assert len(found) == 3 and found[-1] < found[0] - 0.05
+
+
+def exported(config: Config, folder: Path) -> str:
+    """Trains, exports on the command line too; what that said."""
+    losses(config)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        export([str(config.train.output / "checkpoint/step-1"), str(folder)])
+    return said.getvalue()
+
+
+def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(worlds, tmp_path):
+    folder = saved(Llama(SIZES), tmp_path / "llama")
+    tokenizer_folder(folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    config = replace(
+        SMALL,
+        model=ModelConfig(pretrained=folder),
+        save=replace(SMALL.save, export=True),
+        train=replace(SMALL.train, output=tmp_path / "out", steps=1),
+    )
+    assert worlds(1).run(exported, config, tmp_path / "hf") == [""]
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "out/export/step-1").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "hf").iterdir()} == expected
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"} == expected.keys()
+    assert json.loads(expected["config.json"])["eos_token_id"] == [2, 3]
+    # Without the folder that is said, and another one may be named.
+    folder.rename(tmp_path / "moved")
+    said, step = io.StringIO(), str(tmp_path / "out/checkpoint/step-1")
+    with redirect_stderr(said):
+        export([step, str(tmp_path / "bare")])
+        export([step, str(tmp_path / "again"), "--pretrained", str(tmp_path / "moved")])
+    assert f"began with {folder}, and it is not there; name it by --pretrained" in said.getvalue()
+    assert said.getvalue().count("\n") == 1 and not (tmp_path / "bare/tokenizer.json").exists()
+    assert (tmp_path / "again/config.json").read_bytes() == expected["config.json"]
 
 
 def first_rows(config: Config) -> tuple[torch.Tensor, torch.Tensor]:

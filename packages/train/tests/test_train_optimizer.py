@@ -13,7 +13,7 @@ from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, lin
 from armillary.models.parallel import parallelize
 from armillary.train import OptimizerConfig
 from armillary.train.optimizer import build_optimizer, clip_gradients
-from armillary.train.schedule import learning_rate
+from armillary.train.schedule import learning_rate, told
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 
@@ -57,9 +57,22 @@ def test_without_warm_up_the_first_step_is_on_the_schedule(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-@pytest.mark.parametrize("warmup", [5, 99])
-def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(schedule, warmup):
-    assert rates(schedule, steps=5, warmup=warmup) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("warmup", [6, 99])
+def test_a_warm_up_that_would_not_end_takes_half_of_the_run_and_that_is_said(schedule, warmup):
+    found = rates(schedule, steps=6, warmup=warmup)
+    assert found[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    config = OptimizerConfig(warmup_steps=warmup, schedule=schedule)
+    (line,) = told(0, 6, config)
+    assert line == f"warm-up: 3 of 6 steps; --optimizer.warmup-steps {warmup} would not end before the run does"
+    assert told(0, warmup + 1, config) == [] and told(6, 6, config) == [line]
+
+
+def test_a_run_that_goes_on_says_at_which_rate():
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
+    (line,) = told(20, 36, config)  # it had come down to 0.1
+    assert line == "learning rate of step 21: 5.06e-01, on a schedule of 36 steps in all"
+    assert told(20, 20, config) == []
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

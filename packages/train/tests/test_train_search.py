@@ -234,6 +234,8 @@ def test_the_command_line_trains_what_was_planned():
         )
         flags = line.split("-m armillary.train ")[1].removesuffix(" --data.path DATA")
         assert read_command(flags.split())[0].run == config
+        # A model of billions does not train for the 80 steps of the debug recipe, or at its rate.
+        assert config.optimizer.lr <= 1e-4 and config.train.steps == 1000 and config.optimizer.warmup_steps >= 20
 
 
 def test_the_command_shows_a_table_a_picture_and_json(capsys, tmp_path):

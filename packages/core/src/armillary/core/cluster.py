@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from armillary.core.files import parse_toml
 from armillary.core.network import Delivery, Level, Link, Send, deliveries
-from armillary.core.quantity import quantity
+from armillary.core.quantity import LARGEST, quantity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,10 @@ class Accelerator:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("name", "step") and not value > 0:
-                raise ValueError(f"accelerator {self.name}: {each.name}={value} must be above 0")
+            if each.name not in ("name", "step") and not 0 < value < inf:
+                raise ValueError(f"accelerator {self.name}: {each.name}={value} must be above 0, and finite")
+        if not 0 <= self.step < inf:
+            raise ValueError(f"accelerator {self.name}: step={self.step} must not be below 0, and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +83,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "host_memory", "switch_ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.name}: {name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if not 1 <= value <= LARGEST or value != int(value):
+                wanted = "a whole number" if 1 < value <= LARGEST else "at least 1"
+                raise ValueError(f"{self.name}: {name}={value} must be {wanted}")
         if self.ranks_per_node % self.switch_ranks:
             raise ValueError(
                 f"{self.name}: switch_ranks={self.switch_ranks} must divide ranks_per_node={self.ranks_per_node}"
@@ -158,6 +163,8 @@ class Cluster:
         try:
             given = parse_toml(Path(path).read_text())
             like = given.pop("like", None)
+            if not isinstance(like, str | None):
+                raise ValueError(f"like = {like!r} must be the name of a cluster")
             base = _plain(cls.named(like)) if like else dict[str, Any]()
             return _built(cls, _joined(base, {"name": Path(path).stem, **given}))
         except ValueError as error:

@@ -23,6 +23,9 @@ FAILING = frozenset(
 )
 """Of an `OSError` whose path is as good as any: the machine failed."""
 
+ELSEWHERE = (TimeoutError, ConnectionError)
+"""Likewise: others did not answer."""
+
 
 @contextmanager
 def ending(program: str, started: Callable[[], bool] = lambda: False) -> Generator[None]:
@@ -38,7 +41,7 @@ def ending(program: str, started: Callable[[], bool] = lambda: False) -> Generat
     except REFUSALS as error:
         if started():
             raise
-        failed = isinstance(error, OSError) and error.errno in FAILING
+        failed = isinstance(error, OSError) and (error.errno in FAILING or isinstance(error, ELSEWHERE))
         leave(program, described(error), FAILED if failed else REFUSED)
 
 

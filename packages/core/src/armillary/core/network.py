@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from typing import Literal, NamedTuple
 
 Wiring = Literal["rank", "pair", "group"]
@@ -53,11 +54,11 @@ class Link:
     buffer: int = 0
 
     def __post_init__(self) -> None:
-        if self.bandwidth <= 0:
-            raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second")
+        if not 0 < self.bandwidth < inf:
+            raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second, and finite")
         for name in ("latency", "disturbs", "message", "crowding", "turns", "buffer"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be below 0")
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name}={getattr(self, name)} must not be below 0, and finite")
         for name in ("disturbs", "turns"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} must not be above 1")

@@ -83,6 +83,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
+    stores = [store.bounded(vocab_size) for store in stores]
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
     check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()

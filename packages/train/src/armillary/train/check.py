@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from math import inf, isfinite
+from math import isfinite
 
 import torch
 
 from armillary.attention.build import names
 from armillary.train.config import Config, LogConfig, OptimizerConfig
+from armillary.train.limits import check_limits
 from armillary.train.model import model_config
+from armillary.train.schedule import warmup_of
 
 
 def check(config: Config) -> None:
@@ -18,8 +20,7 @@ def check(config: Config) -> None:
     Raises:
         ValueError: names the flag, its value and what would do.
     """
-    check_counts(config)
-    check_numbers(config)
+    check_limits(config)
     check_data(config)
     check_parallel(config)
     check_tasks(config)
@@ -32,73 +33,9 @@ def check(config: Config) -> None:
     model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
 
 
-def check_counts(config: Config) -> None:
-    """What is counted; None where the default is not known yet."""
-    model, parallel, data, train = config.model, config.parallel, config.data, config.train
-    least: dict[str, tuple[int | None, int]] = {
-        "model.dim": (model.dim, 1),
-        "model.layers": (model.layers, 1),
-        "model.heads": (model.heads, 1),
-        "model.kv-heads": (model.kv_heads, 1),
-        "model.hidden-dim": (model.hidden_dim, 1),
-        "model.head-dim": (model.head_dim, 1),
-        "model.rope-original-length": (model.rope_original_length, 1),
-        "model.vocab-size": (model.vocab_size, 1),
-        "parallel.replicate": (parallel.replicate, 1),
-        "parallel.shard": (parallel.shard, 1),
-        "parallel.ring": (parallel.ring, 1),
-        "parallel.ulysses": (parallel.ulysses, 1),
-        "parallel.tp": (parallel.tp, 1),
-        "parallel.heads-per-stage": (parallel.heads_per_stage, 1),
-        "parallel.team": (parallel.team, 1),
-        "data.sequence-length": (data.sequence_length, 1),
-        "data.rows": (data.rows, 1),
-        "optimizer.warmup-steps": (config.optimizer.warmup_steps, 0),
-        "validation.every": (config.validation.every, 1),
-        "validation.batches": (config.validation.batches, 1),
-        "save.every": (config.save.every, 1),
-        "save.keep-last": (config.save.keep_last, 1),
-        "save.keep-every": (config.save.keep_every, 1),
-        "log.every": (config.log.every, 1),
-        "data.pairs": (data.pairs, 1),
-        "data.symbols": (data.symbols, 1),
-        "train.steps": (train.steps, 1),
-        "train.accumulation": (train.accumulation, 1),
-        "train.bad-steps": (train.bad_steps, 1),
-    }
-    for name, (value, minimum) in least.items():
-        if value is not None and value < minimum:
-            raise ValueError(f"--{name} {value}: must be at least {minimum}")
-
-
-def check_numbers(config: Config) -> None:
-    """What is measured. No comparison with a NaN holds."""
-    model, optimizer = config.model, config.optimizer
-    for name, value, largest in (
-        ("train.timeout-minutes", config.train.timeout_minutes, 1e6),
-        ("optimizer.lr", optimizer.lr, inf),
-        ("optimizer.eps", optimizer.eps, inf),
-        ("model.rope-theta", model.rope_theta, inf),
-        ("model.rope-factor", model.rope_factor, inf),
-    ):
-        if value is not None and not (0 < value <= largest and isfinite(value)):
-            above = "" if largest == inf else f", and at most {largest:,.0f}"
-            raise ValueError(f"--{name} {value}: must be above 0{above}")
-    if not optimizer.clip_norm > 0:
-        raise ValueError(f"--optimizer.clip-norm {optimizer.clip_norm}: must be above 0; inf clips nothing")
-    for name, value in {"weight-decay": optimizer.weight_decay, "min-lr": optimizer.min_lr}.items():
-        if not (value >= 0 and isfinite(value)):
-            raise ValueError(f"--optimizer.{name} {value}: must be at least 0")
-    for name, value in {"beta1": optimizer.beta1, "beta2": optimizer.beta2}.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"--optimizer.{name} {value}: must be at least 0 and below 1")
-
-
 def check_data(config: Config) -> None:
     """Shares, and rows that every rank has equally many of."""
     data, parallel, parts = config.data, config.parallel, config.train.accumulation
-    if not 0 < data.validation_fraction < 1:
-        raise ValueError(f"--data.validation-fraction {data.validation_fraction}: must lie between 0 and 1")
     if data.weights and len(data.weights) != len(data.path):
         given = f"{len(data.weights)} numbers for {len(data.path)} paths"
         raise ValueError(f"--data.weights has {given}; give one for each of --data.path")
@@ -136,7 +73,7 @@ def check_tasks(config: Config) -> None:
 
 def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
     """Learning rates that fit into the run."""
-    decay, left = optimizer.decay_steps, steps - min(optimizer.warmup_steps, steps)
+    decay, left = optimizer.decay_steps, steps - warmup_of(steps, optimizer)
     if decay is not None and optimizer.schedule != "wsd":
         raise ValueError(f"--optimizer.decay-steps {decay}: of --optimizer.schedule wsd, not {optimizer.schedule}")
     if decay is not None and not 1 <= decay <= left:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from armillary.core.commands import FAILED, ending, record
 from armillary.train.build import prepare, process_group
-from armillary.train.command import read_command
+from armillary.train.command import PROGRAM, read_command
+from armillary.train.config import Config
 from armillary.train.stopping import StopSignal
 from armillary.train.trainer import train
 from armillary.train.watchdog import Watchdog
@@ -22,24 +23,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     that names rank, step and error; 2 cannot be started, with one line that says why.
     """
     watchdog: Watchdog | None = None
-    try:
+    with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.under_way):
         command, told = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
             from armillary.train.dry_run import show_dry_run  # not on every rank of every run: it takes seconds
 
             show_dry_run(command.run, command.ranks, command.cluster, command.mfu, command.json)
             return
-        # Before the group is there a signal may end this rank: there is nothing to lose, and nobody to tell.
-        with process_group(command.run) as device, StopSignal() as stop:
-            watchdog = Watchdog(command.run.train)
-            with watchdog:
-                run = prepare(command.run, device)
-                if dist.get_rank() == 0:
-                    print(*told, sep="\n", flush=True)
-                train(run, stop, watchdog)
-    except ValueError as error:
-        if watchdog is not None and watchdog.under_way:
-            raise
-        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"{rank}armillary-train: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        watchdog = Watchdog(command.run.train)
+        try:
+            run_to_its_end(command.run, watchdog, told)
+        except FloatingPointError as error:  # the watchdog has said so on every rank
+            record(f"FloatingPointError: {error}")
+            sys.exit(FAILED)
+
+
+def run_to_its_end(config: Config, watchdog: Watchdog, told: list[str]) -> None:
+    """Trains, with everything around it. Errors as in `process_group`, `prepare` and `train`."""
+    # Before the group is there a signal may end this rank: there is nothing to lose, and nobody to tell.
+    with process_group(config) as device, StopSignal() as stop, watchdog:
+        run = prepare(config, device)
+        if dist.get_rank() == 0:
+            print(*told, sep="\n", flush=True)
+        train(run, stop, watchdog)

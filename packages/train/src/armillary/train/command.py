@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import Annotated
 
 import tyro
@@ -69,10 +71,19 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
         config = replace(config, parallel=chosen(config.parallel, path))
         command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
         check_typed(command.run.parallel, config.parallel, path)
+    check_dry(command)
     if command.trace is not None:
         log = replace(command.run.log, trace=command.trace)
         command = replace(command, run=replace(command.run, log=log))
     return command, told(source, recipe, command.run)
+
+
+def check_dry(command: Command) -> None:
+    """Refuses what only a dry run takes where there is none."""
+    plain = Command()
+    given = [name for name in ("ranks", "cluster", "mfu", "json") if getattr(command, name) != getattr(plain, name)]
+    if given and not command.dry_run:
+        raise ValueError(f"--{given[0]} is of a dry run; add --dry-run, or leave it out")
 
 
 def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
@@ -86,8 +97,10 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
     named = settings.pop("recipe", "debug")
     if not isinstance(named, str):
         raise ValueError(f"--config {source.config}: recipe = {named!r} is no name")
-    name = source.recipe or named
-    recipe = find_recipe(name)()
+    name = named if source.recipe is None else source.recipe
+    found = find_recipe(name)
+    with blamed_on(name):
+        recipe = found()
     if not isinstance(recipe, Config):
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
     return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path())
@@ -111,10 +124,28 @@ def find_recipe(name: str) -> Callable[[], object]:
         return RECIPES[name]
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it; a script has not
-    try:
+    with blamed_on(name):
         found = getattr(import_module(module), function, None)
-    except ImportError as error:
-        raise ValueError(f"--recipe {name}: {error}") from error
     if not callable(found):
         raise ValueError(f"--recipe {name}: {module} has no function {function!r}")
     return found
+
+
+@contextmanager
+def blamed_on(recipe: str) -> Generator[None]:
+    """Makes a ValueError of whatever a recipe's own code raises; says where."""
+    try:
+        yield
+    except Exception as error:
+        place = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{place_of(error)}: "
+        raise ValueError(f"--recipe {recipe}: {place}{error}") from error
+
+
+def place_of(error: Exception) -> str:
+    """Where it was raised, or is no Python, in code that is neither ours nor Python's."""
+    if isinstance(error, SyntaxError):
+        return f" at {error.filename}:{error.lineno}"
+    found = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    ours = [frame for frame in found if Path(frame.filename) != Path(__file__)]
+    last = next((frame for frame in reversed(ours) if "importlib" not in frame.filename), None)
+    return "" if last is None else f" at {last.filename}:{last.lineno}"

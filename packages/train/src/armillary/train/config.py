@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from armillary.core.quantity import LARGEST
 from armillary.models import Checkpointing
+from armillary.train.limits import Count, CountOrNone, Momentum, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -15,30 +19,30 @@ class ModelConfig:
 
     family: Literal["llama", "gpt"] = "llama"
     """gpt is GPT-2: LayerNorm, as many learned positions as a row has, a tied head; of dim, layers and heads alone."""
-    dim: int = 128
+    dim: Count = 128
     """Model dim (E)."""
-    layers: int = 4
-    heads: int = 8
+    layers: Count = 4
+    heads: Count = 8
     """Query heads (H)."""
-    kv_heads: int = 4
+    kv_heads: Count = 4
     """Key/value heads (K); must divide heads."""
-    hidden_dim: int = 352
+    hidden_dim: Count = 352
     """Inner dim of the MLP."""
-    head_dim: int | None = None
+    head_dim: CountOrNone = None
     """D; by default dim / heads."""
     qk_norm: bool = False
     """Queries and keys go through an RMSNorm before their rotation (Qwen3)."""
     tied_embeddings: bool = False
     """The head is the embedding table."""
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     """Base of RoPE's frequencies; by default 10,000, or that of the pretrained folder."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None
     """How they are changed for longer sequences than the model was trained on; by default not, or as in the folder."""
-    rope_factor: float = 8.0
+    rope_factor: Positive = 8.0
     """How many times more slowly slow pairs turn under that scaling."""
-    rope_original_length: int = 8192
+    rope_original_length: Count = 8192
     """Tokens of the sequences that the model was trained on before that scaling; of llama3 and yarn."""
-    vocab_size: int | None = None
+    vocab_size: CountOrNone = None
     """Tokens that the model knows (V); by default those of the data."""
     pretrained: Path | None = None
     """Hugging Face folder to start from: its weights and sizes, and its tokenizer for data that is text. Sizes may be
@@ -49,21 +53,21 @@ class ModelConfig:
 class ParallelConfig:
     """Ranks on each mesh axis. Their product must be the number of ranks."""
 
-    replicate: int = 1
+    replicate: Count = 1
     """Data parallel with whole copies of the parameters (HSDP)."""
-    shard: int = 1
+    shard: Count = 1
     """Data parallel with sharded parameters."""
-    ring: int | None = None
+    ring: CountOrNone = None
     """Sequence axis; by default what the other axes leave."""
-    ulysses: int | None = None
+    ulysses: CountOrNone = None
     """Head axis; by default as large as ring at most: of 4 ranks, ring 2 x ulysses 2; of 8, ring 4 x ulysses 2."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor parallel: heads, MLP and vocabulary are cut over these ranks; divides heads and kv_heads."""
     attention: str = "usp"
     """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, upipe, or a pair such as upipe+ring."""
-    heads_per_stage: int | None = None
+    heads_per_stage: CountOrNone = None
     """Query heads that upipe works on at a time, over all ulysses ranks; by default one for each rank."""
-    team: int | None = None
+    team: CountOrNone = None
     """Ranks of a team of wallfacer (C); by default the largest that fits. Its square must divide ring."""
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """Of wallfacer: whether the ranks of a team are neighbours, or those of a ring."""
@@ -82,9 +86,9 @@ class DataConfig:
     as bytes; by default the sources and topics of this Python installation."""
     weights: tuple[float, ...] = ()
     """Share of rows from each path; by default all paths come to their ends together."""
-    sequence_length: int = 1024
+    sequence_length: Count = 1024
     """Tokens of a row (N), over all ranks of ring and ulysses."""
-    rows: int = 4
+    rows: Count = 4
     """Rows of a step, over all ranks; a multiple of replicate x shard."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
     """How documents make rows: joined and cut; cut only where a row cannot hold them; or one to a row, cut off."""
@@ -94,14 +98,14 @@ class DataConfig:
     """Count positions from the start of each document, not of the row."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Which positions each sequence rank holds; balanced is chosen for each batch by its documents."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of documents that are kept for validation."""
     task: Literal["recall", "needle", "copy"] | None = None
     """Train on a long-context task with a known answer instead of text. No question of recall can be answered from the
     tokens of the rank that has it."""
-    pairs: int = 8
+    pairs: Count = 8
     """Keys with a value that a row of recall holds, and asks for at its end; at most symbols."""
-    symbols: int = 16
+    symbols: Count = 16
     """Different keys, values and fillers of the tasks, or tokens to copy; at most those that the model has room for."""
 
 
@@ -109,27 +113,29 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW, and its learning rate over the run."""
 
-    lr: float = 3e-3
+    lr: Positive = 3e-3
     """Peak learning rate."""
-    min_lr: float = 1e-4
+    min_lr: NotNegative = 1e-4
     """Learning rate of the last step."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After the warm-up: half a cosine or a line down to min-lr; or the peak until the last decay-steps (wsd), or to
     the end (constant)."""
-    warmup_steps: int = 10
-    decay_steps: int | None = None
+    warmup_steps: Annotated[int, Field(ge=0, le=LARGEST)] = 10
+    """Steps of a line up to the peak. Of a run that has no more steps than that, it takes half. The schedule is one of
+    all --train.steps, so that a run that goes on to more of them goes on at another rate than it had come down to."""
+    decay_steps: CountOrNone = None
     """Steps at the end in which wsd comes down to min-lr, on a line; by default a tenth of all steps."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Of matrices; norms and biases have none."""
     decay_embeddings: bool = True
     """Of embedding tables too, as GPT-2's and LLaMA's heirs mostly have it; without, as OLMo 2 has it, rows of rare
     tokens don't shrink."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.95
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm; inf scales nothing."""
     on_host: bool = False
     """Keep master weights, their gradients and AdamW's state in the host's memory, and step there."""
 
@@ -138,9 +144,9 @@ class OptimizerConfig:
 class ValidationConfig:
     """What is looked at between steps, with the model as it is then."""
 
-    every: int = 40
+    every: Count = 40
     """Steps between validations; one is always made after the last step."""
-    batches: int = 4
+    batches: Count = 4
     """Batches of held-out rows, the same each time."""
     tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
     """Long-context tasks with a known answer, as long as a row and never trained on; the share of right answers is
@@ -151,11 +157,11 @@ class ValidationConfig:
 class SaveConfig:
     """Checkpoints: outputs/checkpoint/step-N, whole or not there at all. The last step is always saved."""
 
-    every: int = 40
+    every: Count = 40
     """Steps between checkpoints."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Newest checkpoints that are kept."""
-    keep_every: int | None = None
+    keep_every: CountOrNone = None
     """Checkpoints of steps that this number divides are kept for good."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in the host's memory."""
@@ -169,7 +175,7 @@ class SaveConfig:
 class LogConfig:
     """What a run tells of itself. Every step stands in outputs/metrics.jsonl."""
 
-    every: int = 10
+    every: Count = 10
     """Steps between log lines."""
     tensorboard: bool = False
     """Write events for TensorBoard to outputs/tb."""
@@ -189,10 +195,10 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 80
-    accumulation: int = 1
+    steps: Count = 80
+    accumulation: Count = 1
     """Parts that the rows of a step are trained on one after the other; data.rows is a multiple of them."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -200,9 +206,9 @@ class TrainConfig:
     float64 all is float64."""
     bad_step: Literal["stop", "skip"] = "stop"
     """What to do about a loss or gradient that is not finite: stop, or leave the weights as they are and go on."""
-    bad_steps: int = 3
+    bad_steps: Count = 3
     """Bad steps in a row after which the run stops all the same: the last of them isn't skipped."""
-    timeout_minutes: float = 10.0
+    timeout_minutes: Annotated[float, Field(gt=0, le=10**6)] = 10.0
     """How long a step may take before every rank says which one is missing, and the run ends. A collective may wait
     half as long again; the first step, validation and saving may take five times as long."""
     output: Path = Path("outputs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from armillary.core.files import parse_json, parse_toml
+from armillary.core.quantity import whole
 
 Settings = TypeVar("Settings")
 
@@ -47,7 +49,7 @@ def overlaid(config: Settings, settings: Mapping[str, Any], source: Path) -> Set
 
 def changed(config: Settings, settings: Mapping[str, Any], source: str, known: list[str], prefix: str) -> Settings:
     """A section, of which the keys have this prefix, with its settings."""
-    hints, changes = get_type_hints(type(config)), dict[str, Any]()
+    hints, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
         name = key.replace("-", "_")
         if name not in hints:
@@ -68,15 +70,27 @@ def changed(config: Settings, settings: Mapping[str, Any], source: str, known: l
 
 
 def converted(value: object, kind: Any, what: str) -> Any:
-    """The value as one of this kind; a text for a number will not do. As on the command line, "none" is None."""
+    """The value as one of this kind; a text for a number will not do, unless it has a unit such as "64k". As on the
+    command line, "none" is None."""
     adapter = TypeAdapter[Any](kind)
     try:
         if value in ("none", "None") and accepts_none(adapter):
             return None
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
+        if isinstance(value, str | list) and (counted := without_units(value)) != value:
+            return converted(counted, kind, what)
         wanted = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
         raise ValueError(f"{what} = {value!r}: {wanted}") from error
+
+
+def without_units(value: object) -> object:
+    """Numbers for texts such as "64k" and "1Mi", in lists too."""
+    if isinstance(value, list):
+        return [without_units(item) for item in value]
+    with suppress(ValueError):
+        return whole(value) if isinstance(value, str) and value[-1:] in ("k", "M", "G", "T", "i") else value
+    return value
 
 
 def accepts_none(adapter: TypeAdapter[Any]) -> bool:

@@ -94,7 +94,10 @@ def read_curves(folder: Path) -> Curves:
         raise ValueError(f"{folder} holds no metrics.jsonl; name the output folder of a run")
     curves = Curves(str(folder))
     for record in journal.read(path):
-        _add(curves, record)
+        try:
+            _add(curves, record)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ValueError(f"{path}: the line {record} is no report of a run") from error
     if not curves.steps:
         raise ValueError(f"{path} tells of no step yet")
     return curves
@@ -113,7 +116,7 @@ def _add(curves: Curves, record: dict[str, Any]) -> None:
 
 
 def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+    return float("nan") if value is None else float(value)
 
 
 def smoothed(values: Values, half: int) -> Values:

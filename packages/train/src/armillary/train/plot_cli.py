@@ -10,8 +10,12 @@ from typing import Annotated
 
 import tyro
 
+from armillary.core.commands import ending
 from armillary.data.parsing import parse
+from armillary.data.plot import check_picture
 from armillary.train.plot import plot_runs
+
+PROGRAM = "armillary-plot"
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,9 @@ class Pictures:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draws, and exits: 2 for what cannot be drawn, with one line that says why."""
-    try:
-        asked = parse(sys.argv[1:] if argv is None else argv, Pictures, "armillary-plot")
+    with ending(PROGRAM):
+        asked = parse(sys.argv[1:] if argv is None else argv, Pictures, PROGRAM)
         usual = asked.folders[0] / "loss.png" if len(asked.folders) == 1 else Path("losses.png")
+        if asked.output is not None:
+            check_picture(asked.output, "--output")
         print(plot_runs(asked.folders, asked.output or usual))
-    except (ValueError, ImportError, OSError) as error:
-        print(f"armillary-plot: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)

@@ -13,6 +13,8 @@ from armillary.data import (
     Tokenizer,
     TokenStore,
     best_fit,
+    binary,
+    check_length,
     greedy,
     is_store,
     one_per_row,
@@ -65,7 +67,10 @@ def open_path(path: Path, pretrained: Path | None = None) -> TokenStore:
         raise ValueError(
             f"{path} is no text to be read as it is; make a token store of it with `armillary-data prepare`"
         )
-    return TokenStore.of(read_documents(path), tokenizer_of(pretrained), str(path))
+    documents = read_documents(path)
+    if path.is_file() and (reason := binary(documents[0].text)) is not None:
+        raise ValueError(f"{path} is no text to be read as it is: {reason}")
+    return TokenStore.of(documents, tokenizer_of(pretrained), str(path))
 
 
 def tokenizer_of(pretrained: Path | None) -> Tokenizer:
@@ -116,9 +121,10 @@ def load_rows(
         replica: the number of this rank's part of a step's rows.
 
     Raises:
-        ValueError: documents that cannot be split, or mixed.
+        ValueError: documents that cannot be split, or mixed, or that all together do not make a row.
     """
     length, kind = config.data.sequence_length, config.data.layout
+    check_length(stores, length)
 
     def balanced(documents: tuple[tuple[int, ...], ...]) -> SequenceLayout:
         return attention.layout(length, "balanced", AttentionMask(documents=documents))

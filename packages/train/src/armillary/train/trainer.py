@@ -15,6 +15,7 @@ from armillary.train.checkpoint import Checkpoints, OutputLock
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
+from armillary.train.schedule import told
 from armillary.train.step import StepResult, train_step
 from armillary.train.stopping import StopSignal
 from armillary.train.tracing import StepTrace
@@ -78,6 +79,8 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         watchdog.begins("restoring", 0)
         step = saved.restore()
         report.resumed(step)
+        for line in told(step, steps, config.optimizer):
+            report.say(line)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
         traced = StepTrace(config.log, run.device, step + 1, steps, report.say)
         summary = Summary(first_step=step + 1)

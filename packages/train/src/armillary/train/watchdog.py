@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
+from armillary.core.commands import REFUSALS
 from armillary.train.config import TrainConfig
 from armillary.train.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
 from armillary.train.launcher import Launcher
@@ -90,7 +91,8 @@ class Watchdog:
         """Tells the others; where the error came from them, says who is missing. The process is about to end."""
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._failing = True
-        if self.under_way or not isinstance(error, ValueError):  # whoever refuses to start has a line of its own
+        # Whoever refuses to start has a line of its own.
+        if self.under_way or not isinstance(error, REFUSALS) or about_others(error):
             self._print(f"failed in {self._heartbeat().at}: {failure}")
         if about_others(error):
             self._alarm = f"in {self._heartbeat().at} another rank does not answer"

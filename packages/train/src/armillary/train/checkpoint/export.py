@@ -13,20 +13,23 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from armillary.core.commands import ending
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.configs import parse as parse_config
+from armillary.models.hub.folder import CONFIG, read_json
 from armillary.train.checkpoint.manifest import Damaged, Manifest
 from armillary.train.checkpoint.ranks import errors_as_ours
 from armillary.train.checkpoint.reader import read_metadata
 from armillary.train.checkpoint.state import load
 
+PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Export:
-    """Writes the weights of a checkpoint as a Hugging Face folder: config.json and safetensors.
+    """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer that it began with.
 
     Takes as much memory as the weights have bytes in `dtype`, and that of one file.
     """
@@ -37,6 +40,9 @@ class Export:
     """Where to; it is made if need be."""
     dtype: Literal["as saved", "float64", "float32", "bfloat16", "float16"] = "as saved"
     """Of the weights that are written."""
+    pretrained: Path | None = None
+    """Hugging Face folder that the run began with, for its tokenizer and the ids of special tokens; by default the one
+    that the run's config.json names."""
 
 
 def export(asked: Export) -> None:
@@ -46,6 +52,8 @@ def export(asked: Export) -> None:
         ValueError: no checkpoint, or a damaged one.
         OSError: something could not be written.
     """
+    if asked.pretrained is not None and not (asked.pretrained / CONFIG).is_file():
+        raise ValueError(f"--pretrained {asked.pretrained}: holds no {CONFIG}; give a Hugging Face folder")
     try:
         manifest = Manifest.read(asked.checkpoint)
     except Damaged as damage:
@@ -56,7 +64,24 @@ def export(asked: Export) -> None:
         weights = read_weights(asked.checkpoint, DTYPES.get(asked.dtype))
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{asked.checkpoint}: {error}") from error
-    hub.save(asked.folder, parse_config(manifest.model), weights)
+    hub.save(asked.folder, parse_config(manifest.model), weights, asked.pretrained or pretrained_of(asked.checkpoint))
+
+
+def pretrained_of(checkpoint: Path) -> Path | None:
+    """The folder that the run of a checkpoint began with, as `--save.export` has it; None where it began with none.
+
+    If it is gone, that is said, and nothing is taken from it.
+    """
+    path = checkpoint.resolve().parent.parent / "config.json"
+    found = read_json(path).get("model") if path.is_file() else None
+    named = found.get("pretrained") if isinstance(found, dict) else None
+    if not isinstance(named, str):
+        return None
+    if not Path(named).is_dir():
+        why = f"{path} says that the run began with {named}, and it is not there; name it by --pretrained"
+        print(f"{PROGRAM}: no tokenizer, and no ids of special tokens: {why}", file=sys.stderr)
+        return None
+    return Path(named)
 
 
 def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -84,8 +109,5 @@ def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tenso
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and exports; exits with 2 for what cannot be, with one line that says why."""
-    try:
-        export(parse(sys.argv[1:] if argv is None else argv, Export, "armillary-export"))
-    except (ValueError, OSError) as error:
-        print(f"armillary-export: {error}", file=sys.stderr)
-        sys.exit(2)
+    with ending(PROGRAM):
+        export(parse(sys.argv[1:] if argv is None else argv, Export, PROGRAM))

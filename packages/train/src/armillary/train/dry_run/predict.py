@@ -22,7 +22,7 @@ from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.memory.estimate.held import Held
 from armillary.train.parallel import choose_axes
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Room
-from armillary.train.plan.presets import cluster_of
+from armillary.train.plan.presets import MOST_RANKS, cluster_of
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens
 from armillary.train.tune.choice import with_choice
@@ -127,8 +127,8 @@ def ranks_of(config: Config, ranks: int | None, cluster: str | None) -> int:
         return cluster_of(cluster).ranks
     if ranks is None:
         return prod(choose_axes(config.parallel, 1).values())
-    if ranks < 1:
-        raise ValueError(f"--ranks {ranks}: must be at least 1")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")
     return ranks
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
+from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,8 +18,9 @@ from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
 from armillary.core import CommLedger, wide
 from armillary.core.ledger import phase
-from armillary.core.quantity import quantity
+from armillary.train.limits import Count, CountOrNone, amount, check_limits
 from armillary.train.memory import SimulatedFlash, fake_world
+from armillary.train.plan.presets import MOST_RANKS
 
 PHASES = ("forward", "backward")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
@@ -37,27 +39,27 @@ class BytesPlan:
 
     tokens: str = "64Ki"
     """Of a sequence (N), over all ranks: 65536, 128Ki, 1M, ..."""
-    heads: int = 52
+    heads: Count = 52
     """Query heads (H)."""
-    kv_heads: int | None = None
+    kv_heads: CountOrNone = None
     """Key/value heads (K); by default as many as query heads."""
-    head_dim: int = 128
+    head_dim: Count = 128
     """D."""
-    rows: int = 1
+    rows: Count = 1
     """Sequences (B)."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     causal: bool = False
     """Tokens see no later ones; by default, all."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Which positions each sequence rank holds."""
-    ranks: int = 64
-    ulysses: int | None = None
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 64
+    ulysses: CountOrNone = None
     """Of these, ranks on the head axis of methods on both, such as usp; by default as many as divide all kinds of heads
     and the ranks, up to 8."""
     attention: tuple[str, ...] = ()
     """As the trainer's --parallel.attention; by default ring, token_ring, wallfacer, all_gather, usp, and ulysses if
     the ranks divide the heads."""
-    team: tuple[int, ...] = ()
+    team: tuple[Count, ...] = ()
     """Team sizes of wallfacer (C); by default all from 2 on that fit."""
     of_ranks: tuple[int, ...] = ()
     """Whose bytes are shown; by default those of 0 and 1. With wallfacer, 0 keeps its own keys, and sends less."""
@@ -120,10 +122,7 @@ def plan_bytes(plan: BytesPlan, progress: Callable[[str], None] = lambda _: None
     Raises:
         ValueError: a method that does not fit the shapes or the ranks, or no such rank.
     """
-    for name in ("heads", "kv_heads", "head_dim", "rows", "ranks", "ulysses"):
-        value = getattr(plan, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    check_limits(plan)
     plan = replace(plan, kv_heads=plan.heads if plan.kv_heads is None else plan.kv_heads)
 
     def rows(choice: Choice) -> Iterator[Row]:
@@ -184,7 +183,7 @@ def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, Work
     heads, keys = plan.heads, plan.kv_heads or plan.heads
     with fake_world(rank, **choice.axes) as mesh:
         method = build_attention(choice.name, mesh, team=choice.team)
-        layout = method.layout(quantity(plan.tokens), plan.layout, plan.mask)
+        layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
             shapes = ((plan.rows, tokens, n, plan.head_dim) for n in (heads, keys, keys))

@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.progress import Progress
 
+from armillary.core.commands import ending
 from armillary.data.parsing import parse
+from armillary.data.plot import check_picture
 from armillary.train.plan import bytes_report, report, search_report
 from armillary.train.plan.bytes import BytesPlan, plan_bytes
 from armillary.train.plan.memory import MemoryPlan, plan_memory
 from armillary.train.plan.search import SearchPlan, search
 from armillary.train.plan.search_plot import draw
 
+PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
 
 commands:
@@ -32,18 +35,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(USAGE)
         return
     command, rest = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
-    try:
+    with ending(PROGRAM):
         if command not in COMMANDS:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
         COMMANDS[command](rest)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"armillary-plan: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
 
 
 def find(argv: Sequence[str]) -> None:
     """`armillary-plan search`."""
-    plan = parse(argv, SearchPlan, "armillary-plan search")
+    plan = parse(argv, SearchPlan, f"{PROGRAM} search")
+    if plan.plot is not None:
+        check_picture(plan.plot, "--plot")
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("looking at meshes and methods", total=None)
@@ -58,7 +60,7 @@ def find(argv: Sequence[str]) -> None:
 
 def memory(argv: Sequence[str]) -> None:
     """`armillary-plan memory`."""
-    plan = parse(argv, MemoryPlan, "armillary-plan memory")
+    plan = parse(argv, MemoryPlan, f"{PROGRAM} memory")
     screen = Console(stderr=True)
     with screen.status("simulating") as status:
         planned = plan_memory(plan, lambda what: status.update(f"simulating {what}"))
@@ -70,7 +72,7 @@ def memory(argv: Sequence[str]) -> None:
 
 def sent(argv: Sequence[str]) -> None:
     """`armillary-plan bytes`."""
-    plan = parse(argv, BytesPlan, "armillary-plan bytes")
+    plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
     screen = Console(stderr=True)
     with screen.status("counting") as status:
         rows = plan_bytes(plan, lambda what: status.update(f"counting {what}"))

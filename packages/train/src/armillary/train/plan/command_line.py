@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from armillary.core import Cluster
 from armillary.models import GPTConfig
-from armillary.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from armillary.train import recipes
+from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.model import OF_GPT, SIZES
 from armillary.train.overlay import flag, flat
 from armillary.train.plan.presets import Model
 from armillary.train.plan.search import Choice, Found
 
+RECIPES: dict[str, Callable[[], Config]] = {
+    "debug": recipes.debug,
+    "llama3-8b": recipes.llama3_8b_128k,
+    "llama3-70b": recipes.llama3_70b_128k,
+    "llama2-7b": recipes.llama3_8b_128k,
+    "qwen3-32b": recipes.llama3_70b_128k,
+    "gpt-3b": recipes.gpt_wallfacer_3b,
+    "gpt-7b": recipes.gpt_wallfacer_7b,
+}
+"""How a model of each preset is trained."""
+
 
 def config_of(found: Found, choice: Choice) -> Config:
-    """The trainer's configuration for a choice."""
-    return Config(
+    """The trainer's configuration for a choice.
+
+    Learning rate, steps and when to save are those of the recipe for such a model, which trains on from published
+    weights; its mesh, checkpoints and rows are not."""
+    recipe = RECIPES[found.plan.model]()
+    return replace(
+        recipe,
         model=sizes_of(found.model),
         parallel=ParallelConfig(**choice.candidate.parallel),
         checkpointing=choice.checkpointing,
         data=DataConfig(sequence_length=found.length, rows=found.plan.rows),
-        optimizer=OptimizerConfig(on_host=choice.on_host),
+        optimizer=replace(recipe.optimizer, on_host=choice.on_host),
+        train=replace(recipe.train, accumulation=1),
     )
 
 

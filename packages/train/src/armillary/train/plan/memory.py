@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 
 from armillary.core import Cluster
-from armillary.core.quantity import quantity
 from armillary.models import Checkpointing
+from armillary.train.limits import Count, CountOrNone, amount, check_limits
 from armillary.train.memory import Job, StepMemory, simulate
 from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
@@ -32,16 +32,16 @@ class MemoryPlan:
     """Find the longest sequence that fits."""
     attention: str = "upipe"
     """As the trainer's --parallel.attention."""
-    heads_per_stage: int | None = None
+    heads_per_stage: CountOrNone = None
     """Of upipe; by default one head for each rank of the head axis."""
-    shard: int = 1
+    shard: Count = 1
     """Ranks that have sequences of their own."""
-    ring: int | None = None
+    ring: CountOrNone = None
     """Ranks on the sequence axis; by default what ulysses leaves."""
-    ulysses: int | None = None
+    ulysses: CountOrNone = None
     """Ranks on the head axis, for methods with one; by default all, or beside a sequence axis as many of a node as
     share key/value heads evenly."""
-    rows: int = 1
+    rows: Count = 1
     """Sequences of each rank."""
     checkpointing: Checkpointing = field(
         default_factory=lambda: Checkpointing(policy="layer", offload=True, ahead=False)
@@ -82,12 +82,12 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
     Raises:
         ValueError: an unknown name, axes that do not fit the cluster or the model, or no room for anything.
     """
+    check_limits(plan)
     cluster = cluster_of(plan.cluster)
     if plan.host_memory is not None:
-        cluster = replace(cluster, host_memory=quantity(plan.host_memory))
-    check(plan)
-    room = Room.of(cluster, quantity(plan.reserve), quantity(plan.host_reserve))
-    length = quantity(plan.tokens)
+        cluster = replace(cluster, host_memory=amount(plan, "host_memory"))
+    room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
+    length = amount(plan, "tokens")
     axes = axes_of(plan, model_of(plan.model, length), cluster)
 
     def measure(length: int) -> StepMemory:
@@ -106,14 +106,6 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
         return planned(length, measure(length))
     fit = longest(measure, outlook, room, step=1024 * cluster.ranks, start=length)
     return planned(fit.length, fit.memory, fit)
-
-
-def check(plan: MemoryPlan) -> None:
-    """Refuses counts below 1."""
-    for name in ("shard", "ring", "ulysses", "rows", "heads_per_stage"):
-        value = getattr(plan, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def from_few_blocks(job: Job) -> StepMemory:

@@ -21,6 +21,11 @@ MODELS: dict[str, Callable[[int], Model]] = {
 """From the length of a sequence, which a model with learned positions must have as many of."""
 
 
+MOST_RANKS = 2**14
+"""Of the machines that are planned for: what is looked at grows with the ranks, and no more than so many have trained
+one model."""
+
+
 def model_of(name: str, length: int) -> Model:
     """The model of a preset.
 
@@ -39,6 +44,10 @@ def cluster_of(name: str) -> Cluster:
         ValueError: no such machine, accelerators that do not fill nodes, or a file that describes none.
     """
     try:
-        return Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
+        found = Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--cluster {name}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--cluster {name}: {why}") from error
+    if found.ranks > MOST_RANKS:
+        raise ValueError(f"--cluster {name}: {found.ranks:,} ranks; at most {MOST_RANKS:,} can be looked at")
+    return found

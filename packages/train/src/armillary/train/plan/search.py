@@ -11,8 +11,8 @@ import torch
 from armillary.attention import AttentionMask
 from armillary.attention.schedule import Work
 from armillary.core import Cluster
-from armillary.core.quantity import quantity
 from armillary.models import Checkpointing
+from armillary.train.limits import Count, amount, check_limits
 from armillary.train.memory import Job
 from armillary.train.memory.estimate import Estimate, estimate
 from armillary.train.plan.candidates import Candidate, candidates, is_one_of, policies
@@ -31,11 +31,11 @@ class SearchPlan:
     """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file that describes one."""
     tokens: str = "128Ki"
     """Length of a sequence."""
-    rows: int = 1
+    rows: Count = 1
     """Sequences of a step, over all ranks."""
     attention: tuple[str, ...] = ()
     """Only these methods, as --parallel.attention has them."""
-    best: int = 10
+    best: Count = 10
     """How many to show."""
     reserve: str = RESERVE
     """Of each device, for what is not torch's tensors."""
@@ -99,12 +99,10 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     Raises:
         ValueError: an unknown name, a length or rows that no candidate takes.
     """
-    cluster, length = cluster_of(plan.cluster), quantity(plan.tokens)
+    check_limits(plan)
+    cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
     model = model_of(plan.model, length)
-    for name in ("rows", "best"):
-        if getattr(plan, name) < 1:
-            raise ValueError(f"--{name} {getattr(plan, name)}: must be at least 1")
-    room = Room.of(cluster, quantity(plan.reserve), quantity(plan.host_reserve))
+    room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
     wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
     if not wanted:
         raise ValueError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
+from armillary.core.commands import ending
 from armillary.train.tune.command import PROGRAM, read_order
 from armillary.train.tune.tuner import tune
 
@@ -16,9 +16,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 0 a choice stands in the file; 1 failed on the way, and the same command goes on; 2 cannot be started,
     or nothing could be run, with one line that says why.
     """
-    try:
+    with ending(PROGRAM):
         tune(read_order(sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"{rank}{PROGRAM}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,8 @@ from armillary.attention.build import names
 from armillary.data.parsing import parse
 from armillary.train.command import Source, read_source
 from armillary.train.config import Config, LogConfig, ParallelConfig
+from armillary.train.limits import check_limits
+from armillary.train.plan.presets import cluster_of
 
 PROGRAM = "armillary-tune"
 
@@ -57,15 +60,20 @@ def read_order(argv: Sequence[str]) -> Order:
 
 def check_order(order: Order) -> None:
     """Refuses what cannot be measured."""
+    check_limits(order.run)
     parallel = order.run.parallel
     if parallel.tuned is not None:
         raise ValueError(f"--parallel.tuned {parallel.tuned}: is for armillary-train; the file to write is --out")
     if order.iterations < 1:
         raise ValueError(f"--iterations {order.iterations}: must be at least 1")
-    if not order.slower >= 1:
+    if not 1 <= order.slower < inf:
         raise ValueError(f"--slower {order.slower}: must be at least 1, which leaves the fastest alone")
     if unknown := [name for name in order.attention if name not in names()]:
         raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
+    if order.out.is_dir() or order.out.suffix != ".json":
+        raise ValueError(f"--out {order.out}: must be a file that ends in .json")
+    if order.cluster is not None:
+        cluster_of(order.cluster)
     if order.cluster is not None and parallel.replicate * parallel.tp > 1:
         raise ValueError(
             f"--cluster {order.cluster}: the planner knows neither --parallel.replicate {parallel.replicate} nor "

@@ -1,0 +1,518 @@
+"""A table of arguments, values and files that will not do: each is refused by one readable line that names it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from armillary.core import Cluster
+from armillary.core.testing.refusals import refusal
+from armillary.models import Checkpointing
+from armillary.train import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SaveConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from armillary.train import cli as trainer
+from armillary.train.check import check
+from armillary.train.checkpoint.export import main as export
+from armillary.train.command import read_command
+from armillary.train.plan.cli import main as plan
+from armillary.train.plot_cli import main as plot
+from armillary.train.tune import cli as tuner
+
+FILES = {
+    "empty": "",
+    "empty.json": "",
+    "text.txt": "some words\n" * 40,
+    "binary.toml": bytes(range(256)),
+    "binary.json": bytes(range(256)),
+    "cut.toml": "[train\nsteps = ",
+    "deep.toml": "a = " + "[" * 50_000,
+    "deep.json": "[" * 100_000,
+    "list.json": "[1]",
+    "number.json": "3",
+    "nan.json": '{"optimizer": {"lr": NaN}}',
+    "digits.json": '{"train": {"steps": ' + "9" * 5000 + "}}",
+    "section.toml": "train = 3",
+    "unknown.toml": "[train]\nstepss = 3",
+    "kind.toml": "[train]\nsteps = 'x'",
+    "quoted.toml": "[train]\nsteps = '80'",
+    "half.toml": "[train]\nsteps = 1.5",
+    "true.toml": "[train]\nsteps = true",
+    "huge.toml": "[train]\nsteps = 99999999999999999999999",
+    "zero.toml": "[train]\nsteps = 0",
+    "date.toml": "[train]\nsteps = 2020-01-01",
+    "inf.toml": "[optimizer]\nlr = inf",
+    "unit.toml": "[data]\nsequence-length = '64x'",
+    "twice.toml": "[data]\nsequence-length = 3\nsequence_length = 4",
+    "recipe-number.toml": "recipe = 3",
+    "recipe-none.toml": "recipe = 'none'",
+    "recipe-module.toml": "recipe = 'no_such_module:f'",
+    "config.yaml": "train:\n  steps: 3\n",
+    "line\nbreak.toml": "[train]\nstepss = 3",
+    "bad_syntax.py": "def f(:\n",
+    "bad_import.py": "1 / 0\n",
+    "bad_recipes.py": "def number():\n return 3\ndef needs(x):\n return x\ndef fails():\n raise KeyError('x')\n",
+    "c-none.toml": "",
+    "c-cut.toml": "like = ",
+    "c-unknown.toml": "like = '8xh100'\nfoo = 3",
+    "c-like.toml": "like = '8xb9000'",
+    "c-like-number.toml": "like = 3",
+    "c-like-list.toml": "like = ['8xh100']",
+    "c-nodes.toml": "like = '8xh100'\nnodes = -1",
+    "c-nodes-text.toml": "like = '8xh100'\nnodes = 'x'",
+    "c-nodes-half.toml": "like = '8xh100'\nnodes = 1.5",
+    "c-nodes-list.toml": "like = '8xh100'\nnodes = [1]",
+    "c-nodes-true.toml": "like = '8xh100'\nnodes = true",
+    "c-nodes-many.toml": "like = '8xh100'\nnodes = 99999999999",
+    "c-table.toml": "like = '8xh100'\nbetween = 3",
+    "c-fast.toml": "like = '8xh100'\n[between]\nbandwidth = 'fast'",
+    "c-latency.toml": "like = '8xh100'\n[between]\nlatency = -1.0",
+    "c-latency-nan.toml": "like = '8xh100'\n[between]\nlatency = nan",
+    "c-per.toml": "like = '8xh100'\n[between]\nper = 'moon'",
+    "c-flops.toml": "like = '8xh100'\n[accelerator]\nflops = -1.0",
+    "c-flops-inf.toml": "like = '8xh100'\n[accelerator]\nflops = inf",
+    "run-garbage/metrics.jsonl": "garbage\n",
+    "run-binary/metrics.jsonl": bytes(range(256)) * 9,
+    "run-kinds/metrics.jsonl": '{"step": 1, "loss": "x", "grad_norm": [], "learning_rate": {}}\n',
+    "run-validation/metrics.jsonl": '{"step": 1, "validation": 3}\n',
+    "run-deep/metrics.jsonl": "[" * 100_000,
+    "run-empty/metrics.jsonl": "",
+    "run/metrics.jsonl": '{"step": 1, "loss": 3.0, "grad_norm": 1.0, "learning_rate": 0.1}\n',
+    "tuned-list.json": "[]",
+    "tuned-question.json": '{"question": 3}',
+    "tuned-left.json": '{"question": {}, "left": 5}',
+    "tuned-none.json": '{"question": {}, "complete": true}',
+    "tuned-deep.json": "[" * 100_000,
+    "manifest-empty/manifest.json": "{}",
+    "hub-list/config.json": "[]",
+    "hub-deep/config.json": "[" * 100_000,
+    "hub-kind/config.json": '{"model_type": "rwkv"}',
+    "hub-lacks/config.json": '{"model_type": "llama"}',
+    "hub-none/notes.txt": "",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for name in ("folder.toml", "folder"):
+        (root / name).mkdir()
+    for name in ("loop.toml", "loop"):
+        (root / name).symlink_to(root / f"{name}.other")
+        (root / f"{name}.other").symlink_to(root / name)
+    return root
+
+
+def unexpected(*_):
+    raise AssertionError("it was started")
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """The folder of all files as the working directory, and nothing that starts."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(trainer, "run_to_its_end", lambda config, *_: (check(config), unexpected()))
+    monkeypatch.setattr(tuner, "tune", unexpected)
+    return folder
+
+
+# -- armillary-train ---------------------------------------------------------------------------------------------------
+
+TRAIN = [
+    ("--nothing", "Unrecognized options: --nothing"),
+    ("train", "Unrecognized options: train"),
+    ("--train.steps", "Missing value for argument '--train.steps'"),
+    ("--train.steps many", "--train.steps: 'many' is no whole number"),
+    ("--train.steps 1.5", "--train.steps: '1.5' is no whole number"),
+    ("--train.steps 1e3", "--train.steps: '1e3' is no whole number"),
+    ("--train.steps nan", "--train.steps: 'nan' is no whole number"),
+    ("--train.steps 5x", "--train.steps: '5x' is no whole number"),
+    ("--train.steps 0.5k5", "--train.steps: '0.5k5' is no whole number"),
+    ("--train.steps 0", "--train.steps 0: must be at least 1"),
+    ("--train.steps -3", "--train.steps -3: must be at least 1"),
+    ("--train.steps 99999999999999999999", "'99999999999999999999' is more than 2^63 - 1"),
+    ("--train.steps 9999999999999999999999999999999999999999999999999999999999999999999", "is no whole number"),
+    ("--train.seed 99999999999999999999", "'99999999999999999999' is more than 2^63 - 1"),
+    ("--train.seed -1", "--train.seed -1: must be at least 0"),
+    ("--train.accumulation 0", "--train.accumulation 0: must be at least 1"),
+    ("--train.accumulation 3", "--data.rows 4 cannot be shared by replicate 1 x shard 1, 3 times in a step"),
+    ("--train.bad-steps 0", "--train.bad-steps 0: must be at least 1"),
+    ("--train.timeout-minutes 0", "--train.timeout-minutes 0.0: must be above 0 and at most 1,000,000"),
+    ("--train.timeout-minutes nan", "--train.timeout-minutes nan: must be above 0 and at most 1,000,000"),
+    ("--train.device tpu", "invalid choice 'tpu' for argument '--train.device'"),
+    ("--train.precision float8", "invalid choice 'float8' for argument '--train.precision'"),
+    ("--optimizer.lr x", "--optimizer.lr: could not convert string to float: 'x'"),
+    ("--optimizer.lr 0", "--optimizer.lr 0.0: must be above 0"),
+    ("--optimizer.lr -1", "--optimizer.lr -1.0: must be above 0"),
+    ("--optimizer.min-lr 1", "--optimizer.min-lr 1.0: must be at most --optimizer.lr 0.003"),
+    ("--optimizer.min-lr -1", "--optimizer.min-lr -1.0: must be at least 0"),
+    ("--optimizer.weight-decay nan", "--optimizer.weight-decay nan: must be at least 0"),
+    ("--optimizer.beta1 1", "--optimizer.beta1 1.0: must be at least 0 and below 1"),
+    ("--optimizer.beta2 -0.1", "--optimizer.beta2 -0.1: must be at least 0 and below 1"),
+    ("--optimizer.clip-norm nan", "--optimizer.clip-norm nan: must be above 0"),
+    ("--optimizer.warmup-steps -1", "--optimizer.warmup-steps -1: must be at least 0"),
+    ("--optimizer.schedule polynomial", "invalid choice 'polynomial'"),
+    ("--optimizer.decay-steps 5", "--optimizer.decay-steps 5: of --optimizer.schedule wsd, not cosine"),
+    ("--optimizer.schedule wsd --optimizer.decay-steps 0", "--optimizer.decay-steps 0: must be at least 1"),
+    ("--optimizer.schedule wsd --optimizer.decay-steps 500", "--optimizer.decay-steps 500: must lie in 1..70"),
+    ("--data.sequence-length 0", "--data.sequence-length 0: must be at least 1"),
+    ("--data.rows 0", "--data.rows 0: must be at least 1"),
+    ("--data.validation-fraction 0", "--data.validation-fraction 0.0: must be above 0 and below 1"),
+    ("--data.validation-fraction 1", "--data.validation-fraction 1.0: must be above 0 and below 1"),
+    ("--data.weights 1", "--data.weights has 1 numbers for 0 paths"),
+    ("--data.path a b --data.weights 1 -1", "--data.weights 1.0 -1.0: all must be above 0"),
+    ("--data.task recall --data.path a", "--data.task recall and --data.path a: train on a task or on text"),
+    ("--data.task recall --data.pairs 99", "--data.pairs 99 have a key each"),
+    ("--data.layout spiral", "invalid choice 'spiral'"),
+    ("--parallel.ring 0", "--parallel.ring 0: must be at least 1"),
+    ("--parallel.shard -1", "--parallel.shard -1: must be at least 1"),
+    ("--parallel.attention flash", "no attention method 'flash'; known: local, ring"),
+    ("--parallel.attention upipe+nothing", "no attention method 'upipe+nothing'"),
+    ("--parallel.team 0", "--parallel.team 0: must be at least 1"),
+    ("--parallel.tuned none.json", "--parallel.tuned none.json: cannot be read (No such file"),
+    ("--parallel.tuned folder", "--parallel.tuned folder: cannot be read (Is a directory)"),
+    ("--parallel.tuned empty.json", "--parallel.tuned empty.json: is no file of armillary-tune"),
+    ("--parallel.tuned binary.json", "--parallel.tuned binary.json: is no file of armillary-tune"),
+    ("--parallel.tuned tuned-list.json", "--parallel.tuned tuned-list.json: is no file of armillary-tune"),
+    ("--parallel.tuned tuned-question.json", "is no file of armillary-tune (question: Input should be an object)"),
+    ("--parallel.tuned tuned-deep.json", "--parallel.tuned tuned-deep.json: is no file of armillary-tune"),
+    ("--parallel.tuned tuned-left.json", "5 candidates are left to measure"),
+    ("--parallel.tuned tuned-none.json", "none of its candidates could be run"),
+    ("--model.dim 100", "--model.dim 100 is not a multiple of --model.heads 8"),
+    ("--model.dim 0", "--model.dim 0: must be at least 1"),
+    ("--model.head-dim 7", "head_dim=7 is odd"),
+    ("--model.rope-theta -1", "--model.rope-theta -1.0: must be above 0"),
+    ("--model.vocab-size 0", "--model.vocab-size 0: must be at least 1"),
+    ("--model.family mamba", "invalid choice 'mamba'"),
+    ("--model.pretrained none", "cannot read none/config.json: "),
+    ("--model.pretrained text.txt", "cannot read text.txt/config.json: "),
+    ("--model.pretrained hub-none", "cannot read hub-none/config.json: "),
+    ("--model.pretrained hub-list", "hub-list/config.json holds no JSON object"),
+    ("--model.pretrained hub-deep", "cannot read hub-deep/config.json: brackets are nested too deeply"),
+    ("--model.pretrained hub-kind", "hub-kind/config.json: model_type='rwkv'"),
+    ("--model.pretrained hub-lacks", "hub-lacks/config.json: it lacks "),
+    ("--save.every 0", "--save.every 0: must be at least 1"),
+    ("--save.resume always", "invalid choice 'always'"),
+    ("--log.every 0", "--log.every 0: must be at least 1"),
+    ("--validation.batches 0", "--validation.batches 0: must be at least 1"),
+    ("--checkpointing.policy some", "invalid choice 'some'"),
+    ("--json", "--json is of a dry run; add --dry-run"),
+    ("--ranks 4", "--ranks is of a dry run; add --dry-run"),
+    ("--cluster 8xh100", "--cluster is of a dry run; add --dry-run"),
+    ("--mfu 0.5", "--mfu is of a dry run; add --dry-run"),
+    ("--dry-run --mfu 2", "--mfu 2.0: must be above 0, and at most 1"),
+    ("--dry-run --mfu nan", "--mfu nan: must be above 0, and at most 1"),
+    ("--dry-run --ranks 0", "--ranks 0: must be at least 1"),
+    ("--dry-run --ranks 3 --cluster 8xh100", "--cluster 8xh100 has 8 ranks, and the run 3"),
+    ("--dry-run --cluster moon", "--cluster moon: no cluster 'moon'"),
+    ("--dry-run --cluster none.toml", "--cluster none.toml: No such file or directory"),
+    ("--dry-run --data.path none", "none cannot be read (No such file"),
+    ("--dry-run --ranks 100000000", "--ranks 100000000: must be at least 1 and at most 16,384"),
+    ("--recipe none", "--recipe none: known are debug, finetune"),
+    ("--recipe none:f", "--recipe none:f: No module named 'none'"),
+    ("--recipe bad_syntax:f", "--recipe bad_syntax:f: SyntaxError at "),
+    ("--recipe bad_import:f", "bad_import.py:1: division by zero"),
+    ("--recipe bad_recipes:none", "--recipe bad_recipes:none: bad_recipes has no function 'none'"),
+    ("--recipe bad_recipes:number", "--recipe bad_recipes:number: it returns int, not a Config"),
+    ("--recipe bad_recipes:needs", "--recipe bad_recipes:needs: TypeError: needs() missing 1 required"),
+    ("--recipe bad_recipes:fails", "bad_recipes.py:6: 'x'"),
+    ("--recipe :f", "--recipe :f: ValueError: Empty module name"),
+    ("--recipe ./bad_recipes.py:number", "--recipe ./bad_recipes.py:number: TypeError: "),
+    ("--config none.toml", "--config none.toml: cannot be read (No such file"),
+    ("--config folder.toml", "--config folder.toml: cannot be read (Is a directory)"),
+    ("--config loop.toml", "--config loop.toml: cannot be read (Too many levels of symbolic links)"),
+    ("--config empty", "--config empty: give a file that ends in .toml or .json"),
+    ("--config config.yaml", "--config config.yaml: give a file that ends in .toml or .json"),
+    ("--config empty.json", "--config empty.json: Expecting value"),
+    ("--config binary.toml", "--config binary.toml: 'utf-8' codec can't decode"),
+    ("--config binary.json", "--config binary.json: 'utf-8' codec can't decode"),
+    ("--config cut.toml", "--config cut.toml: Expected ']'"),
+    ("--config deep.toml", "--config deep.toml: brackets are nested too deeply"),
+    ("--config deep.json", "--config deep.json: brackets are nested too deeply"),
+    ("--config list.json", "--config list.json: holds no sections"),
+    ("--config number.json", "--config number.json: holds no sections"),
+    ("--config nan.json", "--config nan.json: optimizer.lr = nan: Input should be"),
+    ("--config digits.json", "--config digits.json: Exceeds the limit (4300 digits)"),
+    ("--config section.toml", "--config section.toml: train is a section, not 3"),
+    ("--config unknown.toml", "--config unknown.toml: train.stepss is no key; the nearest is train.steps"),
+    ("--config kind.toml", "--config kind.toml: train.steps = 'x': Input should be a valid integer"),
+    ("--config quoted.toml", "--config quoted.toml: train.steps = '80': Input should be a valid integer"),
+    ("--config half.toml", "--config half.toml: train.steps = 1.5: Input should be a valid integer"),
+    ("--config true.toml", "--config true.toml: train.steps = True: Input should be a valid integer"),
+    ("--config huge.toml", "--config huge.toml: train.steps = 99999999999999999999999: Input should be less than"),
+    ("--config zero.toml", "--config zero.toml: train.steps = 0: Input should be greater than or equal to 1"),
+    ("--config date.toml", "--config date.toml: train.steps = datetime.date(2020, 1, 1): Input should be"),
+    ("--config inf.toml", "--config inf.toml: optimizer.lr = inf: Input should be a finite number"),
+    ("--config unit.toml", "--config unit.toml: data.sequence_length = '64x': Input should be a valid integer"),
+    ("--config twice.toml", "--config twice.toml: data.sequence_length is there twice"),
+    ("--config recipe-number.toml", "--config recipe-number.toml: recipe = 3 is no name"),
+    ("--config recipe-none.toml", "--recipe none: known are debug"),
+    ("--config recipe-module.toml", "--recipe no_such_module:f: No module named"),
+]
+
+PLAN = [
+    ("nothing", "no command 'nothing'; known: search, memory, bytes"),
+    ("--nothing", "Unrecognized options: --nothing"),
+    ("search --tokens", "Missing value for argument '--tokens'"),
+    ("--tokens 0", "--tokens: '0' is no whole number"),
+    ("--tokens -5", "--tokens: '-5' is no whole number"),
+    ("--tokens 1.5", "--tokens: '1.5' is no whole number"),
+    ("--tokens many", "--tokens: 'many' is no whole number"),
+    ("--tokens nan", "--tokens: 'nan' is no whole number"),
+    ("--tokens 99999999999T", "--tokens: '99999999999T' is more than 2^63 - 1"),
+    ("--tokens 3", "a sequence of 3 tokens is shorter than its 8 shards"),
+    ("--rows 0", "--rows 0: must be at least 1"),
+    ("--best 0", "--best 0: must be at least 1"),
+    ("--best x", "--best: 'x' is no whole number"),
+    ("--model gpt-5", "--model gpt-5: known are debug, llama3-8b"),
+    ("--attention nothing", "nothing to look at: 1 rows on 8 ranks, --attention nothing"),
+    ("--cluster 3xh100", "--cluster 3xh100: no cluster '3xh100'"),
+    ("--cluster 0xh100", "--cluster 0xh100: no cluster '0xh100'"),
+    ("--cluster 8xb9000", "--cluster 8xb9000: no cluster '8xb9000'"),
+    ("--cluster 800000xh100", "--cluster 800000xh100: 800,000 ranks; at most 16,384 can be looked at"),
+    ("--cluster none.toml", "--cluster none.toml: No such file or directory"),
+    ("--cluster folder.toml", "--cluster folder.toml: Is a directory"),
+    ("--cluster loop.toml", "--cluster loop.toml: Too many levels of symbolic links"),
+    ("--cluster binary.toml", "binary.toml: 'utf-8' codec can't decode"),
+    ("--cluster deep.toml", "deep.toml: brackets are nested too deeply"),
+    ("--cluster c-none.toml", "missing keys ['nodes', "),
+    ("--cluster c-cut.toml", "c-cut.toml: Invalid value"),
+    ("--cluster c-unknown.toml", "unknown keys ['foo']"),
+    ("--cluster c-like.toml", "no cluster '8xb9000'"),
+    ("--cluster c-like-number.toml", "c-like-number.toml: like = 3 must be the name of a cluster"),
+    ("--cluster c-like-list.toml", "like = ['8xh100'] must be the name of a cluster"),
+    ("--cluster c-nodes.toml", "nodes=-1 must be at least 1"),
+    ("--cluster c-nodes-text.toml", "'x' is no whole number"),
+    ("--cluster c-nodes-half.toml", "nodes=1.5 must be a whole number"),
+    ("--cluster c-nodes-list.toml", "nodes = [1] must be a number"),
+    ("--cluster c-nodes-true.toml", "nodes = True must be a number"),
+    ("--cluster c-nodes-many.toml", "799,999,999,992 ranks; at most 16,384 can be looked at"),
+    ("--cluster c-table.toml", "between = 3 must be a table"),
+    ("--cluster c-fast.toml", "'fast' is no whole number"),
+    ("--cluster c-latency.toml", "latency=-1.0 must not be below 0, and finite"),
+    ("--cluster c-latency-nan.toml", "latency=nan must not be below 0, and finite"),
+    ("--cluster c-per.toml", "per='moon'; known: rank, pair, group"),
+    ("--cluster c-flops.toml", "flops=-1.0 must be above 0, and finite"),
+    ("--cluster c-flops-inf.toml", "flops=inf must be above 0, and finite"),
+    ("--reserve 1000TB", "--reserve 1,000,000,000,000,000 and --host-reserve"),
+    ("--reserve much", "--reserve: 'much' is no whole number"),
+    ("--host-reserve -1GB", "--host-reserve: '-1GB' is no whole number"),
+    ("--plot x.foo", "--plot x.foo: pictures are PNGs"),
+    ("--plot folder", "--plot folder: pictures are PNGs"),
+    ("--plot none/x.png", "--plot none/x.png: there is no folder none"),
+    ("memory --nothing", "Unrecognized options: --nothing"),
+    ("memory --tokens x", "--tokens: 'x' is no whole number"),
+    ("memory --attention flash", "no attention method 'flash'"),
+    ("memory --shard 0", "--shard 0: must be at least 1"),
+    ("memory --shard 3", "shard 3 x ring 1 x ulysses 2 = 6 ranks, but 8 x H100 80 GB are 8"),
+    ("memory --ring 5", "shard 1 x ring 5 x ulysses 1 = 5 ranks"),
+    ("memory --ulysses -1", "--ulysses -1: must be at least 1"),
+    ("memory --rows 0", "--rows 0: must be at least 1"),
+    ("memory --heads-per-stage 0", "--heads-per-stage 0: must be at least 1"),
+    ("memory --heads-per-stage 3", "heads_per_stage=3 must be a positive multiple of 8 ranks"),
+    ("memory --host-memory x", "--host-memory: 'x' is no whole number"),
+    ("memory --checkpointing.policy some", "invalid choice 'some'"),
+    ("memory --checkpointing.policy none", "offload keeps checkpoints in the host's memory"),
+    ("bytes --tokens x", "--tokens: 'x' is no whole number"),
+    ("bytes --tokens 5", "a sequence of 5 tokens is shorter than its 64 shards"),
+    ("bytes --heads 0", "--heads 0: must be at least 1"),
+    ("bytes --kv-heads 5", "52 query heads cannot share 5 key/value heads"),
+    ("bytes --head-dim 0", "--head-dim 0: must be at least 1"),
+    ("bytes --ranks 0", "--ranks 0: must be at least 1"),
+    ("bytes --ranks 100000", "--ranks 100000: must be at least 1 and at most 16,384"),
+    ("bytes --ulysses 0", "--ulysses 0: must be at least 1"),
+    ("bytes --attention flash", "no attention method 'flash'"),
+    ("bytes --team 0", "--team 0: must be at least 1"),
+    ("bytes --team -1 --attention wallfacer", "--team -1: must be at least 1"),
+    ("bytes --team 3 --attention wallfacer", "3"),
+    ("bytes --of-ranks 64", "there is no rank 64 of 64; choose from 0 to 63"),
+    ("bytes --of-ranks -1", "there is no rank -1 of 64"),
+    ("bytes --dtype int8", "invalid choice 'int8'"),
+]
+
+TUNE = [
+    ("--nothing", "Unrecognized options: --nothing"),
+    ("--json", "Unrecognized options: --json"),
+    ("--iterations 0", "--iterations 0: must be at least 1"),
+    ("--iterations x", "--iterations: 'x' is no whole number"),
+    ("--slower 0.5", "--slower 0.5: must be at least 1"),
+    ("--slower nan", "--slower nan: must be at least 1"),
+    ("--slower inf", "--slower inf: must be at least 1"),
+    ("--attention flash", "--attention flash: no such method; known: local"),
+    ("--cluster moon", "--cluster moon: no cluster 'moon'"),
+    ("--cluster 8xh100 --parallel.tp 2", "the planner knows neither --parallel.replicate 1 nor --parallel.tp 2"),
+    ("--parallel.tuned x", "--parallel.tuned x: is for armillary-train; the file to write is --out"),
+    ("--out folder", "--out folder: must be a file that ends in .json"),
+    ("--out tuned.toml", "--out tuned.toml: must be a file that ends in .json"),
+    ("--train.steps 0", "--train.steps 0: must be at least 1"),
+    ("--recipe none", "--recipe none: known are debug"),
+    ("--config none.toml", "--config none.toml: cannot be read"),
+]
+
+EXPORT = [
+    ("", "PATH A folder such as outputs/checkpoint/step-80. (required)"),
+    ("run", "PATH Where to; it is made if need be. (required)"),
+    ("none out", "none: manifest.json cannot be read"),
+    ("text.txt out", "text.txt: manifest.json cannot be read"),
+    ("folder out", "folder: manifest.json cannot be read"),
+    ("loop out", "loop"),
+    ("manifest-empty out", "manifest-empty: "),
+    ("run out more", "Unrecognized options: more"),
+    ("run out --dtype int8", "invalid choice 'int8'"),
+    ("run out --pretrained none", "--pretrained none: holds no config.json"),
+]
+
+PLOT = [
+    ("", "no run to draw; give at least one output folder"),
+    ("none", "none holds no metrics.jsonl"),
+    ("text.txt", "text.txt holds no metrics.jsonl"),
+    ("loop", "loop holds no metrics.jsonl"),
+    ("run-garbage", "run-garbage/metrics.jsonl tells of no step yet"),
+    ("run-binary", "run-binary/metrics.jsonl tells of no step yet"),
+    ("run-empty", "run-empty/metrics.jsonl tells of no step yet"),
+    ("run-deep", "run-deep/metrics.jsonl tells of no step yet"),
+    ("run-kinds", "run-kinds/metrics.jsonl: "),
+    ("run-validation", "run-validation/metrics.jsonl: "),
+    ("run --output x.foo", "--output x.foo: pictures are PNGs"),
+    ("run --output none/x.png", "--output none/x.png: there is no folder none"),
+    ("run --output folder", "--output folder: pictures are PNGs"),
+]
+
+TABLES = {
+    "train": (trainer.main, TRAIN),
+    "plan": (plan, PLAN),
+    "tune": (tuner.main, TUNE),
+    "export": (export, EXPORT),
+    "plot": (plot, PLOT),
+}
+ROWS = [(main, name, *row) for name, (main, rows) in TABLES.items() for row in rows]
+
+
+@pytest.mark.parametrize(("main", "name", "line", "said"), ROWS, ids=[f"{row[1]} {row[2]}"[:60] for row in ROWS])
+def test_a_command_refuses_it_in_one_line(here, main, name, line, said):
+    found = refusal(main, line.split())
+    assert found.startswith(f"armillary-{name}: ") and said in found
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "said"),
+    [
+        (trainer.main, ["--recipe", ""], "--recipe : known are debug"),
+        (trainer.main, ["--recipe", "a\nb"], "--recipe a b: known are debug"),
+        (trainer.main, ["--train.steps", ""], "'' is no whole number"),
+        (trainer.main, ["--config", ""], "--config .: give a file that ends in"),
+        (trainer.main, ["--config", "line\nbreak.toml"], "--config line break.toml: train.stepss is no key"),
+        (trainer.main, ["--config", "a\0b.toml"], r"--config a\x00b.toml: embedded null byte"),
+        (trainer.main, ["--config", "x" * 5000 + ".toml"], "cannot be read (File name too long)"),
+        (plan, [""], "no command ''"),
+        (plan, ["--tokens", ""], "--tokens: '' is no whole number"),
+        (plan, ["--tokens", "9" * 5000], "is no whole number"),
+        (plan, ["--cluster", ""], "--cluster : no cluster ''"),
+        (plan, ["--plot", ""], "--plot .: pictures are PNGs"),
+        (export, ["a\0b", "out"], r"a\x00b: manifest.json cannot be read"),
+        (plot, ["a\0b"], r"a\x00b holds no metrics.jsonl"),
+    ],
+    ids=range(14),
+)
+def test_odd_words_are_refused_in_one_line(here, main, argv, said):
+    assert said in refusal(main, argv)
+
+
+# -- what is found out when ranks have met -----------------------------------------------------------------------------
+
+STARTED = [
+    ("--data.path none", "none cannot be read (No such file"),
+    ("--data.path empty", "empty holds no text"),
+    ("--data.path folder", "folder holds no text"),
+    ("--data.path binary.toml", "binary.toml is no text to be read as it is: it has a zero byte"),
+    ("--data.path loop", "loop cannot be read"),
+    (
+        "--data.path text.txt --data.sequence-length 1G",
+        "rows of 1,000,000,000 tokens: text.txt have 441 in all",
+    ),
+    ("--data.path text.txt --model.vocab-size 9", "--model.vocab-size 9: the tokens of the data go up to 256"),
+    ("--data.path text.txt --parallel.ring 2", "= 2 ranks, but 1 are running"),
+    ("--data.task copy --data.sequence-length 1", "1"),
+    ("--train.output text.txt", "--train.output text.txt: cannot be written to"),
+    ("--train.output /proc/none", "--train.output /proc/none: cannot be written to"),
+    ("--log.profile 99", "--log.profile: there is no step 99; choose from 1 to 80"),
+    ("--log.trace-steps 3", "--log.trace-steps: name the file too"),
+    ("--log.memory-snapshot 3", "--log.memory-snapshot: only cuda's allocator keeps a history"),
+    ("--train.device cuda", "cuda"),
+]
+
+
+def refusals(root: Path) -> list[str]:
+    os.chdir(root)
+    return [refusal(trainer.main, ["--train.device", "cpu", *line.split()]) for line, _ in STARTED]
+
+
+def test_what_is_found_out_when_ranks_have_met_is_one_line_too(worlds, folder):
+    for found, (_, said) in zip(worlds(1).run(refusals, folder)[0], STARTED, strict=True):
+        assert said in found
+
+
+# -- from Python -------------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "--train.steps x: Input should be a valid integer": Config(train=TrainConfig(steps="x")),
+    "--train.steps 1.5: Input should be a valid integer": Config(train=TrainConfig(steps=1.5)),
+    "--train.steps True: Input should be a valid integer": Config(train=TrainConfig(steps=True)),
+    "--train.steps none: Input should be a valid integer": Config(train=TrainConfig(steps=None)),
+    "--train.steps 9223372036854775808: must be at most 2^63 - 1": Config(train=TrainConfig(steps=2**63)),
+    "--train.device tpu: Input should be 'auto', 'cpu' or 'cuda'": Config(train=TrainConfig(device="tpu")),
+    "--optimizer.lr x: Input should be a valid number": Config(optimizer=OptimizerConfig(lr="x")),
+    "--optimizer.lr nan: must be above 0": Config(optimizer=OptimizerConfig(lr=float("nan"))),
+    "--data.rows 2.0: Input should be a valid integer": Config(data=DataConfig(rows=2.0)),
+    "--data.task sums: Input should be 'recall', 'needle' or 'copy'": Config(data=DataConfig(task="sums")),
+    "--data.document-mask yes: Input should be a valid boolean": Config(data=DataConfig(document_mask="yes")),
+    "--parallel.ring -2: must be at least 1": Config(parallel=ParallelConfig(ring=-2)),
+    "--parallel.attention 3: Input should be a valid string": Config(parallel=ParallelConfig(attention=3)),
+    "--model.heads 0: must be at least 1": Config(model=ModelConfig(heads=0)),
+    "--save.keep-last 0: must be at least 1": Config(save=SaveConfig(keep_last=0)),
+    "--log.every 0: must be at least 1": Config(log=LogConfig(every=0)),
+    "--validation.tasks chess: Input should be 'recall'": Config(validation=ValidationConfig(tasks=("chess",))),
+}
+
+
+@pytest.mark.parametrize("said", CONFIGS)
+def test_a_configuration_is_refused_by_its_flag(said):
+    with pytest.raises(ValueError) as error:
+        check(CONFIGS[said])
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_a_configuration_of_lists_and_whole_numbers_will_do():
+    data = DataConfig(path=[Path("a")], weights=[1])
+    check(Config(data=data, optimizer=OptimizerConfig(clip_norm=float("inf")), log=LogConfig(profile=[1])))
+
+
+def test_a_policy_or_a_cluster_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'some'"):
+        Checkpointing("some")
+    for text in ("nodes = 1e400", 'like = "8xh100"\nhost_memory = "-1TB"', 'like = "8xh100"\nranks_per_node = 0'):
+        (tmp_path / "c.toml").write_text(text)
+        with pytest.raises(ValueError, match=r"c\.toml"):
+            Cluster.load(tmp_path / "c.toml")
+
+
+def test_numbers_with_a_unit_are_numbers_in_files_too(tmp_path):
+    text = '[data]\nsequence-length = "64k"\n[train]\nsteps = "1Ki"\n[parallel]\nring = "1k"\n'
+    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "run.json").write_text(json.dumps({"data": {"sequence_length": "64k"}, "log": {"profile": ["1k", 3]}}))
+    config = read_command(["--config", str(tmp_path / "run.toml")])[0].run
+    assert (config.data.sequence_length, config.train.steps, config.parallel.ring) == (64_000, 1024, 1000)
+    config = read_command(["--config", str(tmp_path / "run.json")])[0].run
+    assert (config.data.sequence_length, config.log.profile) == (64_000, (1000, 3))
