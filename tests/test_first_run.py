@@ -34,6 +34,19 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
     assert len(list((tmp_path / "outputs/checkpoint/step-12").glob("*.distcp"))) == 4
 
 
+def test_under_torchrun_what_cannot_be_started_is_the_last_line_on_the_screen(tmp_path):
+    run = start(torchrun(2, "--train.steps", "0"), tmp_path)
+    said = re.compile(r"\[rank (\d)\] armillary-train: --train.steps 0: must be at least 1")
+    lines = [line for line in run.stderr.splitlines() if set(line) != {"="}]
+    last = said.fullmatch(lines[-1].strip())
+    assert last is not None, run.stderr
+    # The first rank of the host prints it too, and torchrun shows it of each rank that has come so far.
+    assert len([line for line in lines if line.startswith("[rank ") and said.fullmatch(line)]) <= 1
+    cause = run.stderr.partition("Root Cause")[2]
+    assert "exitcode  : 2 " in cause and "<N/A>" not in cause and f"rank      : {last[1]} " in cause
+    assert run.returncode == 1  # torchrun's, whatever its ranks end with
+
+
 def test_without_torchrun_it_trains_on_one_process(tmp_path):
     run = start(["armillary-train", "--train.steps", "2", "--data.sequence-length", "128"], tmp_path)
     assert run.returncode == 0, run.stderr

@@ -98,7 +98,7 @@ def test_open_axes_are_filled_in():
         ("memory --model gpt-9", "--model gpt-9: known are debug, llama3-8b"),
         ("memory --cluster tpu", "--cluster tpu: no cluster 'tpu'; known: 8xh100"),
         ("memory --cluster 12xh100", "--cluster 12xh100: no cluster '12xh100'; known: 8xh100"),
-        ("memory --cluster nowhere.toml", "--cluster nowhere.toml: [Errno 2] No such file"),
+        ("memory --cluster nowhere.toml", "--cluster nowhere.toml: No such file"),
         ("memory --tokens lots", "'lots' is no whole number"),
         ("memory --attention ring --ulysses 8", "ulysses"),
         ("memory --trian 3", "Unrecognized options: --trian"),

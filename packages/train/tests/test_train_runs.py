@@ -169,7 +169,8 @@ def test_the_loss_falls(one_rank):
 def test_a_run_prints_what_was_promised(worlds, tmp_path):
     short = replace(SMALL, log=LogConfig(every=2, plot=False), train=replace(SMALL.train, steps=3))
     _, printed = on(worlds, 2, short, tmp_path)
-    lines = printed.splitlines()
+    first, *lines = printed.splitlines()
+    assert first == "warm-up: 1 of 3 steps; --optimizer.warmup-steps 10 would not end before the run does"
     assert [line.split(" loss:")[0] for line in lines[:3]] == ["step: 1", "step: 2", "step: 3"]
     assert lines[3].startswith("validation: step: 3 loss: ")
     assert lines[4].startswith("trained 3 steps, 3,000 tokens in ")
