@@ -62,12 +62,13 @@ def leave(program: str, why: str, code: int) -> None:
 def record(line: str) -> bool:
     """Leaves a line where torchrun looks for the cause of a failure; whether there is such a place.
 
-    torch's own `record` would put a traceback there. A message that is text is shown as it is, behind "traceback : ".
+    torch's own `record` would put a traceback there. A message that is text is shown as it is, behind "traceback : ":
+    on a line of its own, then.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     with suppress(OSError):
         if path:
-            Path(path).write_text(json.dumps({"message": f"\n  {line}", "timestamp": str(int(time.time()))}))
+            Path(path).write_text(json.dumps({"message": f"\n{line}", "timestamp": str(int(time.time()))}))
             return True
     return False
 
