@@ -78,7 +78,8 @@ def resident(path):
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="no /proc/self/smaps to see mapped pages by")
 def test_one_of_eight_shards_touches_an_eighth_of_the_file(tmp_path):
     length = 2**24  # 64 MiB of uint32
-    folder = write_folder(tmp_path / "store", [np.arange(length, dtype="uint32")], "uint32")
+    vocabulary = {"tokenizer": "numbers", "size": length, "end_of_document": 0}
+    folder = write_folder(tmp_path / "store", [np.arange(length, dtype="uint32")], "uint32", vocabulary)
     store = open_store(folder)
     before = resident(folder / "tokens.bin")
     layout = SequenceLayout.contiguous(length, 8)
