@@ -1,6 +1,7 @@
 """A table of arguments, values and files that will not do: each is refused by one readable line that names it."""
 
 import json
+import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -30,6 +31,8 @@ FILES = {
     "text.txt": b"some words\n" * 40,
     "lines.jsonl": b'{"text": "hello"}\n' * 9,
     "noise.bin": bytes(range(256)) * 20,
+    "packed.json.gz": b"\x1f\x8bjunk",
+    "table.arrow": b"ARROW1junk",
     "noise": bytes(1 + i * 37 % 255 for i in range(5000)),
     "cut.jsonl": b'{"text": "hel',
     "list.jsonl": b"[1, 2]\n",
@@ -75,6 +78,7 @@ def folder(tmp_path_factory):
     for name, content in FILES.items():
         (root / name).write_bytes(content)
     (root / "folder").mkdir()
+    os.mkfifo(root / "pipe")
     (root / "loop").symlink_to(root / "pool")
     (root / "pool").symlink_to(root / "loop")
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -109,6 +113,9 @@ COMMANDS = [
     ("prepare loop -o out", "loop is a link that leads back to itself"),
     ("prepare noise.bin -o out", "noise.bin is no text: it has a zero byte, the first at byte 0; give"),
     ("prepare noise -o out", "noise is no text: "),
+    ("prepare pipe -o out", "pipe is no file or folder; give"),
+    ("prepare packed.json.gz -o out", "packed.json.gz is no text: it begins as one of gzip does; give"),
+    ("prepare table.arrow -o out", "table.arrow is no text: it begins as one of Arrow does; give"),
     ("prepare noise -o out", "2,507 of its first 5,000 characters are not UTF-8"),
     ("prepare noise.bin -o out --format jsonl", "noise.bin:byte 0: "),
     ("prepare noise.bin -o out --format parquet", "noise.bin cannot be read as Parquet"),

@@ -68,8 +68,17 @@ LEAST = 64
 """Bytes of which such a share tells something."""
 
 
+SIGNATURES = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
+    b"ARROW1": "Arrow", b"PAR1": "Parquet", b"%PDF-": "PDF",
+}  # fmt: skip
+"""How files begin that are no text, however short they are."""
+
+
 def binary(text: bytes) -> str | None:
     """Why the content of a file is not text, None where it may be."""
+    if kind := next((kind for start, kind in SIGNATURES.items() if text.startswith(start)), None):
+        return f"it begins as one of {kind} does"
     if (place := text.find(b"\0")) >= 0:
         return f"it has a zero byte, the first at byte {place}"
     head = text[: 2**16].decode(errors="replace")

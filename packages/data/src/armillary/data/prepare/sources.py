@@ -131,6 +131,8 @@ def _file(path: Path, name: str, *, chosen: bool) -> File:
     # Asked now, so that a long preparation does not stop halfway.
     if path.exists() and not os.access(path, os.R_OK):
         raise PermissionError(13, "Permission denied", str(path))
+    if path.exists() and not path.is_file():  # to read a pipe is to wait for whoever writes to it
+        raise ValueError(f"{path} is no file or folder; {_ACCEPTED}")
     return File(path, name, path.stat().st_size, chosen)
 
 
