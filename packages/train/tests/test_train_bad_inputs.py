@@ -314,6 +314,7 @@ PLAN = [
     ("--plot none/x.png", "--plot none/x.png: there is no folder none"),
     ("memory --nothing", "Unrecognized options: --nothing"),
     ("memory --tokens x", "--tokens: 'x' is no whole number"),
+    ("memory --tokens 1000G", "--tokens 1000G: by closed formulas a step takes "),
     ("memory --attention flash", "no attention method 'flash'"),
     ("memory --shard 0", "--shard 0: must be at least 1"),
     ("memory --shard 3", "shard 3 x ring 1 x ulysses 2 = 6 ranks, but 8 x H100 80 GB are 8"),

@@ -15,6 +15,11 @@ from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
 from armillary.train.plan.presets import Model, cluster_of, model_of
 
 
+BEYOND = 4
+"""A simulation runs through a step piece by piece, which takes as long as the step is long: of what is far from fitting
+it is not worth it."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Simulates a training step without a GPU, and says what it holds at most.
@@ -102,6 +107,15 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
         closed = estimate(job_of(plan, axes, length))
         return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, closed, fit)
 
+    if plan.heads_per_stage is not None and plan.heads_per_stage % axes["ulysses"]:
+        raise ValueError(
+            f"heads_per_stage={plan.heads_per_stage} must be a positive multiple of {axes['ulysses']} ranks"
+        )
+    if (share := room.share(estimate(job_of(plan, axes, length)))) > BEYOND:
+        raise ValueError(
+            f"--tokens {plan.tokens}: by closed formulas a step takes {share:,.0f} times the memory that there is; "
+            f"what is simulated may take up to {BEYOND} times as much, see --max-context"
+        )
     if not plan.max_context:
         return planned(length, measure(length))
     fit = longest(measure, outlook, room, step=1024 * cluster.ranks, start=length)
