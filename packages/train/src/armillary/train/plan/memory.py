@@ -14,7 +14,6 @@ from armillary.train.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.train.plan.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
 from armillary.train.plan.presets import Model, cluster_of, model_of
 
-
 BEYOND = 4
 """A simulation runs through a step piece by piece, which takes as long as the step is long: of what is far from fitting
 it is not worth it."""
