@@ -119,10 +119,15 @@ class HeadMethod(Method):
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
-        self.axis = self.head_axis = Axis.of(axis)
-        self.inner = checked_inner(inner)
-        for its in axes_of(self.inner):
-            check_grid(self.axis, its)
+        axis, inner = Axis.of(axis), checked_inner(inner)
+        for its in axes_of(inner):
+            check_grid(axis, its)
+        self.compose(axis, inner)
+
+    def compose(self, axis: Axis, inner: Method) -> None:
+        """Takes an axis and a method that are known to fit together."""
+        self.axis = self.head_axis = axis
+        self.inner = inner
         self.shards = self.inner.shards * self.axis.size
         self.shard = self.inner.shard * self.axis.size + self.axis.rank
         self.sequence_shards = self.inner.sequence_shards

@@ -108,7 +108,9 @@ class UPipe(HeadMethod):
         """`method` in the form that keeps x, out and lse alone: itself if it is UPipe, else all heads in one stage."""
         if isinstance(method, UPipe):
             return method
-        made = cls(method.head_axis or Axis.alone("ulysses"), method.inside, heads_per_stage)
+        made = cls.__new__(cls)  # what `method` is made of was checked then, and this is called by every block
+        made.compose(method.head_axis or Axis.alone("ulysses"), method.inside)
+        made.heads_per_stage, made.prefetch = heads_of(heads_per_stage, made.axis.size), False
         made.kernel = method.kernel
         return made
 

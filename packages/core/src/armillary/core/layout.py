@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from armillary.core.balance import Visibility, balanced_spans
-from armillary.core.checked import integer
+from armillary.core.checked import flag, integer
 from armillary.core.quantity import LARGEST
 
 Spans = tuple[range, ...]
@@ -171,10 +171,19 @@ class SequenceLayout:
         return x.index_select(dim, self.positions(shard).to(x.device))
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the shards' parts, in shard order: the inverse of `take`. Differentiable."""
+        """The whole tensor from the shards' parts, in shard order: the inverse of `take`. Differentiable.
+
+        Raises:
+            ValueError: parts that are no tensors, of other sizes than the shards, or unlike each other.
+        """
+        if not isinstance(parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+            raise ValueError(f"parts are a {type(parts).__name__}; a list with a tensor for each shard is needed")
         sizes = tuple(_positions_on(part, dim) for part in parts)
         if sizes != self.sizes:
             raise ValueError(f"parts have {sizes} positions on dim {dim}; the shards have {self.sizes}")
+        kinds = dict.fromkeys(f"{part.ndim} dims in {part.dtype} on {part.device}" for part in parts)
+        if len(kinds) > 1:
+            raise ValueError(f"parts are unlike each other: {'; '.join(kinds)}")
         order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
         return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
 
@@ -221,8 +230,10 @@ def attention_balance(
         causal, window, documents: as in `SequenceLayout.balanced`.
         of_keys: count the pairs of a shard's keys, which it computes if queries travel, instead of its queries'.
     """
+    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = Visibility.of_rows(layout.length, causal, window, documents)
-    rows = [row.mirrored for row in rows] if of_keys else rows
+    rows = [row.mirrored for row in rows] if flag("of_keys", of_keys) else rows
     positions = (layout.positions(shard) for shard in range(layout.shards))
     loads = [sum(int(row.seen_from(held).sum()) for row in rows) for held in positions]
     return max(loads) * layout.shards / sum(loads)
@@ -240,6 +251,8 @@ def join_spans(spans: Iterable[range]) -> Spans:
             raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
         if not span:
             continue
+        if span[-1] > LARGEST:
+            raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
         if joined and (both := _continued(joined[-1], span)) is not None:
             joined[-1] = both

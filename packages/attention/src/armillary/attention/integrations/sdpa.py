@@ -156,7 +156,7 @@ class SdpaParallel(TorchFunctionMode):
                 f"attn_mask {tuple(attn_mask.shape)} cannot say what is visible on other ranks; use is_causal=True, "
                 "and `with sequence(documents=...)` for packed or padded rows"
             )
-        if dropout_p > 0:
+        if dropout_p != 0:
             raise ValueError(f"dropout_p={dropout_p}: attention dropout is not done on a sharded sequence; pass 0")
         if not query.ndim == key.ndim == value.ndim == 4:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
