@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from armillary.models import Llama
 from armillary.train import (
@@ -28,6 +28,7 @@ from armillary.train import (
     train,
 )
 from armillary.train.checkpoint.export import main as export
+from armillary.train.checkpoint.export import read_weights
 from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_back
 from armillary.train.checkpoint.reader import METADATA, read_metadata
 from armillary.train.checkpoint.state import training_state
@@ -225,3 +226,29 @@ def test_metadata_of_a_checkpoint_is_what_torch_reads(checkpoint):
         found = ours.state_dict_metadata[name]
         assert (found.size, found.chunks) == (entry.size, entry.chunks)
         assert found.properties.dtype == entry.properties.dtype
+
+
+CHUNKS = [[], [((0, 0), (2, 4))], [((2, 2), (4, 4))], [((0,), (4,))], [((0, 0), (4, 4)), ((1, 0), (3, 4))]]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=range(len(CHUNKS)))
+def test_parts_that_do_not_make_up_their_tensor_are_refused(tmp_path, chunks):
+    dcp.save({"model": {"a": torch.zeros(4, 4)}}, checkpoint_id=tmp_path, no_dist=True)
+    saved = dcp.FileSystemReader(tmp_path).read_metadata()
+    saved.state_dict_metadata["model.a"].chunks[:] = [
+        ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)) for start, sizes in chunks
+    ]
+    (tmp_path / METADATA).write_bytes(pickle.dumps(saved))
+    with pytest.raises(Damaged, match=r"\.metadata is not that of a checkpoint"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(2**40, 2**10), (2**62, 2**62)])
+def test_a_tensor_of_a_size_that_nobody_has_room_for_is_refused(tmp_path, size):
+    dcp.save({"model": {"a": torch.zeros(4, 4)}}, checkpoint_id=tmp_path, no_dist=True)
+    saved = dcp.FileSystemReader(tmp_path).read_metadata()
+    saved.state_dict_metadata["model.a"].size = torch.Size(size)
+    saved.state_dict_metadata["model.a"].chunks[:] = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(size))]
+    (tmp_path / METADATA).write_bytes(pickle.dumps(saved))
+    with pytest.raises(ValueError, match="no memory for its tensors"):
+        read_weights(tmp_path, None)

@@ -93,11 +93,11 @@ def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tenso
     """
     found = read_metadata(checkpoint).state_dict_metadata
     saved = {n.removeprefix("model."): data for n, data in found.items() if n.startswith("model.")}
-    weights = {
-        name: torch.empty(data.size, dtype=dtype or data.properties.dtype)
-        for name, data in saved.items()
-        if isinstance(data, TensorStorageMetadata)
-    }
+    tensors = {name: data for name, data in saved.items() if isinstance(data, TensorStorageMetadata)}
+    try:
+        weights = {name: torch.empty(data.size, dtype=dtype or data.properties.dtype) for name, data in tensors.items()}
+    except RuntimeError as error:  # of sizes that nobody has memory for, or that no tensor can have
+        raise ValueError(f"no memory for its tensors ({str(error).splitlines()[0]})") from error
     if other := [name for name in saved if name not in weights]:
         raise ValueError(f"{other[0]} is no tensor")
     if not weights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -137,12 +138,26 @@ def entry(read: object) -> STORAGE_TYPES:
     if isinstance(read, KINDS[BytesStorageMetadata]):
         return BytesStorageMetadata()
     fields = state(read, TensorStorageMetadata)
-    chunks = [state(chunk, ChunkStorageMetadata) for chunk in of(fields["chunks"], list)]
+    parts = [state(chunk, ChunkStorageMetadata) for chunk in of(fields["chunks"], list)]
+    whole, chunks = size(fields["size"]), [ChunkStorageMetadata(size(x["offsets"]), size(x["sizes"])) for x in parts]
+    check_chunks(whole, chunks)
     return TensorStorageMetadata(
         TensorProperties(dtype=of(of(state_of(fields["properties"], TensorProperties), tuple)[0], torch.dtype)),
-        size(fields["size"]),
-        [ChunkStorageMetadata(size(chunk["offsets"]), size(chunk["sizes"])) for chunk in chunks],
+        whole,
+        chunks,
     )
+
+
+def check_chunks(whole: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
+    """Refuses chunks that do not lie in their tensor, or have other numbers of elements than it together: what none of
+    them holds would be left as it was."""
+    for chunk in chunks:
+        ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > room for end, room in zip(ends, whole, strict=True)):
+            raise ValueError(f"a part of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not in {tuple(whole)}")
+    held = sum(prod(chunk.sizes) for chunk in chunks)
+    if held != prod(whole):
+        raise ValueError(f"{held} elements of a tensor of {tuple(whole)}")
 
 
 def index(read: object) -> MetadataIndex:
