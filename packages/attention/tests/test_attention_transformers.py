@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,11 +281,51 @@ def test_a_batch_is_shifted_before_it_is_sharded():
         ({"documents": [0, 5]}, "end at 5"),
         ({"documents": [[0, 6]]}, "1 rows"),
         ({"labelled": 0}, "labelled=0"),
+        ({"labelled": 2.5}, "labelled=2.5: an integer"),
+        ({"labelled": float("nan")}, "labelled=nan: an integer"),
+        ({"labelled": "9"}, "labelled='9': an integer"),
+        ({"ids": [[1, 2]]}, "ids is a list; a tensor"),
+        ({"labels": np.zeros((2, 6))}, "labels is a ndarray; a tensor"),
+        ({"position_ids": [0, 1]}, "position_ids is a list; a tensor"),
+        ({"layout": "zigzag"}, "layout is 'zigzag'; a SequenceLayout"),
     ],
 )
 def test_a_batch_that_cannot_be_sharded_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
         shard_batch(Local(), **{"ids": torch.zeros(2, 6, dtype=torch.long)} | given)
+
+
+@pytest.mark.parametrize("given", [None, "ring", Local])
+def test_what_is_no_method_is_refused(given):
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    for call in (
+        register_transformers,
+        sdpa_parallel,
+        partial(shard_batch, ids=ids),
+        partial(whole_loss, torch.ones(())),
+    ):
+        with pytest.raises(ValueError, match="is no method"):
+            call(given)
+
+
+@pytest.mark.parametrize("share", [1.0, None, np.float32(1), torch.tensor(1), torch.tensor(True), torch.ones(1)])
+def test_what_is_no_loss_is_refused(share):
+    with pytest.raises(ValueError, match=r"share is a|one floating-point number"):
+        whole_loss(share, Local())
+
+
+def test_a_loss_that_is_not_finite_stays_what_it_is():
+    for value in (float("inf"), -float("inf"), float("nan"), 2.0):
+        share = torch.tensor(value, requires_grad=True)
+        whole = whole_loss(share, Local())
+        torch.testing.assert_close(whole.detach(), torch.tensor(value), equal_nan=True, rtol=0, atol=0)
+        assert float(torch.autograd.grad(whole, share)[0]) == 1
+
+
+@pytest.mark.parametrize("layout", ["zigzag", 5])
+def test_a_sequence_of_no_layout_is_refused(layout):
+    with pytest.raises(ValueError, match="a SequenceLayout is needed"), sequence(layout=layout):
+        pass
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

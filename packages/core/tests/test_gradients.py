@@ -78,3 +78,9 @@ def test_what_cannot_be_set_right_is_refused(worlds):
         assert "no module of Sequential is under FSDP2" in plain and "all_reduce" in plain
         assert "2.weight is not under FSDP2" in partly
         assert "hook already" in hooked
+
+
+@pytest.mark.parametrize("given", [None, nn.Linear, {}, [nn.Linear(1, 1)]])
+def test_what_is_no_model_is_refused(given):
+    with pytest.raises(ValueError, match="is no model"):
+        sum_gradients(given)

@@ -56,6 +56,11 @@ def test_a_process_is_told_from_another_with_its_id(gone):
     assert running("another boot", me, start_of(me)) is None and running("", me, 0) is None
 
 
+@pytest.mark.parametrize("pid", [2**40, 10**30])
+def test_a_number_that_no_process_has_is_of_none(pid):
+    assert running(machine(), pid, 1) is False
+
+
 def test_a_folder_is_refused_while_its_run_lives_and_free_when_that_has_ended(tmp_path):
     first = taken(tmp_path / "lock")
     with pytest.raises(Refused) as refusal:

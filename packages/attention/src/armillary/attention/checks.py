@@ -32,16 +32,21 @@ def check_options(
             f"AttentionMask(documents=...) for packed sequences. It is in global positions, and no dense mask will do"
         )
     for name, its in (("layout", layout), ("key_layout", key_layout)):
-        if its is not None and not isinstance(its, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = str(its) if type(its) is str else "zigzag"
-            raise ValueError(
-                f'{name} is {_named(its)}; a SequenceLayout is needed, such as attend.layout(length, "{kind}")'
-            )
+        check_layout(name, its)
     if scale is not None:
         number("scale", scale, "; multiply q by a scale that is learned")
     check_softcap(softcap)
     if return_lse is not True and return_lse is not False:
         raise ValueError(f"return_lse={return_lse!r}: True or False is needed")
+
+
+def check_layout(name: str, layout: SequenceLayout | None) -> None:
+    """Refuses what is no layout, where one is given."""
+    if layout is not None and not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kind = str(layout) if type(layout) is str else "zigzag"
+        raise ValueError(
+            f'{name} is {_named(layout)}; a SequenceLayout is needed, such as attend.layout(length, "{kind}")'
+        )
 
 
 def check_are_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:

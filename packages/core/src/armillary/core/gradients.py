@@ -20,6 +20,8 @@ def sum_gradients(model: nn.Module) -> None:
         ValueError: no module is under FSDP2, or a parameter that learns is under none; FSDP1; a DDP model that has a
             communication hook already.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"{type(model).__name__} is no model: give the nn.Module that has its parameters")
     if isinstance(model, DistributedDataParallel):
         _sum_in_ddp(model)
         return

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from armillary.attention.checks import check_layout
 from armillary.attention.integrations.packing import sum_over_ranks
-from armillary.attention.integrations.sequence import Documents, Sharding, sequence
+from armillary.attention.integrations.sequence import Documents, Sharding, check_method, sequence
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.core import SequenceLayout
+from armillary.core.checked import check_tensor, integer
 
 IGNORED = -100
 """The label of a token that predicts nothing, as cross_entropy and transformers have it."""
@@ -76,6 +78,7 @@ def shard_batch(
         ValueError: shapes that differ, documents that do not end at N, a layout of another length or number of shards,
             `labelled` below 1.
     """
+    check_method(attend)
     _check(ids, labels, layout, position_ids, labelled)
     rows, length = ids.shape
     told = documents if documents is not None or position_ids is None else _restarts(position_ids)
@@ -88,7 +91,7 @@ def shard_batch(
     shifted = (ids if labels is None else labels).roll(-1, 1).long()
     for row, ends in zip(shifted, boundaries, strict=True):
         row[[end - 1 for end in ends[1:]]] = IGNORED
-    total = int((shifted != IGNORED).sum()) if labelled is None else labelled
+    total = int((shifted != IGNORED).sum()) if labelled is None else integer("labelled", labelled)
     over = Sharding(layout if layout is not None else attend.layout(length)).layout_for(attend, length)
     mine = [over.take(x, attend.shard) for x in (ids, position_ids, shifted)]
     return ShardedBatch(*mine, documents=mask.documents or (0, length), layout=over, labelled=max(total, 1))
@@ -103,11 +106,18 @@ def whole_loss(share: Tensor, attend: Method) -> Tensor:
         share: [], the sum of losses of this rank's tokens, divided by the number of all ranks' labels.
 
     Raises:
-        ValueError: it is not a scalar.
+        ValueError: it is no floating-point scalar, or `attend` no method.
     """
-    if share.ndim:
-        raise ValueError(f"a loss of shape {tuple(share.shape)}: each rank gives one number, its share of the loss")
-    return sum_over_ranks(share.detach(), attend) + (share - share.detach())
+    check_method(attend)
+    check_tensor("share", share)
+    if share.ndim or not share.is_floating_point():
+        raise ValueError(
+            f"a loss of shape {tuple(share.shape)} and {share.dtype}: each rank gives one floating-point number, its "
+            "share of the loss"
+        )
+    whole = sum_over_ranks(share.detach(), attend)
+    nothing = torch.where(share.isfinite(), share - share.detach(), share)  # inf - inf would be NaN, on this rank alone
+    return whole + nothing
 
 
 def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:
@@ -120,6 +130,10 @@ def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:
 def _check(
     ids: Tensor, labels: Tensor | None, layout: SequenceLayout | None, position_ids: Tensor | None, labelled: int | None
 ) -> None:
+    for name, x in (("ids", ids), ("labels", labels), ("position_ids", position_ids)):
+        if x is not None or name == "ids":
+            check_tensor(name, x)
+    check_layout("layout", layout)
     if ids.ndim != 2 or not ids.numel():
         raise ValueError(f"ids {tuple(ids.shape)}: shard_batch takes the whole batch, [rows, tokens]")
     rows, length = ids.shape
@@ -129,5 +143,5 @@ def _check(
         raise ValueError(f"position_ids {tuple(position_ids.shape)}: [1, {length}] or [{rows}, {length}] would do")
     if layout is not None and layout.length != length:
         raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
-    if labelled is not None and labelled < 1:
-        raise ValueError(f"labelled={labelled}: the number of labels that the loss is a mean over is at least 1")
+    if labelled is not None:  # the number of labels that the loss is a mean over
+        integer("labelled", labelled, least=1)

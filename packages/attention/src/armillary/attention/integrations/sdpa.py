@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from armillary.attention.checks import as_autocast
 from armillary.attention.integrations.registries import Refusal, refuse_models
-from armillary.attention.integrations.sequence import Sharding, check_tokens, current
+from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 
@@ -58,6 +58,7 @@ class SdpaParallel(TorchFunctionMode):
     """The mode behind `sdpa_parallel`."""
 
     def __init__(self, attend: Method) -> None:
+        check_method(attend)
         super().__init__()
         self.attend = attend
         self.entered_in: list[Sharding | None] = []

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from armillary.attention.checks import check_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.core import SequenceLayout
@@ -40,6 +41,13 @@ class Sharding:
             raise ValueError(f"the layout has {self.layout.shards} shards; this method needs one over {wanted}")
         within = attend.shards // self.layout.shards
         return self.layout if within == 1 else self.layout.refine(within)
+
+
+def check_method(attend: Method) -> None:
+    """Refuses what is no method."""
+    if not isinstance(attend, Method):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        found = attend.__name__ if isinstance(attend, type) else type(attend).__name__
+        raise ValueError(f"attend={found} is no method; give one that is made already, such as Ring(mesh['ring'])")
 
 
 def check_tokens(shard: int, tokens: int, layout: SequenceLayout) -> None:
@@ -80,6 +88,7 @@ def sequence(
             attention in it has asked for what it holds: the model attended within each shard.
     """
     known = AttentionMask(documents=documents)
+    check_layout("layout", layout)
     if layout is not None:
         known.check(layout.length, len(known.documents or ()) if known.per_row else 1)
     held, around = Sharding(layout, known.documents), current()

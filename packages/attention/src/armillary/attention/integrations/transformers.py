@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention.integrations.packing import check_positions, check_shards, find_documents, gather
-from armillary.attention.integrations.sequence import Documents, Sharding, check_tokens, current
+from armillary.attention.integrations.sequence import Documents, Sharding, check_method, check_tokens, current
 from armillary.attention.integrations.transformers_masks import window_of
 from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, check_modules, wrap_models
 from armillary.attention.mask import AttentionMask, Window
@@ -63,6 +63,7 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             attention dropout, attention weights as output, position ids that do not fit the layout, labels without
             shift_labels and num_items_in_batch. On every rank alike, but for what only its arguments show.
     """
+    check_method(attend)
     try:
         masks = import_module("transformers.masking_utils")
         models = import_module("transformers.modeling_utils")

@@ -44,6 +44,6 @@ def hidden(pid: int) -> bool:
         os.kill(pid, 0)
     except PermissionError:
         return True
-    except OSError:
+    except (OSError, OverflowError):  # the latter of a number that is no process's
         return False
     return False  # ours, and so seen: it has ended
