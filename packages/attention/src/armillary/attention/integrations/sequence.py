@@ -44,8 +44,8 @@ class Sharding:
 
 
 def check_method(attend: Method) -> None:
-    """Refuses what is no method."""
-    if not isinstance(attend, Method):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    """Refuses what is no method, and does not stand for one either."""
+    if isinstance(attend, type) or not callable(attend) or not hasattr(attend, "sequence_shards"):
         found = attend.__name__ if isinstance(attend, type) else type(attend).__name__
         raise ValueError(f"attend={found} is no method; give one that is made already, such as Ring(mesh['ring'])")
 
