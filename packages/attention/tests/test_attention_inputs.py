@@ -344,7 +344,9 @@ def test_the_result_can_be_written_to_as_that_of_any_other_attention(attend):
 
 def test_a_projected_result_can_be_written_to():
     for attend in (Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)):
-        attend.projected(torch.randn(1, N, 16), Projections(), mask=CAUSAL).add_(1)
+        x = torch.randn(1, N, 16)
+        wanted = attend.projected(x, Projections(), mask=CAUSAL) + 1
+        assert torch.equal(attend.projected(x, Projections(), mask=CAUSAL).add_(1), wanted)
 
 
 def tangent(inputs: list[Tensor], which: int) -> Tensor:
