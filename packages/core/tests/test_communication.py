@@ -5,6 +5,7 @@ import os
 import re
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,14 @@ def refused(**axes: int) -> str:
     return str(error.value)
 
 
+def both_refused() -> tuple[str, str]:
+    return refused(ring=2, ulysses=3), refused(ring=0)
+
+
 def test_a_wrong_product_is_refused_on_every_rank_with_the_numbers(worlds):
     expected = "ring 2 x ulysses 3 x tp 1 = 6 ranks, but 4 are running; make the axes multiply to 4 or start 6"
-    for message in worlds(4).run(refused, ring=2, ulysses=3):
-        assert expected in message
-    assert all("axis ring=0" in message for message in worlds(4).run(refused, ring=0))
+    for product_wrong, none in worlds(4).run(both_refused):
+        assert expected in product_wrong and "axis ring=0" in none
 
 
 def two_axes() -> str:
@@ -188,24 +192,25 @@ def there_and_back(ranges: list[range], length: int) -> tuple[bool, bool, int]:
     return right, torch.equal(back, layout.take(whole * holders[:, None], axis.rank)), ledger.bytes(kind="all_to_all")
 
 
-@pytest.mark.parametrize(
-    "ranges",
-    [
-        [range(2), range(2, 4), range(4, 6), range(6, 8)],
-        [range(2), range(2, 4), range(4, 5), range(5, 6)],
-        [range(1), range(1), range(1, 2), range(1, 2)],
-        [range(1), range(2), range(1, 3), range(2, 3)],
-    ],
-    ids=["even", "uneven", "shared", "overlapping"],
-)
-@pytest.mark.parametrize("length", [8, 11])
-def test_all_to_all_and_its_transpose(worlds, ranges, length):
-    results = worlds(4).run(there_and_back, ranges, length)
-    assert [result[:2] for result in results] == [(True, True)] * 4
-    layout = SequenceLayout.contiguous(length, 4)
-    for rank, (_, _, sent) in enumerate(results):
-        others = sum(len(part) for other, part in enumerate(ranges) if other != rank)
-        assert sent == 2 * layout.sizes[rank] * others * 3 * 8
+RANGES = {
+    "even": [range(2), range(2, 4), range(4, 6), range(6, 8)],
+    "uneven": [range(2), range(2, 4), range(4, 5), range(5, 6)],
+    "shared": [range(1), range(1), range(1, 2), range(1, 2)],
+    "overlapping": [range(1), range(2), range(1, 3), range(2, 3)],
+}
+
+
+def each_there_and_back(todo: list[tuple[str, int]]) -> list[tuple[bool, bool, int]]:
+    return [there_and_back(RANGES[heads], length) for heads, length in todo]
+
+
+def test_all_to_all_and_its_transpose(worlds):
+    todo = list(product(RANGES, (8, 11)))
+    for (heads, length), *ranks in zip(todo, *worlds(4).run(each_there_and_back, todo), strict=True):
+        for rank, (there, back, sent) in enumerate(ranks):
+            assert there and back, (heads, length, rank)
+            others = sum(len(part) for other, part in enumerate(RANGES[heads]) if other != rank)
+            assert sent == 2 * SequenceLayout.contiguous(length, 4).sizes[rank] * others * 3 * 8
 
 
 def one_rank_alone() -> tuple[bool, int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
@@ -88,6 +87,10 @@ def exchanges() -> None:
 EVERY = [all_to_alls, gathers, merges, traced_ops, dtensors, exchanges]
 
 
+def each_counted() -> list[tuple[dict, dict]]:
+    return [counted(work) for work in EVERY]
+
+
 def counted(work: Callable[[], None]) -> tuple[dict, dict]:
     axis().twin()  # made once, which connects it
     with Dispatched() as seen, CommLedger() as ledger:
@@ -95,10 +98,10 @@ def counted(work: Callable[[], None]) -> tuple[dict, dict]:
     return seen.sent, Dispatched.of(ledger)
 
 
-@pytest.mark.parametrize("work", EVERY, ids=lambda work: work.__name__)
-def test_the_dispatcher_sees_what_the_ledger_counts(worlds, work):
-    for seen, booked in worlds(P).run(counted, work):
-        assert seen == booked != {}
+def test_the_dispatcher_sees_what_the_ledger_counts(worlds):
+    for rank in worlds(P).run(each_counted):
+        for work, (seen, booked) in zip(EVERY, rank, strict=True):
+            assert seen == booked != {}, work.__name__
 
 
 def all_reduced() -> None:

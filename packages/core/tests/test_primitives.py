@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -58,6 +59,10 @@ def errors(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]
     return [relative_error(a.detach(), b.detach()) for a, b in zip(got, expected, strict=True)]
 
 
+def each(function: Callable, todo: list[tuple]) -> list:
+    return [function(*given) for given in todo]
+
+
 # -- each against one process -----------------------------------------------------------------------------------------
 
 
@@ -87,14 +92,13 @@ def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int
     return found, ledger.bytes(kind="all_to_all", phase="forward"), ledger.bytes(kind="all_to_all", phase="backward")
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_all_to_all_and_its_gradient(worlds, sizes, heads):
-    tokens, ranges = SIZES[sizes], HEADS[heads]
-    for rank, (found, forward, backward) in enumerate(worlds(4).run(turned, tokens, ranges)):
-        assert max(found) <= EXACT, found
-        assert forward == B * tokens[rank] * sum(len(p) for r, p in enumerate(ranges) if r != rank) * D * 8
-        assert backward == B * (sum(tokens) - tokens[rank]) * len(ranges[rank]) * D * 8
+def test_all_to_all_and_its_gradient(worlds):
+    todo = list(product(SIZES.values(), HEADS.values()))
+    for (tokens, ranges), *ranks in zip(todo, *worlds(4).run(each, turned, todo), strict=True):
+        for rank, (found, forward, backward) in enumerate(ranks):
+            assert max(found) <= EXACT, (tokens, ranges, found)
+            assert forward == B * tokens[rank] * sum(len(p) for r, p in enumerate(ranges) if r != rank) * D * 8
+            assert backward == B * (sum(tokens) - tokens[rank]) * len(ranges[rank]) * D * 8
 
 
 def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float], int, int, int, int]:
@@ -121,16 +125,14 @@ def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float],
     return found, *(each.bytes("ring", k, p) for each, k, p in kinds)
 
 
-@pytest.mark.parametrize(("dim", "batch"), [(1, 2), (1, 1), (0, 7), (2, 2)])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_gather_and_its_transpose(worlds, sizes, dim, batch):
-    tokens = SIZES[sizes]
-    shape = [batch, 5, 3]
-    row = batch * 5 * 3 // shape[dim] * 8  # bytes of one token
-    for rank, (found, *sent) in enumerate(worlds(4).run(gathered, tokens, dim, batch)):
-        assert max(found) <= EXACT, found
-        gather, scatter = 3 * max(tokens) * row, (sum(tokens) - tokens[rank]) * row
-        assert sent == [gather, scatter, scatter, gather]
+def test_gather_and_its_transpose(worlds):
+    todo = [(tokens, *how) for tokens in SIZES.values() for how in ((1, 2), (1, 1), (0, 7), (2, 2))]
+    for (tokens, dim, batch), *ranks in zip(todo, *worlds(4).run(each, gathered, todo), strict=True):
+        row = batch * 5 * 3 // [batch, 5, 3][dim] * 8  # bytes of one token
+        for rank, (found, *sent) in enumerate(ranks):
+            assert max(found) <= EXACT, (tokens, dim, batch, found)
+            gather, scatter = 3 * max(tokens) * row, (sum(tokens) - tokens[rank]) * row
+            assert sent == [gather, scatter, scatter, gather]
 
 
 def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
@@ -179,15 +181,14 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
     return found, ledger.bytes("ring", "reduce_scatter", "forward"), ledger.bytes("ring", "all_gather", "backward")
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("shift", [0.0, 2000.0, -2000.0])  # exp of it overflows, and exp of its opposite vanishes
-def test_merge_and_its_gradients(worlds, sizes, batch, shift):
-    tokens = SIZES[sizes]
-    for rank, (found, forward, backward) in enumerate(worlds(4).run(merged, tokens, batch, torch.float64, shift)):
-        assert max(found) <= (1e-11 if shift else EXACT), found
-        assert forward == batch * (sum(tokens) - tokens[rank]) * H * (D * 8 + 8)
-        assert backward == 3 * batch * max(tokens) * H * (D * 8 + 16)
+def test_merge_and_its_gradients(worlds):
+    shifts = (0.0, 2000.0, -2000.0)  # exp of it overflows, and exp of its opposite vanishes
+    todo = list(product(SIZES.values(), (1, 2), (torch.float64,), shifts))
+    for (tokens, batch, _, shift), *ranks in zip(todo, *worlds(4).run(each, merged, todo), strict=True):
+        for rank, (found, forward, backward) in enumerate(ranks):
+            assert max(found) <= (1e-11 if shift else EXACT), (tokens, batch, shift, found)
+            assert forward == batch * (sum(tokens) - tokens[rank]) * H * (D * 8 + 8)
+            assert backward == 3 * batch * max(tokens) * H * (D * 8 + 16)
 
 
 def test_merge_in_bfloat16_rounds_once_and_sends_lse_wide(worlds):
@@ -218,13 +219,12 @@ def parts_apart(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
     return all(torch.equal(g, e) for g, e in zip(got, expected, strict=True)), ledger.bytes("ring", "reduce_scatter")
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_parts_to_sum_up_arrive_in_rank_order(worlds, sizes, dim):
-    tokens = SIZES[sizes]
-    for rank, (equal, sent) in enumerate(worlds(4).run(parts_apart, tokens, dim)):
-        assert equal
-        assert sent == (sum(tokens) - tokens[rank]) * (3 if dim else 1) * 2 * 8
+def test_parts_to_sum_up_arrive_in_rank_order(worlds):
+    todo = list(product(SIZES.values(), (0, 1)))
+    for (tokens, dim), *ranks in zip(todo, *worlds(4).run(each, parts_apart, todo), strict=True):
+        for rank, (equal, sent) in enumerate(ranks):
+            assert equal, (tokens, dim)
+            assert sent == (sum(tokens) - tokens[rank]) * (3 if dim else 1) * 2 * 8
 
 
 def starts_wait_twice() -> bool:
@@ -405,9 +405,9 @@ def turns_dtensors(length: int, heads: int) -> list[float]:
     return errors(tuple(got.full_tensor() for got, _ in pairs), tuple(expected.full_tensor() for _, expected in pairs))
 
 
-@pytest.mark.parametrize(("length", "heads"), [(8, 8), (11, 6), (9, 5)])
-def test_turning_a_dtensor_is_to_redistribute_it(worlds, length, heads):
-    assert [max(found) for found in worlds(4).run(turns_dtensors, length, heads)] == [0.0] * 4
+def test_turning_a_dtensor_is_to_redistribute_it(worlds):
+    for rank in worlds(4).run(each, turns_dtensors, [(8, 8), (11, 6), (9, 5)]):
+        assert [max(found) for found in rank] == [0.0] * 3
 
 
 PLACED = [Shard(1), Shard(1), Shard(2)]
@@ -470,9 +470,9 @@ def gathers_dtensors(length: int) -> list[float]:
     return errors(got, (expected.to_local(), up, split(both, sizes, rank), split(both, sizes, rank), up))
 
 
-@pytest.mark.parametrize("length", [12, 11])
-def test_gathering_dtensors(worlds, length):
-    assert all(max(found) <= EXACT for found in worlds(8).run(gathers_dtensors, length))
+def test_gathering_dtensors(worlds):
+    for rank in worlds(8).run(each, gathers_dtensors, [(12,), (11,)]):
+        assert all(max(found) <= EXACT for found in rank)
 
 
 def merges_dtensors() -> list[float]:
