@@ -1,0 +1,61 @@
+"""scripts/mutate.py: its mutations fit the code as it is, and it tells what tests notice from what they do not."""
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+mutate = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/mutate.py")))
+MUTATIONS = mutate.load(mutate.MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_changes_one_place_and_names_tests_that_are_there(mutation):
+    text = (ROOT / mutation.file).read_text()
+    changed = mutation.applied(text)
+    assert changed != text
+    compile(changed, mutation.file, "exec")
+    assert mutation.breaks
+    assert (ROOT / "packages" / mutation.package / "tests").is_dir()
+    for name in mutation.likely:
+        file, _, test = name.partition("::")
+        assert f"def {test or 'test'}" in (ROOT / file).read_text()
+
+
+def test_there_are_mutations_of_every_package():
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 50
+    assert {m.package for m in MUTATIONS} == {path.name for path in (ROOT / "packages").iterdir() if path.is_dir()}
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    tests = tmp_path / "packages/one/tests"
+    for folder in (tests, tmp_path / "tests", tmp_path / "packages/one/src"):
+        folder.mkdir(parents=True)
+    (tmp_path / "packages/one/src/adding.py").write_text("def add(a, b):\n    return a + b\n")
+    (tests / "test_likely.py").write_text("from adding import add\n\n\ndef test_none():\n    assert add(0, 0) == 0\n")
+    (tests / "test_other.py").write_text("from adding import add\n\n\ndef test_two():\n    assert add(1, 1) == 2\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("new", "likely", "caught", "by"),
+    [("a * b", False, True, "packages/one/tests/test_other.py::test_two"), ("b + a", True, False, "")],
+)
+def test_the_test_that_notices_is_named(workspace, new, likely, caught, by):
+    source = workspace / "packages/one/src/adding.py"
+    before = source.read_text()
+    first = ("packages/one/tests/test_likely.py",)
+    changed = mutate.Mutation("add", "one", "packages/one/src/adding.py", "a + b", new, "sums", first)
+    outcome = mutate.tried(workspace, changed, likely)
+    assert (outcome.caught, outcome.by) == (caught, by)
+    assert source.read_text() == before
+
+
+def test_tests_that_hang_are_ended(workspace):
+    test = workspace / "packages/one/tests/test_likely.py"
+    test.write_text("import time\n\n\ndef test_long():\n    time.sleep(600)\n")
+    outcome = mutate.run_tests(workspace, [str(test)], limit=3.0)
+    assert (outcome.caught, outcome.by) == (True, "did not end in 3 s")
