@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import re
-import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
@@ -233,20 +233,16 @@ def test_pack_as_json_has_the_figures_of_measure_packings(store, capsys):
 # -- the console script -----------------------------------------------------------------------------------------------
 
 
-def test_the_console_script_runs(lines, tmp_path):
-    script = Path(sys.executable).parent / "armillary-data"
-    command = [script, "prepare", lines, "-o", tmp_path / "store", "--workers", "1"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n")
-    assert "100% of" in done.stderr and "\x1b" not in done.stderr
+def test_the_console_script_is_this_command():
+    (script,) = entry_points(group="console_scripts", name="armillary-data")
+    assert script.load() is main
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_a_histogram_counts_every_document_and_token_once(lengths):
     bins = histogram(np.array(lengths, np.int64))
     edges = [(0, 0), *((2**b, 2 ** (b + 1) - 1) for b in range(13))]

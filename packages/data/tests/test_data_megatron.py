@@ -180,7 +180,7 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path, lengths, boundari
     assert refused(tmp_path / "data", f"data.idx: {message}")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_no_index_whatever_is_wrong_with_it_gives_tokens_that_are_not_there(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("broken")

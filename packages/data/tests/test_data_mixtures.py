@@ -49,7 +49,7 @@ def test_rows_are_mixed_by_weight(weights):
     assert all(abs(counts[i] - places * weight / sum(weights)) <= 1 for i, weight in enumerate(weights))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 20), min_size=3, max_size=3))
 def test_an_epoch_of_any_weights_reads_every_document_and_none_shorter_does(weights):
     rows = alone(STORES, N, weights=weights)

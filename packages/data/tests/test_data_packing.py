@@ -16,7 +16,7 @@ from armillary.data.packing import Packed, Piece
 PACKINGS = [greedy, best_fit, one_per_row]
 corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 rooms = st.integers(1, 50)
-thorough = settings(deadline=None, max_examples=120)
+thorough = settings(deadline=None, max_examples=25)
 
 
 def packed(packing, lengths, room, key="key"):
@@ -138,7 +138,7 @@ def test_best_fit_fills_rows_as_placing_piece_by_piece_does(lengths, room):
     assert sorted(left) == sorted(decreasing_best_fit(sizes, room))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=4)
 @given(st.integers(0, 10**6))
 def test_best_fit_of_many_documents_of_few_sizes(seed):
     lengths = np.random.default_rng(seed).choice([1, 2, 3, 5, 30, 64, 65, 200], 300).tolist()

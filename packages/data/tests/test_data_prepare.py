@@ -118,7 +118,7 @@ def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
 
 
 @given(texts=st.lists(st.text(max_size=30) | st.just("long " * 40), min_size=1, max_size=10), size=st.integers(1, 300))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_documents_come_back_wherever_the_input_is_cut(tmp_path_factory, texts, size):
     folder = tmp_path_factory.mktemp("any")
     texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]

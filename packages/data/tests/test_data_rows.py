@@ -16,7 +16,7 @@ N = 37  # prime: no number of shards divides it
 LENGTHS = [0, 5, 50, 37, 1, 0, 80, 111, 12, 30, 2]
 STORE = numbered(LENGTHS)
 PACKINGS = [greedy, best_fit, one_per_row]
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=25)
 
 
 # -- what a row holds -------------------------------------------------------------------------------------------------

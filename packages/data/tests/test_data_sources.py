@@ -119,7 +119,7 @@ ends = st.sampled_from(["\n", "\r\n"])
 
 @given(lines=st.lists(st.tuples(lines, ends), min_size=1, max_size=12), last=lines, size=st.integers(1, 200))
 @example(lines=[('{"text": "a"}', "\n")] * 3, last="", size=14)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_wherever_jsonl_is_cut_every_line_is_read_once(tmp_path_factory, lines, last, size):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(("".join(line + end for line, end in lines) + last + " ").encode())

@@ -15,7 +15,7 @@ from armillary.data import ByteTokenizer, Document, TokenStore, Vocabulary
 from armillary.data.store import check_tokenizer
 
 END = ByteTokenizer().end_of_document
-quick = settings(deadline=None)
+quick = settings(deadline=None, max_examples=25)
 corpora = st.lists(st.binary(min_size=1, max_size=8), min_size=2, max_size=30)
 
 

@@ -36,15 +36,14 @@ def solve_alone(task, layout, number):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("shape", [(20, 20), (40, 12), (20, 5, 3, 100)])
-def test_no_query_can_be_answered_from_its_own_shard(name, shape):
+def test_no_query_can_be_answered_from_its_own_shard(name):
     layout = LAYOUTS[name]
-    pairs, queries, gap, tail = (*shape, 0, None)[:4]
-    task = AssociativeRecall(N, pairs, queries, keys=64, values=8, gap=gap, tail=tail, across=layout)
-    found = [query for number in range(10) for query in solve_alone(task, layout, number)]
-    assert len(found) == 10 * queries
-    assert sum(said is not None for said, _ in found) == 0
-    assert not any(held for _, held in found)
+    for pairs, queries, gap, tail in [(20, 20, 0, None), (40, 12, 0, None), (20, 5, 3, 100)]:
+        task = AssociativeRecall(N, pairs, queries, keys=64, values=8, gap=gap, tail=tail, across=layout)
+        found = [query for number in range(4) for query in solve_alone(task, layout, number)]
+        assert len(found) == 4 * queries
+        assert sum(said is not None for said, _ in found) == 0
+        assert not any(held for _, held in found)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -54,7 +53,7 @@ def test_without_it_pairs_lie_on_the_shards_of_their_queries_too(name):
     assert any(held for _, held in found)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(layout=layouts(24), queries=st.integers(1, 6), more=st.integers(0, 2), tail=st.sampled_from([None, 12]))
 def test_a_layout_either_serves_every_row_or_is_refused_at_once(layout, queries, more, tail):
     try:
@@ -76,7 +75,7 @@ def most(asking, holding):
     return max([most(asking[1:], holding), *(1 + other for other in others)])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.tuples(*[st.integers(0, 3)] * 2), min_size=1, max_size=5))
 def test_as_many_queries_get_a_pair_as_can(asking, holding):
     pairs = Matching(torch.tensor(asking, dtype=torch.int64).numpy(), torch.tensor(holding).T.numpy()).pairs.tolist()

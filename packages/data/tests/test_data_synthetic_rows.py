@@ -36,7 +36,7 @@ def global_batch(layout, step, replicas, rows=4):
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(layout=layouts(N), step=st.integers(0, 1000), replicas=st.sampled_from([1, 2, 4]))
 def test_global_batches_do_not_depend_on_the_mesh(layout, step, replicas):
     tokens, labels = global_batch(layout, step, replicas)

@@ -125,7 +125,7 @@ def test_tokens_are_those_that_transformers_gives_for_the_text_alone(name, tmp_p
 
 @every_tokenizer
 @given(texts=st.lists(texts, max_size=40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_many_texts_give_the_same_tokens_as_one_after_the_other(name, texts):
     tokenizer = text_tokenizer(name)
     together = tokenizer.encode_all(texts)
@@ -134,7 +134,7 @@ def test_many_texts_give_the_same_tokens_as_one_after_the_other(name, texts):
 
 @pytest.mark.parametrize("name", ["gpt_2", "llama_3"])
 @given(text=texts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_byte_level_text_comes_back_as_it_went_in(name, text):
     tokenizer = text_tokenizer(name)
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -181,7 +181,7 @@ def test_the_vocabulary_counts_added_tokens():
 @every_tokenizer
 @given(text=texts)
 @example(text="a <|endoftext|><|pad|> b</s></s>\n<s> [SEP] [CLS][PAD]</s>")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_text_never_gives_special_tokens(name, text):
     tokenizer, inner = text_tokenizer(name), TOKENIZERS[name]
     allowed = {inner.token_to_id(unknown) for unknown in ("<unk>", "[UNK]")}
@@ -239,7 +239,7 @@ def test_bytes_that_are_not_utf8_are_read_with_the_replacement_character():
 @every_tokenizer
 @given(text=texts, part_size=st.integers(1, 30))
 @example(text="Ab\n" * 200, part_size=20)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
     whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
     assert cut.encode(text).tolist() == whole.encode(text).tolist()
@@ -247,7 +247,7 @@ def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
 
 @every_tokenizer
 @given(text=texts, part_size=st.integers(1, 30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_cuts_hold_for_the_whole_text_although_only_what_is_around_them_is_tried(name, text, part_size):
     whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
     with patch.object(text_cuts, "_WINDOW", 10):
@@ -388,7 +388,7 @@ def test_little_text_gives_fewer_tokens_than_asked_for():
 
 
 @given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_what_was_not_seen_in_training_has_tokens_too(text):
     tokenizer = train_bpe(iter([]), 257)
     assert tokenizer.decode(tokenizer.encode(text)) == text
