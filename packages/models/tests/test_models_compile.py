@@ -16,7 +16,6 @@ from armillary.models.parallel.parallelize import compile_block
 # More layers than Dynamo compiles anew before it gives up.
 SMALL = LlamaConfig(vocab_size=29, dim=16, layers=10, heads=4, kv_heads=2, hidden_dim=24, qk_norm=True, qkv_bias=True)
 CONFIGS = {
-    "llama": SMALL,
     "windows": replace(SMALL, window=5, window_from=4),
     "gpt": GPTConfig(vocab_size=29, dim=16, layers=10, heads=4, max_positions=32),
 }
@@ -58,9 +57,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b is None or (a is not None and b is not None and torch.equal(a, b))
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"), [("llama", Local), ("windows", Local), ("windows", staged), ("gpt", staged)]
-)
+@pytest.mark.parametrize(("name", "attention"), [("windows", staged), ("gpt", Local)])
 def test_every_layer_and_mask_shares_a_few_graphs(name, attention):
     fresh()
     model, twin = pair(CONFIGS[name], attention(), Checkpointing())
@@ -73,20 +70,24 @@ def test_every_layer_and_mask_shares_a_few_graphs(name, attention):
 @pytest.mark.parametrize("policy", [Checkpointing("layer"), Checkpointing("attention_output", piece=7)], ids=str)
 def test_what_follows_attention_is_compiled_where_blocks_are_run_in_parts(policy):
     fresh()
-    model, twin = pair(SMALL, staged(), policy)
+    model, twin = pair(replace(SMALL, layers=2), staged(), policy)
     for a, b in zip(results(model, MASKS[1]), results(twin, MASKS[1]), strict=True):
         assert same(a, b)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
-@pytest.mark.parametrize("frozen", ["q_proj", "k_norm", "self_attn", "input_layernorm"])
-def test_what_is_frozen_gets_no_gradient(frozen):
+FROZEN = ("layers.0.self_attn.q_proj", "layers.1.self_attn", "layers.2.self_attn.k_norm", "layers.3.input_layernorm")
+
+
+def test_what_is_frozen_gets_no_gradient():
     fresh()
-    model, twin = pair(replace(SMALL, layers=2), staged(), Checkpointing())
+    model, twin = pair(replace(SMALL, layers=4), staged(), Checkpointing())
     for each in (model, twin):
         for name, parameter in each.named_parameters():
-            parameter.requires_grad_(frozen not in name)
-    for a, b in zip(results(model, MASKS[0]), results(twin, MASKS[0]), strict=True):
+            parameter.requires_grad_(not any(frozen in name for frozen in FROZEN))
+    found, expected = results(twin, MASKS[0]), results(model, MASKS[0])
+    assert sum(gradient is None for gradient in found) == sum(not p.requires_grad for p in model.parameters()) > 4
+    for a, b in zip(expected, found, strict=True):
         assert same(a, b)
 
 
@@ -111,7 +112,7 @@ def test_a_copy_of_a_compiled_model_has_its_own_parts():
 @pytest.mark.parametrize("attention", [Local, staged])
 def test_autocast_is_as_outside_of_graphs(attention):
     fresh()
-    model, twin = pair(replace(SMALL, layers=2), attention(), Checkpointing())
+    model, twin = pair(replace(SMALL, layers=1), attention(), Checkpointing())
     with torch.autocast("cpu", torch.bfloat16):
         found = [results(each, MASKS[1]) for each in (model, twin)]
     for a, b in zip(*found, strict=True):

@@ -26,7 +26,7 @@ def gpt() -> GPT:
     return model
 
 
-@pytest.mark.parametrize("limit", [200, LIMIT, 2000, 10**6])
+@pytest.mark.parametrize("limit", [200, LIMIT, 10**6])
 def test_files_and_index_are_those_of_transformers(tmp_path, limit):
     """It has another order of a block's tensors; what it makes of ours is asked for."""
     hub = pytest.importorskip("huggingface_hub")
@@ -39,6 +39,8 @@ def test_files_and_index_are_those_of_transformers(tmp_path, limit):
     if expected.is_sharded:
         index = json.loads((tmp_path / files.INDEX).read_text())
         assert index == {"metadata": expected.metadata, "weight_map": expected.tensor_to_filename}
+    if limit != LIMIT:
+        return
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
@@ -52,8 +54,9 @@ def test_no_file_is_larger_than_asked_but_for_a_single_tensor(tmp_path):
         assert sum(tensor.nbytes for tensor in tensors.values()) <= LIMIT or len(tensors) == 1
 
 
-@pytest.mark.parametrize("model", [build, gpt])
-@pytest.mark.parametrize("first, second", [(LIMIT, 10**6), (10**6, LIMIT), (LIMIT, 300), (300, LIMIT)])
+@pytest.mark.parametrize(
+    "model, first, second", [(build, LIMIT, 10**6), (gpt, 10**6, LIMIT), (gpt, LIMIT, 300), (build, 300, LIMIT)]
+)
 def test_a_save_leaves_nothing_of_the_one_before(tmp_path, model, first, second):
     model().save_pretrained(tmp_path, max_file_bytes=first)
     (tmp_path / "model-00001-of-00077.safetensors.partial").write_text("of a save that was killed")

@@ -19,6 +19,7 @@ from armillary.models.parallel import parallelize
 # 3 key/value heads of 2 and an MLP of 10 leave uneven shards, and empty ones, on 4 ranks.
 SMALL = LlamaConfig(vocab_size=11, dim=6, layers=3, heads=3, kv_heads=3, hidden_dim=10)
 TIED = replace(SMALL, tied_embeddings=True)
+IDS = torch.arange(10)[None]
 
 
 def attend(q, k, v, *, mask, layout):
@@ -42,65 +43,75 @@ def sharded(config: LlamaConfig, over: DeviceMesh, policy: MixedPrecisionPolicy 
     return model
 
 
-def whole_weights(config: LlamaConfig, axes: dict[str, int], over: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    parameters = dict(sharded(config, mesh(**axes)[over]).named_parameters())
-    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
-    return {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
+MESHES = [
+    ({"shard": 4}, ("shard",), SMALL),
+    ({"shard": 2, "ring": 2}, ("shard",), TIED),
+    ({"replicate": 2, "shard": 2}, ("replicate", "shard"), TIED),
+]
 
 
-@pytest.mark.parametrize(
-    "axes, over",
-    [
-        ({"shard": 4}, ("shard",)),
-        ({"shard": 2, "ring": 2}, ("shard",)),
-        ({"replicate": 2, "shard": 2}, ("replicate", "shard")),
-    ],
-    ids=["4 shards", "2 shards", "2 replicas of 2 shards"],
-)
-@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-def test_weights_are_bit_identical_on_every_mesh(worlds, config, axes, over):
-    expected = dict(plain(config).named_parameters())
-    for weights in worlds(4).run(whole_weights, config, axes, over):
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+def whole_weights() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for axes, over, config in MESHES:
+        parameters = dict(sharded(config, mesh(**axes)[over]).named_parameters())
+        assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+        found.append({name: parameter.full_tensor().detach() for name, parameter in parameters.items()})
+    return found
 
 
-def under_tensor_parallelism(config: LlamaConfig, axes: dict[str, int]) -> dict[str, torch.Tensor]:
-    with torch.device("meta"):
-        model = Llama(config, attend)
-    parallelize(model, mesh(**axes))
-    model.to_empty(device="cpu")
-    initialize(model, seed=0)
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+def test_weights_are_bit_identical_on_every_mesh(worlds):
+    for rank in worlds(4).run(whole_weights):
+        for (*_, config), weights in zip(MESHES, rank, strict=True):
+            expected = dict(plain(config).named_parameters())
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("vocabulary", [5, 9])  # over 2 and then 4: 1, 1, 1, 0, 1, 1, 0, 0; and 2, 2, 1, 0, 1, 1, 1, 1
-def test_weights_are_bit_identical_where_tensor_parallelism_cuts_unevenly(worlds, vocabulary):
-    config = replace(SMALL, vocab_size=vocabulary, heads=2, kv_heads=2)
-    expected = dict(plain(config).named_parameters())
-    for weights in worlds(8).run(under_tensor_parallelism, config, {"shard": 2, "ring": 2, "tp": 2}):
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+UNEVEN = [replace(SMALL, vocab_size=vocabulary, heads=2, kv_heads=2) for vocabulary in (5, 9)]
+"""Over 2 ranks and then 4: 1, 1, 1, 0, 1, 1, 0, 0 rows; and 2, 2, 1, 0, 1, 1, 1, 1."""
 
 
-def loss_and_gradients(config: LlamaConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = sharded(config, mesh(shard=4)["shard"])
-    # All ranks hold the same rows, so FSDP's average is the gradient of one.
-    loss = model(ids, head=lambda hidden, weight: F.linear(hidden, weight).logsumexp(-1).sum())
-    loss.backward()
-    return loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+def under_tensor_parallelism() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for config in UNEVEN:
+        with torch.device("meta"):
+            model = Llama(config, attend)
+        parallelize(model, mesh(shard=2, ring=2, tp=2))
+        model.to_empty(device="cpu")
+        initialize(model, seed=0)
+        found.append({name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()})
+    return found
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds, config):
-    ids = torch.arange(10)[None] % config.vocab_size
-    model = plain(config)
-    expected = model(ids).logsumexp(-1).sum()
-    expected.backward()
-    for loss, gradients in worlds(4).run(loss_and_gradients, config, ids):
-        assert relative_error(loss, expected) < 1e-6
-        for name, parameter in model.named_parameters():
-            assert relative_error(gradients[name], parameter.grad) < 1e-5, name
+def test_weights_are_bit_identical_where_tensor_parallelism_cuts_unevenly(worlds):
+    for rank in worlds(8).run(under_tensor_parallelism):
+        for config, weights in zip(UNEVEN, rank, strict=True):
+            expected = dict(plain(config).named_parameters())
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def losses_and_gradients() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    found = []
+    for config in (SMALL, TIED):
+        model = sharded(config, mesh(shard=4)["shard"])
+        # All ranks hold the same rows, so FSDP's average is the gradient of one.
+        loss = model(IDS, head=lambda hidden, weight: F.linear(hidden, weight).logsumexp(-1).sum())
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
+    return found
+
+
+def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds):
+    ranks = worlds(4).run(losses_and_gradients)
+    for i, config in enumerate((SMALL, TIED)):
+        model = plain(config)
+        expected = model(IDS).logsumexp(-1).sum()
+        expected.backward()
+        for loss, gradients in (rank[i] for rank in ranks):
+            assert relative_error(loss, expected) < 1e-6
+            for name, parameter in model.named_parameters():
+                assert relative_error(gradients[name], parameter.grad) < 1e-5, name
 
 
 def what_reaches_a_block() -> tuple[torch.dtype, torch.dtype, bool, bool]:

@@ -23,6 +23,7 @@ LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40)
 FEW = replace(LLAMA, vocab_size=5, qk_norm=False)  # over 4 ranks: 2, 2, 1, 0
 FEW_TIED = replace(FEW, tied_embeddings=True)
+GROUPED = replace(LLAMA, kv_heads=2)  # over 2 ranks of tp there is one key/value head for both ranks of ulysses
 LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=8, max_positions=64)
 ROWS, N = 4, 64
 
@@ -59,7 +60,7 @@ class Case:
         axes = "-".join(f"{name}{size}" for name, size in self.axes.items())
         axes += f"-{self.tokens}" if self.tokens != N else ""
         policy = "" if self.checkpointing is None else f"-{self.checkpointing.policy}"
-        kinds = {"llama": LLAMA, "tied": TIED, "gpt": LEARNED, "few": FEW, "few-tied": FEW_TIED}
+        kinds = {"llama": LLAMA, "tied": TIED, "gpt": LEARNED, "few": FEW, "few-tied": FEW_TIED, "grouped": GROUPED}
         kind = next(name for name, config in kinds.items() if config is self.config)
         packed = "-packed" if self.packed else ""
         return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}{packed}"
@@ -142,13 +143,13 @@ def rows_of_this_rank(over: DeviceMesh) -> slice:
 
 
 def compare(case: Case, wide: dict[str, Tensor], alone: dict[str, Tensor]) -> list[str]:
-    """Of all that differs too much from one rank's, in float64 and in float32: its name and by how much."""
+    """Of all that differs too much from one rank's, in float64 and with few ranks in float32: its name, by how much."""
     least = 1e-6 * max(x.norm().item() for name, x in wide.items() if name.startswith("gradient"))  # key biases have 0
     found, faults = on_mesh(case, torch.float64), list[str]()
     for name in wide:
         error = ((found[name] - wide[name]).norm() / wide[name].norm().clamp(min=least)).item()
         faults += [] if error < 1e-9 else [f"{name}: {error:.1e} in float64"]
-    if case.compiler is not None:  # traced once is enough
+    if case.compiler is not None or dist.get_world_size() > 4:
         return faults
     found = on_mesh(case, torch.float32)
     for name in wide:
@@ -161,60 +162,65 @@ def compare(case: Case, wide: dict[str, Tensor], alone: dict[str, Tensor]) -> li
 
 KEEP = Checkpointing("attention_output", piece=3)
 LAYER = Checkpointing("layer")
-CASES = [
-    Case({"tp": 2, "ring": 2, "ulysses": 2}, "usp"),
-    Case({"tp": 2, "ring": 2, "ulysses": 2}, "upipe+ring", TIED, KEEP, z_loss=1e-2),
-    Case({"tp": 4, "ulysses": 2}, "ulysses", checkpointing=LAYER),
-    Case({"tp": 2, "ring": 4}, "wallfacer", LEARNED, KEEP),
-    Case({"tp": 2, "shard": 2, "ring": 2}, "ring", TIED),
-    Case({"tp": 2, "shard": 2, "ring": 2}, "token_ring", LEARNED),
-    Case({"tp": 2, "replicate": 2, "ring": 2}, "ring"),
-    Case({"replicate": 2, "shard": 2, "ulysses": 2}, "ulysses", LEARNED),
-    Case({"replicate": 2, "shard": 2, "ulysses": 2}, "upipe", checkpointing=LAYER),
-    Case({"tp": 2, "ring": 2}, "ring", compiler="aot_eager"),
-    Case({"tp": 2, "ulysses": 2}, "upipe", LEARNED, compiler="aot_eager", tokens=43),
-    Case({"shard": 2, "ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager"),
-    Case({"tp": 2}, "local", TIED, Checkpointing(tiled=True, piece=5), compiler="aot_eager"),
-    Case({"tp": 2, "ring": 4}, "ring", TIED, KEEP, tokens=43),
-    Case({"tp": 4, "ulysses": 2}, "upipe", LEARNED, LAYER, tokens=43),
-    Case({"tp": 4, "shard": 2}, "local", tokens=13),
-    Case({"tp": 4}, "local", sharded=False),
-    Case({"tp": 4, "shard": 2}, "local", FEW, tokens=13),
-    Case({"tp": 4, "replicate": 2}, "local", FEW_TIED, KEEP, tokens=13),
-    Case({"tp": 4}, "local", FEW_TIED, sharded=False, tokens=13),
-    Case({"tp": 2, "ring": 2}, "ring", LLAMA, KEEP, packed=True),
-    Case({"tp": 2, "ulysses": 2}, "upipe", LEARNED, LAYER, packed=True),
-    Case({"ulysses": 2}, "upipe", TIED, compiler="aot_eager", packed=True),
-    Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
-    Case({"tp": 2}, "local", LEARNED, Checkpointing(tiled=True, piece=5), sharded=False),
-]
+TILED = Checkpointing(tiled=True, piece=5)
+# Methods are proven in the attention package: here are a few, over every mesh axis and with every kind of block.
+GROUPS = {
+    "8 ranks": [
+        Case({"tp": 2, "ring": 2, "ulysses": 2}, "upipe+ring", TIED, KEEP, z_loss=1e-2, packed=True),
+        Case({"tp": 2, "shard": 2, "ring": 2}, "ring", tokens=43),
+        Case({"tp": 4, "shard": 2}, "local", FEW, tokens=13),
+    ],
+    "4 ranks": [
+        Case({"tp": 2, "ulysses": 2}, "ulysses", GROUPED, LAYER),
+        Case({"replicate": 2, "ulysses": 2}, "upipe", LEARNED, LAYER),
+        Case({"tp": 4}, "local", FEW_TIED, KEEP, sharded=False, tokens=13),
+    ],
+    "2 ranks": [
+        Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
+        Case({"tp": 2}, "local", LEARNED, TILED, sharded=False),
+    ],
+    "compiled blocks": [Case({"ring": 2}, "ring", checkpointing=TILED, compiler="aot_eager")],
+    "compiled stages": [
+        Case({"tp": 2, "ulysses": 2}, "upipe", LEARNED, compiler="aot_eager", tokens=43, packed=True),
+    ],
+    "compiled in part": [Case({"ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager")],
+}
+"""Cases of as many ranks, run one after the other by the same processes, in which torch's caches are warm then."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, case):
-    expected = [on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)]
-    for faults in worlds(prod(case.axes.values())).run(compare, case, *expected, timeout=300):
+def compare_all(cases: list[Case], expected: list[list[dict[str, Tensor]]]) -> list[str]:
+    return [f"{case}: {fault}" for case, one in zip(cases, expected, strict=True) for fault in compare(case, *one)]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, group):
+    cases = GROUPS[group]
+    expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]
+    for faults in worlds(prod(cases[0].axes.values())).run(compare_all, cases, expected, timeout=300):
         assert not faults
 
 
-def initial_weights(config: LlamaConfig | GPTConfig, axes: Mapping[str, int]) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = build(config, torch.float32)
-    parallelize(model, mesh(**axes))
-    model.to_empty(device="cpu")
-    initialize(model, 3)
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+def initial_weights(cases: list[tuple[LlamaConfig | GPTConfig, Mapping[str, int]]]) -> list[dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = []
+    for config, axes in cases:
+        with torch.device("meta"):
+            model = build(config, torch.float32)
+        parallelize(model, mesh(**axes))
+        model.to_empty(device="cpu")
+        initialize(model, 3)
+        found.append({name: whole(parameter) for name, parameter in model.named_parameters()})
+    return found
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, LEARNED], ids=["llama", "tied", "gpt"])
-@pytest.mark.parametrize("axes", [{"tp": 4}, {"tp": 2, "shard": 2}, {"tp": 2, "replicate": 2}], ids=str)
-def test_initial_weights_are_the_same_to_the_bit(worlds, config, axes):
-    plain = build(config, torch.float32)
-    initialize(plain, 3)
-    expected = {name: whole(parameter) for name, parameter in plain.named_parameters()}
-    for weights in worlds(4).run(initial_weights, config, axes):
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+def test_initial_weights_are_the_same_to_the_bit(worlds):
+    cases = [(LLAMA, {"tp": 4}), (TIED, {"tp": 2, "shard": 2}), (LEARNED, {"tp": 2, "replicate": 2})]
+    for rank in worlds(4).run(initial_weights, cases):
+        for (config, _), weights in zip(cases, rank, strict=True):
+            plain = build(config, torch.float32)
+            initialize(plain, 3)
+            expected = {name: whole(parameter) for name, parameter in plain.named_parameters()}
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 class Adapted(nn.Linear):

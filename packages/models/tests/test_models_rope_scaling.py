@@ -10,7 +10,6 @@ LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
 
 
-@pytest.mark.parametrize("head_dim, theta", [(128, 500_000.0), (64, 10_000.0), (16, 1_000_000.0)])
 @pytest.mark.parametrize(
     "kind, scaling, options",
     [
@@ -26,22 +25,23 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
         ("yarn", YarnScaling, YARN | {"original_max_position_embeddings": 2}),
     ],
 )
-def test_frequencies_and_factors_are_those_of_transformers(kind, scaling, options, head_dim, theta):
+def test_frequencies_and_factors_are_those_of_transformers(kind, scaling, options):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = transformers.LlamaConfig(
-        hidden_size=2 * head_dim,
-        num_attention_heads=2,
-        max_position_embeddings=131_072,
-        rope_parameters={"rope_type": kind, "rope_theta": theta, **options},
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS[kind](config)
-    ours = scaling(**options)
-    frequencies = ours.frequencies(head_dim, theta)
-    assert frequencies.dtype == torch.float64
-    torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
-    assert ours.amplitude == pytest.approx(factor, rel=1e-12)
+    for head_dim, theta in ((128, 500_000.0), (64, 10_000.0), (16, 1_000_000.0)):
+        config = transformers.LlamaConfig(
+            hidden_size=2 * head_dim,
+            num_attention_heads=2,
+            max_position_embeddings=131_072,
+            rope_parameters={"rope_type": kind, "rope_theta": theta, **options},
+        )
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        ours = scaling(**options)
+        frequencies = ours.frequencies(head_dim, theta)
+        assert frequencies.dtype == torch.float64
+        torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
+        assert ours.amplitude == pytest.approx(factor, rel=1e-12)
 
 
 def test_llama31_leaves_fast_pairs_and_slows_slow_ones_eightfold():
