@@ -43,12 +43,13 @@ def step(name: str, how: str) -> tuple[Tensor, int, int]:
     return dx, ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
 
 
+def every_step() -> list[list[tuple[Tensor, int, int]]]:
+    return [[step(name, how) for how in ("plain", "keep", "recompute")] for name in ("ring", "ulysses")]
+
+
 def test_what_is_kept_is_not_sent_again(worlds):
-    for name in ("ring", "ulysses"):
-        plain, kept, again = (worlds(2).run(step, name, how) for how in ("plain", "keep", "recompute"))
-        for (dx, forward, backward), (kept_dx, *kept_bytes), (again_dx, *again_bytes) in zip(
-            plain, kept, again, strict=True
-        ):
+    for rank in worlds(2).run(every_step):
+        for (dx, forward, backward), (kept_dx, *kept_bytes), (again_dx, *again_bytes) in rank:
             assert kept_bytes == [forward, backward] and forward > 0
             assert again_bytes == [2 * forward, backward]
             assert relative_error(kept_dx, dx) == relative_error(again_dx, dx) == 0

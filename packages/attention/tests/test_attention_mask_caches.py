@@ -40,7 +40,7 @@ def test_masks_of_past_steps_are_let_go():
 def alive_by_method() -> dict[str, int]:
     """On 2 x 2 ranks."""
     around = mesh(ring=2, ulysses=2)
-    names = ("usp", "ulysses+token_ring", "upipe+wallfacer")
+    names = ("ulysses+token_ring", "upipe+wallfacer")
     return {name: alive(build_attention(name, around)) for name in names}
 
 

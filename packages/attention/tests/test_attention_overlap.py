@@ -102,11 +102,22 @@ def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str
 
 
 METHODS = ["ring keys", "ring queries", "token_ring", "wallfacer keys", "wallfacer queries"]
+MASKS = {"full": FULL, "causal": AttentionMask(), "window": AttentionMask(window=(3, None))}
+
+
+def all_recorded() -> dict[tuple[str, str], tuple[list[tuple[str, str]], list[tuple[str, str]]]]:
+    return {(name, kind): recorded(name, mask) for name in METHODS for kind, mask in MASKS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(worlds):
+    """What each rank wrote down of each method under each mask."""
+    return worlds(P).run(all_recorded)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_next_shard_is_under_way_while_a_step_is_computed(worlds, name):
-    for events in (events for rank in worlds(P).run(recorded, name) for events in rank):
+def test_the_next_shard_is_under_way_while_a_step_is_computed(ranks, name):
+    for events in (events for rank in ranks for events in rank[name, "full"]):
         at = {event: index for index, event in enumerate(events)}
         assert sum(kind == "kernel" for kind, _ in events) == P
         assert sum(kind == "start" and what.startswith("on") for kind, what in events) == P - 1, events
@@ -123,9 +134,9 @@ def goes_back(name: str, phase: str) -> bool:
     ("name", "phase"),
     [(name, phase) for name in METHODS for phase in ("forward", "backward") if goes_back(name, phase)],
 )
-def test_what_goes_back_is_under_way_while_the_next_step_is_computed(worlds, name, phase):
-    for rank in worlds(P).run(recorded, name):
-        events = rank[phase == "backward"]
+def test_what_goes_back_is_under_way_while_the_next_step_is_computed(ranks, name, phase):
+    for rank in ranks:
+        events = rank[name, "full"][phase == "backward"]
         at = {event: index for index, event in enumerate(events)}
         returns = [what for kind, what in events if kind == "start" and what.startswith("back")]
         assert len(returns) == P - 1, events
@@ -134,25 +145,23 @@ def test_what_goes_back_is_under_way_while_the_next_step_is_computed(worlds, nam
             assert at["kernel", f"kernel {step}"] < started < at["kernel", f"kernel {step + 1}"] < waited, events
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_all_that_is_started_is_waited_for(worlds, name):
-    for mask in (FULL, AttentionMask(), AttentionMask(window=(3, None))):
-        for events in (events for rank in worlds(P).run(recorded, name, mask) for events in rank):
-            assert {what for kind, what in events if kind == "start"} == {
-                what for kind, what in events if kind == "wait"
-            }
+def test_all_that_is_started_is_waited_for(ranks):
+    for rank in ranks:
+        for made, phases in rank.items():
+            for events in phases:
+                started, waited = ({what for kind, what in events if kind == side} for side in ("start", "wait"))
+                assert started == waited, made
 
 
-def communicators(name: str) -> tuple[bool, list[int], list[int]]:
-    attend = build(name)
-    group, back = attend.axis.group, attend.back.group
-    return group is back, dist.get_process_group_ranks(group), dist.get_process_group_ranks(back)
+def communicators() -> list[tuple[bool, list[int], list[int]]]:
+    groups = [(attend.axis.group, attend.back.group) for attend in map(build, METHODS)]
+    return [(on is back, dist.get_process_group_ranks(on), dist.get_process_group_ranks(back)) for on, back in groups]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_two_directions_have_communicators_of_their_own(worlds, name):
-    for same, ranks, back in worlds(P).run(communicators, name):
-        assert not same and ranks == back == list(range(P))
+def test_the_two_directions_have_communicators_of_their_own(worlds):
+    for found in worlds(P).run(communicators):
+        for same, ranks, back in found:
+            assert not same and ranks == back == list(range(P))
 
 
 def both_directions() -> list[str]:

@@ -88,24 +88,28 @@ def on_one_rank(documents, options: dict):
 PER_ROW = ((0, 5, 6, 30, LENGTH), (0, 20, LENGTH))
 
 
-@pytest.mark.parametrize(
-    ("kind", "documents", "checkpointed", "options"),
-    [
-        ("zigzag", None, "", {"call": "attribute"}),
-        ("contiguous", None, "", {"call": "name", "key_heads": 2}),
-        ("striped", PER_ROW[0], "", {"call": "name", "scale": 0.3}),
-        ("zigzag", PER_ROW, "", {"call": "attribute", "causal": False, "key_heads": 1}),
-        ("zigzag", PER_ROW, "non-reentrant", {"call": "attribute"}),
-        ("zigzag", PER_ROW[1], "reentrant", {"call": "name"}),
-    ],
-)
-def test_a_shard_computes_what_one_rank_does(worlds, kind, documents, checkpointed, options):
-    expected, gradients = on_one_rank(documents, options)
-    outs, shares = zip(*worlds(4).run(on_a_shard, kind, documents, checkpointed, options), strict=True)
-    layout = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2)
-    assert relative_error(layout.join(outs), expected) < 1e-12
-    for gradient, *parts in zip(gradients, *shares, strict=True):
-        assert relative_error(torch.stack(parts).sum(0), gradient) < 1e-12
+CALLS = [
+    ("zigzag", None, "", {"call": "attribute"}),
+    ("contiguous", None, "", {"call": "name", "key_heads": 2}),
+    ("striped", PER_ROW[0], "", {"call": "name", "scale": 0.3}),
+    ("zigzag", PER_ROW, "", {"call": "attribute", "causal": False, "key_heads": 1}),
+    ("zigzag", PER_ROW, "non-reentrant", {"call": "attribute"}),
+    ("zigzag", PER_ROW[1], "reentrant", {"call": "name"}),
+]
+
+
+def each_on_a_shard():
+    return [on_a_shard(*call) for call in CALLS]
+
+
+def test_a_shard_computes_what_one_rank_does(worlds):
+    for (kind, documents, *how), *ranks in zip(CALLS, *worlds(4).run(each_on_a_shard), strict=True):
+        expected, gradients = on_one_rank(documents, how[1])
+        outs, shares = zip(*ranks, strict=True)
+        layout = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2)
+        assert relative_error(layout.join(outs), expected) < 1e-12, (kind, documents, how)
+        for gradient, *parts in zip(gradients, *shares, strict=True):
+            assert relative_error(torch.stack(parts).sum(0), gradient) < 1e-12, (kind, documents, how)
 
 
 def recompute_outside() -> str:

@@ -157,12 +157,13 @@ MASKS = [
 
 
 def cases(composition: Composition) -> list[Case]:
-    """All heads that fit; options and masks in turn, in other pairs for other compositions."""
+    """Half of all heads that fit; options and masks in turn. Other ones, in other pairs, for other compositions."""
     shift = (COMPOSITIONS + EIGHT).index(composition)
     fitting = [heads for heads in HEADS if composition.fits(heads)]
     return [
         Case(heads, OPTIONS[(i + shift) % len(OPTIONS)], MASKS[(i + 2 * shift) % len(MASKS)])
         for i, heads in enumerate(fitting)
+        if (i + shift) % 2
     ]
 
 
@@ -244,7 +245,7 @@ def test_results_and_gradients_are_those_of_the_formula(worlds, composition):
 
 @pytest.mark.parametrize("composition", EIGHT, ids=str)
 def test_on_eight_ranks(worlds, composition):
-    assert not failures(worlds, composition, cases(composition)[::3])
+    assert not failures(worlds, composition, cases(composition)[::2])
 
 
 def test_the_oracle_holds_ulysses_to_the_same(worlds):
@@ -316,6 +317,10 @@ def finished(composition: Composition, stage: int, blind: Blind) -> tuple[list[T
     return [out.detach(), lse.detach(), *gradients], attend.shard
 
 
+def each_finished(composition: Composition, stages: Sequence[int], blind: Blind) -> list[tuple[list[Tensor], int]]:
+    return [finished(composition, stage, blind) for stage in stages]
+
+
 def blind_inputs(blind: Blind) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = [(blind.queries, 8), (blind.keys, 4), (blind.keys, 4), (blind.queries, 8)]
@@ -327,8 +332,8 @@ def test_finished_tensors_and_queries_that_see_nothing(worlds):
     q, k, v, dout = (x.requires_grad_() for x in blind_inputs(blind))
     out, lse = reference_attention(q, k, v, mask=blind.mask, return_lse=True)
     exact = [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
-    for stage in (2, 4, 8):
-        ranks = sorted(worlds(4).run(finished, USP, stage, blind), key=lambda answer: answer[1])
+    for stage, *answers in zip((2, 4, 8), *worlds(4).run(each_finished, USP, (2, 4, 8), blind), strict=True):
+        ranks = sorted(answers, key=lambda answer: answer[1])
         out, lse, *gradients = (torch.cat(parts, dim=1) for parts in zip(*(x for x, _ in ranks), strict=True))
         assert (out[:, -6:] == 0).all() and (lse[:, -6:] == -torch.inf).all() and (gradients[0][:, -6:] == 0).all()
         assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)

@@ -3,6 +3,7 @@
 import gc
 import time
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -93,13 +94,24 @@ def partly_frozen(case: Case, what: str) -> Result:
     return {"positions": positions, "out": out.detach(), **gradients}
 
 
-@pytest.mark.parametrize("what", ["base", "queries", "keys", "keys and values", "all weights", "x", "everything"])
-def test_what_is_frozen_has_no_gradient_computed_and_the_rest_has_its_own(worlds, what):
-    case = GROUPED._replace(options=("lora", "rope") if what == "base" else ("bias", "norm", "rope"))
-    got, exact = joined(worlds(4).run(partly_frozen, case, what)), expected(case)
-    assert all(relative_error(got[name], exact[name]) < 1e-10 for name in got), got.keys()
-    if what == "base":
-        assert got.keys() == exact.keys()
+FROZEN = {
+    "base": GROUPED._replace(options=("lora", "rope")),
+    **dict.fromkeys(
+        ("queries", "keys", "keys and values", "all weights", "x", "everything"),
+        GROUPED._replace(options=("bias", "norm", "rope")),
+    ),
+}
+
+
+def each_partly_frozen() -> list[Result]:
+    return [partly_frozen(case, what) for what, case in FROZEN.items()]
+
+
+def test_what_is_frozen_has_no_gradient_computed_and_the_rest_has_its_own(worlds):
+    for (what, case), *ranks in zip(FROZEN.items(), *worlds(4).run(each_partly_frozen), strict=True):
+        got, exact = joined(ranks), expected(case)
+        assert all(relative_error(got[name], exact[name]) < 1e-10 for name in got), (what, got.keys())
+        assert what != "base" or got.keys() == exact.keys()
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------------
@@ -165,18 +177,24 @@ def errors_under_fsdp(reshard: bool, mixed: bool, options: tuple[str, ...]) -> d
     return {name: relative_error(got[name], exact[name]) for name in exact}
 
 
-@pytest.mark.parametrize(
-    ("reshard", "mixed", "options"),
-    [
-        *((True, False, ("bias", "norm", "rope")), (False, False, ("bias", "norm", "rope"))),
-        *((True, False, ("lora", "rope")), (True, True, ("norm", "rope")), (False, True, ("norm", "rope"))),
-    ],
-    ids=["reshard", "no reshard", "lora", "mixed precision", "mixed precision, no reshard"],
-)
-def test_gradients_under_fsdp_are_those_without(worlds, reshard, mixed, options):
-    for errors in worlds(4).run(errors_under_fsdp, reshard, mixed, options):
-        # FSDP may have autograd hand over gradients that have not been rounded to bfloat16.
-        assert max(errors.values()) < (1e-2 if mixed else 1e-10), errors
+UNDER_FSDP = {
+    "reshard": (True, False, ("bias", "norm", "rope")),
+    "no reshard": (False, False, ("bias", "norm", "rope")),
+    "lora": (True, False, ("lora", "rope")),
+    "mixed precision": (True, True, ("norm", "rope")),
+    "mixed precision, no reshard": (False, True, ("norm", "rope")),
+}
+
+
+def each_under_fsdp() -> list[dict[str, float]]:
+    return [errors_under_fsdp(*way) for way in UNDER_FSDP.values()]
+
+
+def test_gradients_under_fsdp_are_those_without(worlds):
+    for rank in worlds(4).run(each_under_fsdp):
+        for (name, (_, mixed, _)), errors in zip(UNDER_FSDP.items(), rank, strict=True):
+            # FSDP may have autograd hand over gradients that have not been rounded to bfloat16.
+            assert max(errors.values()) < (1e-2 if mixed else 1e-10), (name, errors)
 
 
 # -- recomputation --------------------------------------------------------------------------------------------------
@@ -200,13 +218,14 @@ def checkpointed(composition: Composition, how: str) -> tuple[list[Tensor], int,
     return list(gradients), ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
 
 
+def every_way(composition: Composition) -> list[tuple[list[Tensor], int, int]]:
+    return [checkpointed(composition, how) for how in ("plain", "keep", "recompute")]
+
+
 @pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
 def test_a_checkpoint_that_keeps_attention_does_not_attend_again(worlds, composition):
-    world = worlds(composition.ring * composition.ulysses)
-    plain, kept, again = (world.run(checkpointed, composition, how) for how in ("plain", "keep", "recompute"))
-    for (exact, forward, backward), (kept_got, *kept_sent), (again_got, *again_sent) in zip(
-        plain, kept, again, strict=True
-    ):
+    found = worlds(composition.ring * composition.ulysses).run(every_way, composition)
+    for (exact, forward, backward), (kept_got, *kept_sent), (again_got, *again_sent) in found:
         assert kept_sent == [forward, backward] and forward > 0 and backward > 0
         assert again_sent == [2 * forward, backward]
         assert all(map(torch.equal, kept_got, exact)) and all(map(torch.equal, again_got, exact))
@@ -298,10 +317,9 @@ def each_kept(composition: Composition, heads: list[Heads]) -> list[tuple[int, i
     return [kept(composition, EVEN._replace(heads=some)) for some in heads]
 
 
-@pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
-def test_only_x_out_and_lse_are_kept(worlds, composition):
+def test_only_x_out_and_lse_are_kept(worlds):
     heads = [Heads(8, 4, 2), Heads(8, 8, None), Heads(8, 1, 4)]
-    for rank in worlds(composition.ring * composition.ulysses).run(each_kept, composition, heads):
+    for rank in worlds(4).run(each_kept, USP, heads):
         assert [(total, others) for total, _, others in rank] == [(allowed, 0) for _, allowed, _ in rank]
 
 
@@ -333,12 +351,18 @@ def most_alive(heads: Heads, prefetch: bool) -> list[dict[str, int]]:
     return [forward, weights.most]
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_no_more_than_a_stage_of_heads_is_alive_when_the_next_is_projected(worlds, prefetch):
-    for heads in (Heads(16, 16, 2), Heads(16, 8, 2), Heads(16, 4, 4)):
-        for phases in worlds(2).run(most_alive, heads, prefetch):
+ALIVE = list(product((Heads(16, 16, 2), Heads(16, 8, 2), Heads(16, 4, 4)), (False, True)))
+
+
+def each_most_alive() -> list[list[dict[str, int]]]:
+    return [most_alive(*case) for case in ALIVE]
+
+
+def test_no_more_than_a_stage_of_heads_is_alive_when_the_next_is_projected(worlds):
+    for rank in worlds(2).run(each_most_alive):
+        for (heads, prefetch), phases in zip(ALIVE, rank, strict=True):
             for most in phases:
-                assert all(n <= (1 + prefetch) * heads.stage for n in most.values()), (heads, phases)
+                assert all(n <= (1 + prefetch) * heads.stage for n in most.values()), (heads, prefetch, phases)
 
 
 def twice_backward() -> bool:
@@ -414,16 +438,26 @@ def refusal(wrong: str) -> tuple[str, int]:
     return "accepted", ledger.bytes()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        *(("stage 6", ["6", "4"]), ("stage 0", ["0", "4"]), ("stage -4", ["-4", "4"]), ("inner", ["inner"])),
-        *(("few heads", ["3", "4", "heads"]), ("groups", ["8", "3"]), ("documents", ["31", "24"])),
-        *(("tokens", ["7", "6"]), ("no layout", ["layout"]), ("shards", ["3", "shards"])),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(worlds, wrong, words):
-    for said, sent in worlds(4).run(refusal, wrong):
-        assert said != "accepted" and sent == 0
-        assert all(word in said for word in words), said
+REFUSED = {
+    "stage 6": ["6", "4"],
+    "stage 0": ["0", "4"],
+    "stage -4": ["-4", "4"],
+    "inner": ["inner"],
+    "few heads": ["3", "4", "heads"],
+    "groups": ["8", "3"],
+    "documents": ["31", "24"],
+    "tokens": ["7", "6"],
+    "no layout": ["layout"],
+    "shards": ["3", "shards"],
+}
+
+
+def refusals() -> list[tuple[str, int]]:
+    return [refusal(wrong) for wrong in REFUSED]
+
+
+def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(worlds):
+    for rank in worlds(4).run(refusals):
+        for (what, words), (said, sent) in zip(REFUSED.items(), rank, strict=True):
+            assert said != "accepted" and sent == 0, what
+            assert all(word in said for word in words), (what, said)
