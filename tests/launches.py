@@ -1,5 +1,6 @@
 """Starting torchrun in a test, watching what it prints, and reaching for its ranks."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -7,8 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
+
+import torch
+from torch.distributed.run import main as run_torchrun
+
+import armillary.train.cli  # noqa: F401  what ranks need: the server that they are forked from imports it too
+from armillary.core.testing.world import OF_TESTS, PRELOAD
 
 HERE = Path(__file__).parent
 
@@ -32,18 +40,65 @@ TRAINER = str(HERE / "forked_rank.py")
 
 
 def forked(*options: str, flags: Sequence[str], script: str = TRAINER) -> list[str]:
-    """torchrun with these options for ranks that train, without each importing it all again."""
+    """torchrun with these options for ranks that train, without each importing it all again: for another host."""
     return [sys.executable, str(HERE / "forked.py"), *options, script, *flags]
 
 
-class Launch:
-    """A command that runs in `folder`, what it prints in a file. Whatever is left of it is killed at the end."""
+def agent(*options: str, flags: Sequence[str], script: str = TRAINER) -> Callable[[], None]:
+    """torchrun as `forked` has it, in a process that has imported it all before it was forked itself."""
+    return partial(run_torchrun, ["--start-method", "fork", "--run-path", *options, script, *flags])
 
-    def __init__(self, command: list[str], folder: Path, popen: Callable[..., subprocess.Popen] = subprocess.Popen):
+
+class Forked:
+    """A function in a process of its own, like `subprocess.Popen`: forked from the server of `World`'s ranks."""
+
+    def __init__(self, function: Callable[[], None], folder: Path, output: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours = sorted(name for name in sys.modules if name.startswith("armillary.") or name in OF_TESTS)
+        context.set_forkserver_preload([*PRELOAD, *ours])
+        self.process = context.Process(target=call, args=(function, folder, output, environment()))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.process), timeout)
+        return self.process.exitcode
+
+
+def call(function: Callable[[], None], folder: Path, output: Path, variables: dict[str, str]) -> None:
+    """What a `Forked` process does: as if it had been started in a session of its own with this environment."""
+    os.setsid()
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    function()
+
+
+class Launch:
+    """A command or a function that runs in `folder`, what it prints in a file. What is left is killed at the end."""
+
+    def __init__(
+        self,
+        program: list[str] | Callable[[], None],
+        folder: Path,
+        popen: Callable[..., subprocess.Popen] = subprocess.Popen,
+    ) -> None:
         self.folder, self.path = folder, folder / f"launch-{time.monotonic_ns()}.txt"
+        if not isinstance(program, list):
+            self.path.touch()
+            self.process = Forked(program, folder, self.path)
+            return
         with self.path.open("w") as file:
             options = {"cwd": folder, "env": environment(), "stdout": file, "stderr": subprocess.STDOUT}
-            self.process = popen(command, start_new_session=True, **options)
+            self.process = popen(program, start_new_session=True, **options)
 
     def __enter__(self) -> Self:
         return self

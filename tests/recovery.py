@@ -1,12 +1,12 @@
 """A small run on 4 ranks under torchrun, and what it leaves behind when nobody disturbs it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from launches import TRAINER, Launch, forked
+from launches import TRAINER, Launch, agent
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 STEPS = 24
@@ -25,9 +25,9 @@ def folder(parent: Path, name: str) -> Path:
     return made
 
 
-def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER) -> list[str]:
+def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER) -> Callable[[], None]:
     """torchrun with 4 ranks."""
-    return forked("--nproc-per-node", "4", *options, flags=flags, script=script)
+    return agent("--nproc-per-node", "4", *options, flags=flags, script=script)
 
 
 def losses(printed: str) -> dict[int, str]:

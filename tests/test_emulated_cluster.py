@@ -8,30 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launches import PATIENCE, environment
+from launches import PATIENCE, Launch, environment
 
 from armillary.core import Cluster, Link
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
 from contenders import RACES, race
-from network import EmulatedCluster, obstacle
+from network import EmulatedCluster, leave_on_signals, obstacle
 from verdict import verdict
 from wiring import End, Wiring
 
-BENCHMARK = str(Path(__file__).parent.parent / "benchmarks" / "cluster")
 needs_namespaces = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 CARDS, SHARED, MESH, MIXED = (Cluster.named(name) for name in RACES)
 TWO = replace(CARDS, nodes=2, ranks_per_node=1, between=Link(bandwidth=1e6))
-HELD = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from network import Cluster, EmulatedCluster, leave_on_signals
-leave_on_signals()
-with EmulatedCluster(Cluster.named("emulated-1x8-mesh")) as cluster:
-    processes = [cluster.hosts.run(i, ["sleep", "600"]) for i in range(3)]
-    print("up", *(process.pid for process in processes), flush=True)
-    processes[0].wait()
-"""
+
+
+def held() -> None:
+    """Holds a cluster with processes in it until it is ended."""
+    leave_on_signals()
+    with EmulatedCluster(MESH) as cluster:
+        processes = [cluster.hosts.run(i, ["sleep", "600"]) for i in range(3)]
+        print("up", *(process.pid for process in processes), flush=True)
+        processes[0].wait()
 
 
 def ends(cluster: Cluster, host: int) -> list[str]:
@@ -116,16 +114,14 @@ def test_a_ring_over_the_wire_is_right_and_takes_what_its_bytes_take():
 
 @needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_behind_when_interrupted(number):
-    command = [sys.executable, "-c", HELD, BENCHMARK]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as held:
-        up, *pids = held.stdout.readline().split()
-        assert up == "up" and namespaces_of(held.pid)
-        held.send_signal(number)
-        held.communicate(timeout=PATIENCE)
-    assert held.returncode != 0 and not namespaces_of(held.pid)
+def test_nothing_is_left_behind_when_interrupted(tmp_path, number):
+    with Launch(held, tmp_path) as launch:
+        launch.wait_for(r"^up( \d+){3}\n")
+        _, *pids = launch.printed.split()
+        assert namespaces_of(launch.process.pid)
+        launch.signal(number)
+        assert launch.wait() not in (0, None)
+    assert not namespaces_of(launch.process.pid)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

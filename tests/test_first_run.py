@@ -1,10 +1,10 @@
-"""The commands of the README, as a user types them, with fewer steps."""
+"""The commands of the README with fewer steps: some as a user types them, some on ranks that are forked."""
 
 import re
 import subprocess
 from pathlib import Path
 
-from launches import environment, torchrun
+from launches import Launch, agent, environment, torchrun
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEP = re.compile(
@@ -20,16 +20,17 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_main_command_trains_on_four_ranks(tmp_path):
-    run = start(torchrun(4, "--train.steps", "12", "--log.every", "4"), tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("recipe: debug\n  log.every    10 -> 4\n  train.steps  80 -> 12\nstep: 1 ")
-    steps = STEP.findall(run.stdout)
+    with Launch(agent("--nproc-per-node", "4", flags=["--train.steps", "12", "--log.every", "4"]), tmp_path) as launch:
+        assert launch.wait() == 0, launch.printed
+        printed = launch.printed
+    assert "recipe: debug\n  log.every    10 -> 4\n  train.steps  80 -> 12\nstep: 1 " in printed
+    steps = STEP.findall(printed)
     assert [int(step) for step, *_ in steps] == [1, 4, 8, 12]
     assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet
     assert float(steps[-1][1]) < float(steps[0][1]) - 1
-    assert re.search(r"^validation: step: 12 loss: \d\.\d{4}$", run.stdout, re.MULTILINE)
-    assert re.search(r"^trained 12 steps, [\d,]+ tokens in \d+ s on 4 ranks$", run.stdout, re.MULTILINE)
-    assert "  checkpoint   outputs/checkpoint/step-12" in run.stdout
+    assert re.search(r"^validation: step: 12 loss: \d\.\d{4}$", printed, re.MULTILINE)
+    assert re.search(r"^trained 12 steps, [\d,]+ tokens in \d+ s on 4 ranks$", printed, re.MULTILINE)
+    assert "  checkpoint   outputs/checkpoint/step-12" in printed
     assert (tmp_path / "outputs/checkpoint/step-12/.metadata").is_file()
     assert len(list((tmp_path / "outputs/checkpoint/step-12").glob("*.distcp"))) == 4
 
@@ -55,14 +56,15 @@ def test_without_torchrun_it_trains_on_one_process(tmp_path):
 
 
 def test_a_bad_start_says_why_in_a_line_for_each_rank_and_fails(tmp_path):
-    run = start(torchrun(2, "--parallel.ring", "3"), tmp_path)
+    with Launch(agent("--nproc-per-node", "2", flags=["--parallel.ring", "3"]), tmp_path) as launch:
+        assert launch.wait() == 1
+        printed = launch.printed
     message = "= 3 ranks, but 2 are running; make the axes multiply to 2 or start 3 ranks"
-    assert run.returncode != 0
-    lines = [line for line in run.stderr.splitlines() if "armillary-train: " in line]
+    lines = [line for line in printed.splitlines() if re.match(r"\[rank \d\] armillary-train: ", line)]
     # torchrun ends the other ranks as soon as one fails, so that one of them may not get to speak.
     assert lines
     assert all(re.match(r"\[rank [01]\] armillary-train: ", line) and message in line for line in lines)
-    assert "in prepare" not in run.stderr  # no traceback of ours
+    assert "in prepare" not in printed  # no traceback of ours
 
 
 def test_the_readme_shows_a_log_as_it_comes_out():

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from launches import PATIENCE, Launch, forked, torchrun
-from recovery import SMALL, STEPS, assert_same_end, folder, losses, training
+from launches import PATIENCE, Launch, agent, torchrun
+from recovery import SMALL, STEPS, assert_same_end, folder, training
 
 from armillary.train.journal import read
 
@@ -44,18 +44,24 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
         assert launch.wait() == 0, launch.printed
         printed += launch.printed
     assert re.search(rf"^stopped after step \d+ of {STEPS}, as asked by a signal; the same", printed, re.MULTILINE)
-    with Launch(torchrun(4, *SMALL), where) as launch:  # which would wait for ranks that it has forked
-        launch.wait_for(f"^step: {max(losses(printed)) + 2} ")
-        launch.signal(signal.SIGTERM)  # torchrun hands it on, and then fails, though its ranks do not
-        assert launch.wait() == 1
-        assert "got signal: 15" in launch.printed
-        printed += launch.printed
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed
         printed += launch.printed
-    assert len(re.findall("^stopped after step", printed, re.MULTILINE)) == 2
-    assert len(re.findall("going on from", printed)) == 2
+    assert len(re.findall("^stopped after step", printed, re.MULTILINE)) == 1
+    assert len(re.findall("going on from", printed)) == 1
     assert_same_end(where, printed, undisturbed)
+
+
+def test_torchrun_hands_a_signal_on_and_fails_though_its_rank_has_saved(tmp_path):
+    """A rank of its own: torchrun waits for ranks that it has forked, and signals none of them."""
+    where = folder(tmp_path, "handed-on")
+    with Launch(torchrun(1, *SMALL), where) as launch:
+        launch.wait_for("^step: 2 ")
+        launch.signal(signal.SIGTERM)
+        assert launch.wait() == 1
+        stopped = re.search(rf"^stopped after step (\d+) of {STEPS}", launch.printed, re.MULTILINE)
+        assert stopped and "got signal: 15" in launch.printed
+    assert (where / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
 
 
 def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_live(undisturbed, tmp_path):
@@ -65,7 +71,7 @@ def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_li
         ranks = launch.ranks()
         launch.signal(signal.SIGSTOP, *ranks)  # lest they are through before the second run comes
         holder = rf"run [0-9a-f]{{12}}, process {ranks[0]} on \S+, begun \S+ works in it"
-        with Launch(forked("--nproc-per-node", "1", flags=SMALL), where) as second:
+        with Launch(agent("--nproc-per-node", "1", flags=SMALL), where) as second:
             assert second.wait() == 1  # torchrun's
             refused = (
                 rf"^\[rank 0\] armillary-train: --train\.output outputs: {holder}; wait for that run, end it, or name"

@@ -1,7 +1,7 @@
 """The closed-form estimate of a step's memory, against the simulation and against common sense."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -127,15 +127,14 @@ CHOICES = [
 POLICIES = [Checkpointing(), Checkpointing(tiled=True), LAYER, OUTPUT, replace(OUTPUT, offload=True)]
 
 
-@pytest.mark.parametrize("checkpointing", POLICIES, ids=repr)
 @pytest.mark.parametrize(("name", "axes"), CHOICES)
-@pytest.mark.parametrize("model", [LlamaConfig.llama3_8b(), GPT], ids=["llama", "gpt"])
-def test_parts_add_up_and_longer_sequences_take_more(name, axes, checkpointing, model):
-    said = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in range(13, 25)]
-    for x in said:
-        assert x.device == sum(x.device_breakdown.values()) == max(x.moments.values())
-        assert x.host == sum(x.host_breakdown.values())
-    assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(said))
+def test_parts_add_up_and_longer_sequences_take_more(name, axes):
+    for model, checkpointing in product((LlamaConfig.llama3_8b(), GPT), POLICIES):
+        said = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
+        for x in said:
+            assert x.device == sum(x.device_breakdown.values()) == max(x.moments.values())
+            assert x.host == sum(x.host_breakdown.values())
+        assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(said))
 
 
 @pytest.mark.parametrize("model", [LlamaConfig.llama3_8b(), LlamaConfig.qwen3_32b(), GPT], ids=["llama", "qwen", "gpt"])

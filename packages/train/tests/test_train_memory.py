@@ -316,8 +316,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["none", "layer"])
+@pytest.mark.parametrize(("name", "policy"), list(zip(MODELS, ("none", "layer", "layer"), strict=True)))
 def test_small_models_with_the_kernel_of_the_cpu(name, policy):
     """To the byte in tensors. What the kernel takes for itself on the CPU is no tensor, and 13% of so small a step."""
     job = replace(JOB, model=MODELS[name], kernel=CpuFlash(), checkpointing=Checkpointing(policy, piece=100))

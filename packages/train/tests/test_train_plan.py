@@ -128,5 +128,5 @@ def test_a_plan_is_shown_as_a_table_or_json(capsys):
 
 
 def test_the_command_finds_the_longest_sequence(capsys):
-    main(["memory", "--model", "debug", "--tokens", "64k", "--max-context", "--host-memory", "120GB"])
+    main(["memory", "--model", "debug", "--tokens", "64k", "--max-context", "--host-memory", "101GB"])
     assert "the longest that fits; full is the host's memory" in capsys.readouterr().out

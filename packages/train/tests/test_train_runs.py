@@ -32,6 +32,7 @@ from armillary.train import (
 )
 from armillary.train.cli import main
 
+STEPS = 5  # what is wrong with a gradient shows in the loss of the second
 # Nothing divides anything: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),
@@ -39,7 +40,7 @@ SMALL = Config(
     validation=ValidationConfig(every=20, batches=2),
     save=SaveConfig(every=20),
     log=LogConfig(plot=False),
-    train=TrainConfig(steps=20, device="cpu"),
+    train=TrainConfig(steps=STEPS, device="cpu"),
 )
 
 
@@ -69,25 +70,23 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
     [
         ({"ring": 4}, "zigzag"),
         ({"ring": 4}, "striped"),
-        ({"ulysses": 4}, "contiguous"),
         ({"ring": 2, "ulysses": 2}, "zigzag"),
-        ({"ring": 4, "attention": "wallfacer"}, "zigzag"),
         ({"ring": 2, "ulysses": 2, "attention": "ulysses+token_ring"}, "zigzag"),
         ({"ulysses": 4, "attention": "upipe"}, "zigzag"),
         ({"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer", "heads_per_stage": 4}, "zigzag"),
         ({"shard": 2, "ring": 2}, "zigzag"),
-        ({"replicate": 2, "ulysses": 2}, "zigzag"),
+        ({"replicate": 2, "ulysses": 2}, "contiguous"),
         ({"replicate": 2, "shard": 2}, "contiguous"),
         ({"tp": 2, "ring": 2}, "zigzag"),
         ({"tp": 2, "shard": 2}, "contiguous"),
     ],
     ids=str,
 )
-def test_twenty_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, parallel, layout):
+def test_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, parallel, layout):
     axes = {"ring": 1, "ulysses": 1} | parallel
     config = replace(SMALL, parallel=ParallelConfig(**axes), data=replace(SMALL.data, layout=layout))
     summary, _ = on(worlds, 4, config, tmp_path)
-    assert len(summary.losses) == 20
+    assert len(summary.losses) == STEPS
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
     assert max(differences) < 1e-5
     assert abs(summary.validation_loss - one_rank.validation_loss) < 1e-5
@@ -98,17 +97,14 @@ def test_twenty_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_p
     ("attention", "checkpointing", "on_host"),
     [
         ("usp", Checkpointing("none", tiled=True, piece=9), False),
-        ("usp", Checkpointing("layer"), True),
-        ("usp", Checkpointing("layer", offload=True, piece=16), False),
+        ("usp", Checkpointing("layer", offload=True, piece=16), True),
         ("usp", Checkpointing("attention_output"), False),
-        ("usp", Checkpointing("attention_output", offload=True, ahead=False, piece=50), True),
-        ("upipe+ring", Checkpointing("none", tiled=True, piece=9), False),
         ("upipe+ring", Checkpointing("layer", offload=True, piece=16), False),
         ("upipe+ring", Checkpointing("attention_output", offload=True, ahead=False, piece=50), True),
     ],
     ids=str,
 )
-def test_twenty_steps_give_the_same_losses_under_every_checkpoint_policy(
+def test_steps_give_the_same_losses_under_every_checkpoint_policy(
     worlds, one_rank, tmp_path, attention, checkpointing, on_host
 ):
     config = replace(
@@ -119,7 +115,7 @@ def test_twenty_steps_give_the_same_losses_under_every_checkpoint_policy(
     )
     summary, _ = on(worlds, 4, config, tmp_path)
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
-    assert len(differences) == 20 and max(differences) < 1e-5
+    assert len(differences) == STEPS and max(differences) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +135,7 @@ def stores(tmp_path_factory) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
-    config = replace(SMALL, data=stores, train=replace(SMALL.train, steps=10))
+    config = replace(SMALL, data=stores)
     return on(worlds, 1, config, tmp_path_factory.mktemp("packed"))[0]
 
 
@@ -147,7 +143,6 @@ def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
     "parallel",
     [
         {"ring": 4},
-        {"ring": 4, "attention": "token_ring"},
         {"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer"},
         {"tp": 2, "shard": 2},
     ],
@@ -155,15 +150,15 @@ def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
 )
 def test_packed_documents_give_the_same_losses_on_every_mesh(worlds, stores, packed_on_one_rank, tmp_path, parallel):
     axes = {"ring": 1, "ulysses": 1} | parallel
-    config = replace(SMALL, parallel=ParallelConfig(**axes), data=stores, train=replace(SMALL.train, steps=10))
+    config = replace(SMALL, parallel=ParallelConfig(**axes), data=stores)
     summary, _ = on(worlds, 4, config, tmp_path)
     differences = [abs(a - b) for a, b in zip(summary.losses, packed_on_one_rank.losses, strict=True)]
-    assert len(differences) == 10 and max(differences) < 1e-5
+    assert len(differences) == STEPS and max(differences) < 1e-5
 
 
 def test_the_loss_falls(one_rank):
     assert one_rank.losses[0] == pytest.approx(5.55, abs=0.15)  # ln 257: knows nothing yet
-    assert one_rank.losses[-1] < one_rank.losses[0] - 1
+    assert one_rank.losses[-1] < one_rank.losses[0] - 0.1  # and by more than 1 in 12 steps, see test_first_run.py
 
 
 def test_a_run_prints_what_was_promised(worlds, tmp_path):
