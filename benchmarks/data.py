@@ -33,9 +33,9 @@ from armillary.attention.tiles import tiles
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
 from armillary.data.prepare import Preparation, prepare
-from armillary.data.prepare.unfinished import begin
+from armillary.data.prepare.resume import begin
 from armillary.data.prepare.writer import Part, StoreWriter
-from armillary.data.text_tokenizer import decoded, train_bpe
+from armillary.data.text.tokenizer import decoded, train_bpe
 
 COPIES = 6
 """Of Python's own text, some 12 MB."""

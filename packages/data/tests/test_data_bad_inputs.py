@@ -317,7 +317,7 @@ CALLS = {
 
 
 def train(root: Path) -> TextTokenizer:
-    from armillary.data.text_tokenizer import train_bpe
+    from armillary.data.text.tokenizer import train_bpe
 
     return train_bpe(iter(["some words"]), 260)
 

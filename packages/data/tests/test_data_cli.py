@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import Document, PackedSequences, TokenStore, best_fit, greedy, one_per_row, open_store
 from armillary.data.cli import main
-from armillary.data.describe import Bin, describe, histogram, measure_packings
-from armillary.data.tokens import ByteTokenizer
+from armillary.data.inspection.statistics import Bin, describe, histogram, measure_packings
+from armillary.data.text.byte_tokenizer import ByteTokenizer
 
 LENGTHS = [1, 2, 3, 7, 8, 100, 1, 40, 64, 30]
 

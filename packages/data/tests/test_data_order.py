@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.order import bits, interleaved, permutation, stable_hash, turns_until
+from armillary.data.shuffle import bits, interleaved, permutation, stable_hash, turns_until
 
 shares = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
 

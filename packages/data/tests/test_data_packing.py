@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.data import best_fit, greedy, one_per_row
-from armillary.data.epochs import Epochs
+from armillary.data.loader.epochs import Epochs
 from armillary.data.packing import Packed, Piece
 
 PACKINGS = [greedy, best_fit, one_per_row]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import IGNORE
+from armillary.data.loader.batch import IGNORE
 from armillary.data.synthetic import AssociativeRecall, Copy, Needle
 
 N = 61  # prime: no number of shards divides it

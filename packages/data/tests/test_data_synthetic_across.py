@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from test_data_synthetic import answer, layouts, row
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import IGNORE
+from armillary.data.loader.batch import IGNORE
 from armillary.data.synthetic import AssociativeRecall, Copy, Needle
-from armillary.data.synthetic.across import Matching
+from armillary.data.synthetic.cross_shard import Matching
 
 N = 240
 

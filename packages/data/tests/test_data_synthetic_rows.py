@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_data_synthetic import TASKS, N, layouts
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import IGNORE
+from armillary.data.loader.batch import IGNORE
 from armillary.data.synthetic import AssociativeRecall, Copy, Needle, TaskRows, accuracy
 
 ONE = SequenceLayout.contiguous(N, 1)

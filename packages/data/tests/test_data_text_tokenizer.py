@@ -15,10 +15,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from armillary.core import SequenceLayout
-from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore, text_cuts
+from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
 from armillary.data import Tokenizer as Protocol
-from armillary.data.text_cuts import parts
-from armillary.data.text_tokenizer import TextTokenizer, decoded, train_bpe
+from armillary.data.text import long_texts
+from armillary.data.text.long_texts import parts
+from armillary.data.text.tokenizer import TextTokenizer, decoded, train_bpe
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -250,7 +251,7 @@ def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
 @settings(max_examples=15, deadline=None)
 def test_cuts_hold_for_the_whole_text_although_only_what_is_around_them_is_tried(name, text, part_size):
     whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
-    with patch.object(text_cuts, "_WINDOW", 10):
+    with patch.object(long_texts, "_WINDOW", 10):
         assert cut.encode(text).tolist() == whole.encode(text).tolist()
 
 

@@ -13,9 +13,9 @@ from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
 from armillary.models import Checkpointing, Llama, LlamaConfig, in_pieces, initialize, linear_token_loss
 from armillary.models.block import Context
-from armillary.models.projections import HeadProjections
-from armillary.models.rope import Rotation
-from armillary.models.tokenwise import TokenFunction
+from armillary.models.layers.chunked import TokenFunction
+from armillary.models.layers.projections import HeadProjections
+from armillary.models.layers.rope import Rotation
 
 SIZES = {"vocab_size": 50, "dim": 32, "layers": 3, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
 TOKENS = torch.arange(2 * 37).view(2, 37) % 50
@@ -213,7 +213,7 @@ def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
 
 def test_nothing_goes_to_the_host_that_nobody_will_differentiate(monkeypatch):
     made = []
-    monkeypatch.setattr("armillary.models.checkpoint.Kept", lambda *args: made.append(args))
+    monkeypatch.setattr("armillary.models.activation_checkpoint.policy.Kept", lambda *args: made.append(args))
     model = build(Checkpointing("layer", offload=True), torch.float32)
     with torch.no_grad():
         model(TOKENS)

@@ -13,8 +13,8 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.core.testing.rank import mesh
 from armillary.models import GPT, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
-from armillary.models.across_ranks import axes_of
-from armillary.models.cache import Holdings, extended, room
+from armillary.models.generation.cache import Holdings, extended, room
+from armillary.models.generation.decode_collectives import axes_of
 from armillary.models.parallel import parallelize
 
 LLAMA = LlamaConfig(vocab_size=60, dim=32, layers=2, heads=4, kv_heads=2, head_dim=6, hidden_dim=48, rope_theta=1e4)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize, token_loss
-from armillary.models.linear_loss import chunk_rows, linear_token_loss
+from armillary.models.loss.linear_loss import chunk_rows, linear_token_loss
 
 B, T, E, V = 2, 37, 12, 101
 needs_torch = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="needs torch 2.13")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from armillary.models.rope import Rotation
+from armillary.models.layers.rope import Rotation
 
 D, THETA = 16, 500_000.0
 

@@ -12,7 +12,7 @@ from test_models_linear_loss import Allocations
 from armillary.core import CommLedger, own_dealt, sum_dealt
 from armillary.core.testing import mesh, relative_error
 from armillary.models import linear_token_loss, token_loss
-from armillary.models.linear_loss import chunk_rows
+from armillary.models.loss.linear_loss import chunk_rows
 
 UPSTREAM = 1 / 17.3
 """No power of two, so that scaling rounds."""

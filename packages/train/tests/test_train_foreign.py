@@ -7,7 +7,7 @@ from armillary.core.files import parse_json, parse_toml
 from armillary.data import open_store
 from armillary.data.formats.folder import Header
 from armillary.data.prepare.sources import _is_saved
-from armillary.data.tokenizer_json import configured, settings_of
+from armillary.data.text.tokenizer_json import configured, settings_of
 from armillary.models.hub.folder import read_json
 from armillary.train import journal
 from armillary.train.overlay import read_settings

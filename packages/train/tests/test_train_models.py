@@ -12,7 +12,7 @@ import torch
 from armillary.data import ByteTokenizer, TextTokenizer
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
-from armillary.data.text_tokenizer import train_bpe
+from armillary.data.text.tokenizer import train_bpe
 from armillary.models import (
     GPT,
     GPTConfig,

@@ -1,14 +1,14 @@
 """Token rows for sharded sequences: each rank gets the tokens, labels and positions of its layout."""
 
-from armillary.data.batch import IGNORE, Batch
-from armillary.data.batches import Batches
-from armillary.data.corpus import Document, binary, python_corpus, read_documents
 from armillary.data.formats import is_store, open_store, verify_folder
+from armillary.data.loader.batch import IGNORE, Batch
+from armillary.data.loader.batches import Batches
+from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.packing import best_fit, greedy, one_per_row
-from armillary.data.rows import PackedSequences, check_length
 from armillary.data.store import TokenStore, Vocabulary
-from armillary.data.text_tokenizer import TextTokenizer
-from armillary.data.tokens import ByteTokenizer, Tokenizer
+from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from armillary.data.text.corpus import Document, binary, python_corpus, read_documents
+from armillary.data.text.tokenizer import TextTokenizer
 
 __all__ = [
     "IGNORE",

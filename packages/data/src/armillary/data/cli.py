@@ -12,16 +12,16 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from armillary.core.commands import ending
-from armillary.data.describe import describe, histogram, measure_packings
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
+from armillary.data.inspection.plot import check_picture, plot_lengths
+from armillary.data.inspection.screen import Bar, show_info, show_left_out, show_packings
+from armillary.data.inspection.statistics import describe, histogram, measure_packings
 from armillary.data.parsing import parse_command
-from armillary.data.plot import check_picture, plot_lengths
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.encode import OnInvalid
 from armillary.data.prepare.sources import Format
-from armillary.data.screen import Bar, show_info, show_left_out, show_packings
 
 PROGRAM = "armillary-data"
 COLUMN = "input_ids"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.data.order import Index, permutation
+from armillary.data.shuffle import Index, permutation
 
 
 @dataclass(frozen=True)

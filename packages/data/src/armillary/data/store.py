@@ -10,9 +10,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.corpus import Document
-from armillary.data.order import Index, bits, stable_hash
-from armillary.data.tokens import Tokenizer
+from armillary.data.shuffle import Index, bits, stable_hash
+from armillary.data.text.byte_tokenizer import Tokenizer
+from armillary.data.text.corpus import Document
 
 Integers = npt.NDArray[np.integer[Any]]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, label
-from armillary.models.offload import Kept
-from armillary.models.rope import Rotation
-from armillary.models.tokenwise import in_pieces
+from armillary.models.activation_checkpoint.offload import Kept
+from armillary.models.layers.chunked import in_pieces
+from armillary.models.layers.rope import Rotation
 
 
 class AttentionFunction(Protocol):

@@ -18,9 +18,9 @@ from armillary.core import SequenceLayout
 from armillary.models import block
 from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
 from armillary.models.config import GPTConfig
-from armillary.models.pretrained import Pretrained
-from armillary.models.projections import HeadProjections, Projecting
-from armillary.models.rope import Rotation
+from armillary.models.hub.pretrained import Pretrained
+from armillary.models.layers.projections import HeadProjections, Projecting
+from armillary.models.layers.rope import Rotation
 
 
 class GPT(Pretrained):

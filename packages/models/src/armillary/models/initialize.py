@@ -11,7 +11,7 @@ from torch import Tensor
 from armillary.core.shards import local_part
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.names import plain_name
+from armillary.models.parameter_names import plain_name
 
 STD = 0.02
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")

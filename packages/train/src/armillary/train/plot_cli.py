@@ -11,8 +11,8 @@ from typing import Annotated
 import tyro
 
 from armillary.core.commands import ending
+from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
-from armillary.data.plot import check_picture
 from armillary.train.plot import plot_runs
 
 PROGRAM = "armillary-plot"

@@ -9,7 +9,7 @@ from armillary.data.formats.arrow import is_arrow, open_arrow
 from armillary.data.formats.folder import is_folder, open_folder, partial_folder, reading, verify_folder
 from armillary.data.formats.megatron import megatron_prefix, open_megatron
 from armillary.data.store import TokenStore, check_tokenizer
-from armillary.data.tokens import Tokenizer
+from armillary.data.text.byte_tokenizer import Tokenizer
 
 __all__ = ["is_store", "open_store", "verify_folder"]
 

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.order import Index
+from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore, Vocabulary
 
 SAMPLED = 2**12

@@ -10,14 +10,14 @@ from typing import Literal
 
 import numpy as np
 
-from armillary.data.corpus import Document
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
-from armillary.data.order import stable_hash
 from armillary.data.prepare.sources import Invalid, Piece, documents
 from armillary.data.prepare.writer import Part
+from armillary.data.shuffle import stable_hash
 from armillary.data.store import Integers
-from armillary.data.text_tokenizer import TextTokenizer, decoded
-from armillary.data.tokens import ByteTokenizer, Tokenizer
+from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from armillary.data.text.corpus import Document
+from armillary.data.text.tokenizer import TextTokenizer, decoded
 
 OnInvalid = Literal["refuse", "replace", "skip"]
 """What to do with text that is not UTF-8: stop, put U+FFFD in its place, or leave the document out. Broken records give

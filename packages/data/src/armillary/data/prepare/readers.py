@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.data.corpus import Document, binary
 from armillary.data.formats.arrow import load_rows
 from armillary.data.optional import optional
+from armillary.data.text.corpus import Document, binary
 
 ROWS = 64
 """Rows read at a time: few, since each may be a long document."""

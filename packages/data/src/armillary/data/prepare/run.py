@@ -14,14 +14,14 @@ import numpy as np
 
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, partial_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
+from armillary.data.prepare.resume import PROGRESS, alone, begin, clear_older, put_back
 from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
-from armillary.data.prepare.unfinished import PROGRESS, alone, begin, clear_older, put_back
 from armillary.data.prepare.workers import cpus, in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary
-from armillary.data.text_tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decoded, train_bpe
-from armillary.data.tokenizer_json import BEGIN
-from armillary.data.tokens import Tokenizer
+from armillary.data.text.byte_tokenizer import Tokenizer
+from armillary.data.text.tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decoded, train_bpe
+from armillary.data.text.tokenizer_json import BEGIN
 
 TRAINED_ON = 2**28
 """Bytes of text that a tokenizer is trained on at most, in pieces from all over the input."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import cast, get_args
 
 from armillary.core.files import parse_json
-from armillary.data.corpus import Document, binary, is_visible, walk
-from armillary.data.prepare.cuts import Format, cut_text, way_to_cut
+from armillary.data.prepare.chunking import Format, cut_text, way_to_cut
 from armillary.data.prepare.readers import File, Invalid, Piece
+from armillary.data.text.corpus import Document, binary, is_visible, walk
 
 LOOKED_AT = 2**20
 """Bytes of a file that is named by which it is taken for text."""

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from armillary.core.files import parse_json
 from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, partial_folder, write_file
-from armillary.data.order import Index
-from armillary.data.prepare.unfinished import PROGRESS, put_in_place
+from armillary.data.prepare.resume import PROGRESS, put_in_place
+from armillary.data.shuffle import Index
 from armillary.data.store import Integers, Vocabulary
 
 SYNC_SECONDS = 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from armillary.data.batch import IGNORE
+from armillary.data.loader.batch import IGNORE
 
 
 def accuracy(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from armillary.data.order import Index, bits, permutation
+from armillary.data.shuffle import Index, bits, permutation
 
 
 def draw(key: str, places: Index, n: int) -> Index:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from armillary.data.batch import IGNORE
-from armillary.data.batches import check_least
-from armillary.data.order import Index
+from armillary.data.loader.batch import IGNORE
+from armillary.data.loader.batches import check_least
+from armillary.data.shuffle import Index
 from armillary.data.synthetic.draws import draw
 from armillary.data.synthetic.task import checked, tensor
 

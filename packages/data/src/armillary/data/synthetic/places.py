@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.core import SequenceLayout
-from armillary.data.order import Index
-from armillary.data.synthetic.across import Matching, owners
+from armillary.data.shuffle import Index
+from armillary.data.synthetic.cross_shard import Matching, owners
 from armillary.data.synthetic.draws import distinct
 
 

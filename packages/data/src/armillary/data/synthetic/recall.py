@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import IGNORE
-from armillary.data.batches import check_least
-from armillary.data.order import Index, stable_hash
+from armillary.data.loader.batch import IGNORE
+from armillary.data.loader.batches import check_least
+from armillary.data.shuffle import Index, stable_hash
 from armillary.data.synthetic.draws import distinct, draw
 from armillary.data.synthetic.places import Places
 from armillary.data.synthetic.task import checked, tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import Batch
-from armillary.data.batches import Batches, check_least
+from armillary.data.loader.batch import Batch
+from armillary.data.loader.batches import Batches, check_least
 from armillary.data.synthetic.task import Task
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.data.order import Index
+from armillary.data.shuffle import Index
 
 
 class Task(Protocol):

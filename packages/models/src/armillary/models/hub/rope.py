@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from typing import Any
 
-from armillary.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 """By Hugging Face's `rope_type`."""

@@ -1,7 +1,7 @@
 """Putting a plain model onto a mesh, from outside the model."""
 
+from armillary.models.parallel.fsdp import shard_parameters
 from armillary.models.parallel.parallelize import parallelize
-from armillary.models.parallel.sharding import shard_parameters
 from armillary.models.parallel.tensor import tensor_parallel
 
 __all__ = ["parallelize", "shard_parameters", "tensor_parallel"]

@@ -13,11 +13,11 @@ from armillary.attention import Method
 from armillary.attention.dtensor import axes_of
 from armillary.core import Axis
 from armillary.core.grid import check_grid
+from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, plainly
-from armillary.models.checkpoint import Checkpointing
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.parallel.sharding import shard_parameters, sharding_axes
+from armillary.models.parallel.fsdp import shard_parameters, sharding_axes
 from armillary.models.parallel.tensor import styles_for, tensor_parallel
 
 

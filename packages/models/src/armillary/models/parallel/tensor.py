@@ -23,8 +23,8 @@ from armillary.core import Axis, gather_dealt
 from armillary.models.block import HeadFunction
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.parallel import placed
-from armillary.models.parallel.placed import Placed, place
+from armillary.models.parallel import sharded_modules
+from armillary.models.parallel.sharded_modules import Placed, place
 
 
 def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
@@ -102,35 +102,35 @@ class Spread(ParallelStyle):
         return module
 
 
-COLUMN = As(placed.ColumnLinear, {"weight": Shard(0), "bias": Shard(0)})
-ROW = As(placed.RowLinear, {"weight": Shard(1)})
-TABLE = As(placed.VocabularyEmbedding, {"weight": Shard(0)})
+COLUMN = As(sharded_modules.ColumnLinear, {"weight": Shard(0), "bias": Shard(0)})
+ROW = As(sharded_modules.RowLinear, {"weight": Shard(1)})
+TABLE = As(sharded_modules.VocabularyEmbedding, {"weight": Shard(0)})
 
 
 def llama_styles(model: Llama) -> dict[str, ParallelStyle]:
     """How each module of a LLaMA is cut, by name."""
     block = {
         "": Spread(),
-        ".input_layernorm": As(placed.GatheringRMSNorm),
+        ".input_layernorm": As(sharded_modules.GatheringRMSNorm),
         ".self_attn": Heads(),
         ".self_attn.q_proj": COLUMN,
         ".self_attn.k_proj": COLUMN,
         ".self_attn.v_proj": COLUMN,
-        ".self_attn.q_norm": As(placed.CopiedRMSNorm),
-        ".self_attn.k_norm": As(placed.CopiedRMSNorm),
+        ".self_attn.q_norm": As(sharded_modules.CopiedRMSNorm),
+        ".self_attn.k_norm": As(sharded_modules.CopiedRMSNorm),
         ".self_attn.o_proj": ROW,
-        ".post_attention_layernorm": As(placed.GatheringRMSNorm),
+        ".post_attention_layernorm": As(sharded_modules.GatheringRMSNorm),
         ".mlp.gate_proj": COLUMN,
         ".mlp.up_proj": COLUMN,
         ".mlp.down_proj": ROW,
     }
     if not model.config.qk_norm:
         block = {name: style for name, style in block.items() if name[-6:] not in ("q_norm", "k_norm")}
-    head = {} if model.lm_head is None else {"lm_head": As(placed.VocabularyHead, {"weight": Shard(0)})}
+    head = {} if model.lm_head is None else {"lm_head": As(sharded_modules.VocabularyHead, {"weight": Shard(0)})}
     return {
         "model.embed_tokens": TABLE,
         **{f"model.layers.*{name}": style for name, style in block.items()},
-        "model.norm": As(placed.CopiedRMSNorm),
+        "model.norm": As(sharded_modules.CopiedRMSNorm),
         **head,
     }
 
@@ -139,21 +139,21 @@ def gpt_styles() -> dict[str, ParallelStyle]:
     """How each module of a GPT is cut, by name."""
     block = {
         "": Spread(),
-        ".ln_1": As(placed.GatheringLayerNorm),
+        ".ln_1": As(sharded_modules.GatheringLayerNorm),
         ".attn": Heads(),
         ".attn.q_proj": COLUMN,
         ".attn.k_proj": COLUMN,
         ".attn.v_proj": COLUMN,
         ".attn.c_proj": ROW,
-        ".ln_2": As(placed.GatheringLayerNorm),
+        ".ln_2": As(sharded_modules.GatheringLayerNorm),
         ".mlp.c_fc": COLUMN,
         ".mlp.c_proj": ROW,
     }
     return {
         "transformer.wte": TABLE,
-        "transformer.wpe": As(placed.DealtEmbedding),
+        "transformer.wpe": As(sharded_modules.DealtEmbedding),
         **{f"transformer.h.*{name}": style for name, style in block.items()},
-        "transformer.ln_f": As(placed.CopiedLayerNorm),
+        "transformer.ln_f": As(sharded_modules.CopiedLayerNorm),
     }
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import AttentionMask, Method, Projected, UPipe, rotate_keys
 from armillary.core import rehearsing
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.models.projections import HeadProjections
+from armillary.models.layers.projections import HeadProjections
 from armillary.train.memory.live import LiveBytes
 from armillary.train.memory.simulate import Job, Rehearsal
 from armillary.train.memory.simulated_flash import SimulatedFlash

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from armillary.core.commands import ending
+from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
-from armillary.data.plot import check_picture
 from armillary.train.plan import bytes_report, report, search_report
 from armillary.train.plan.bytes import BytesPlan, plan_bytes
 from armillary.train.plan.memory import MemoryPlan, plan_memory

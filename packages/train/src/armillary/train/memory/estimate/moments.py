@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from armillary.models.linear_loss import chunk_rows
+from armillary.models.loss.linear_loss import chunk_rows
 from armillary.train.memory.estimate.held import Held
 from armillary.train.memory.estimate.step import MASTER, Step
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import Batch
-from armillary.data.prefetch import Prefetch
+from armillary.data.loader.batch import Batch
+from armillary.data.loader.prefetch import Prefetch
 
 
 class Batches(ABC):

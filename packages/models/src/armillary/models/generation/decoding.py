@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
 from armillary.core import SequenceLayout, gather_dealt
-from armillary.models.across_ranks import axes_of, from_shard
+from armillary.models.activation_checkpoint.policy import run_tiled
 from armillary.models.block import Block, Context, plainly
-from armillary.models.cache import Cached, Holdings, check_mask
-from armillary.models.checkpoint import run_tiled
+from armillary.models.generation.cache import Cached, Holdings, check_mask
+from armillary.models.generation.decode_collectives import axes_of, from_shard
 from armillary.models.parallel.tensor import gathered_logits
 
 Run = Callable[[Block, Tensor, Context], Tensor]

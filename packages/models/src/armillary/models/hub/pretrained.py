@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from armillary.models import hub
 from armillary.models.block import AttentionFunction
 from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.names import plain_name
+from armillary.models.parameter_names import plain_name
 
 FREE = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
 """What a model may have otherwise than the folder that its weights come from: longer contexts are trained that way."""

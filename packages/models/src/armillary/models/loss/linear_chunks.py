@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.models.vocabulary import Vocabulary, at_least_one, cross_entropy_
+from armillary.models.loss.vocabulary_shard import Vocabulary, at_least_one, cross_entropy_
 
 
 @dataclass(frozen=True)

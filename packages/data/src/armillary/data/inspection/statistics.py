@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.data.batches import check_least
-from armillary.data.epochs import Waste
-from armillary.data.order import Index
+from armillary.data.loader.batches import check_least
+from armillary.data.loader.epochs import Waste
+from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.packing import best_fit, greedy, one_per_row
-from armillary.data.rows import PackedSequences, check_length
+from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from armillary.data.describe import MeasuredPacking, describe, histogram
 from armillary.data.formats.folder import Header
+from armillary.data.inspection.statistics import MeasuredPacking, describe, histogram
 from armillary.data.prepare.run import Progress as Prepared
 from armillary.data.store import TokenStore
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, wide
-from armillary.models.vocabulary import Vocabulary, at_least_one, cross_entropy_, scaled
+from armillary.models.loss.vocabulary_shard import Vocabulary, at_least_one, cross_entropy_, scaled
 
 
 def token_loss(

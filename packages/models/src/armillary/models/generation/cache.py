@@ -19,7 +19,7 @@ from armillary.attention.kernels import Inputs, Scores, choose_kernel, in_rows
 from armillary.attention.merge import ALL, Merge
 from armillary.attention.tiles import tiles
 from armillary.core import SequenceLayout, Spans
-from armillary.models.across_ranks import axes_of, merged
+from armillary.models.generation.decode_collectives import axes_of, merged
 
 
 class Holdings:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, filled, gather_dealt, start_gather_seq
-from armillary.models.linear_loss import check, chunk_rows
-from armillary.models.vocabulary import Vocabulary
+from armillary.models.loss.linear_loss import check, chunk_rows
+from armillary.models.loss.vocabulary_shard import Vocabulary
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from threading import Lock
 import numpy as np
 
 from armillary.core import Spans, cut_at
-from armillary.data.batch import IGNORE
-from armillary.data.order import Index, permutation
+from armillary.data.loader.batch import IGNORE
 from armillary.data.packing import Packed, Packing, Piece
+from armillary.data.shuffle import Index, permutation
 from armillary.data.store import TokenStore
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from armillary.data.describe import describe, histogram
+from armillary.data.inspection.statistics import describe, histogram
 from armillary.data.optional import optional
 from armillary.data.store import TokenStore
 

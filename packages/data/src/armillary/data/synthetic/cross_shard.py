@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from armillary.core import SequenceLayout
-from armillary.data.order import Index
+from armillary.data.shuffle import Index
 
 
 class Owners:

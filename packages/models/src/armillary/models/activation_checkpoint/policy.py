@@ -27,11 +27,11 @@ from torch.autograd.function import once_differentiable
 from armillary.attention import Call, Method, Projected, UPipe
 from armillary.core import Draws, Totals, as_now, compat, label
 from armillary.core.ledger import phase
-from armillary.models import tokenwise
+from armillary.models.activation_checkpoint.offload import Kept
+from armillary.models.activation_checkpoint.owned import writable
 from armillary.models.block import Block, Context, Decoder, attend, plainly
-from armillary.models.offload import Kept
-from armillary.models.owned import writable
-from armillary.models.tokenwise import trained
+from armillary.models.layers import chunked
+from armillary.models.layers.chunked import trained
 
 Policy = Literal["none", "layer", "attention_output"]
 POLICIES: tuple[Policy, ...] = ("none", "layer", "attention_output")
@@ -99,7 +99,7 @@ def run_tiled(piece: int | None, block: Block, x: Tensor, context: Context) -> T
     """As `plainly`, but of what follows attention, only x and out are kept."""
     out = attend(block, x, context)
     with label("mlp"):
-        return tokenwise.in_pieces(block.rest, (x, out), block, piece, block.spread)
+        return chunked.in_pieces(block.rest, (x, out), block, piece, block.spread)
 
 
 def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:
@@ -149,7 +149,7 @@ class Work:
         """What q, k and v are made of: x, to be normed for each stage of heads; or all ranks' x, normed."""
         if self.spread == 1:
             return x
-        normed = tokenwise.run(self.block.norm, (x,), Draws(), self.options.piece, spread=self.spread)
+        normed = chunked.run(self.block.norm, (x,), Draws(), self.options.piece, spread=self.spread)
         return normed[:, : self.context.tokens]
 
     def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class Work:
     def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
         """The block's result."""
         with label("mlp"):
-            return tokenwise.run(self.block.rest, (x, out), self.draws, self.options.piece, into, self.spread)
+            return chunked.run(self.block.rest, (x, out), self.draws, self.options.piece, into, self.spread)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the block's result, out, lse). If out need not be kept, the result takes its place, piece by piece."""
@@ -192,7 +192,7 @@ class Work:
         with label("mlp"):
             grads = (dx if wants_dx else None, dout)
             cut = self.options.piece, self.spread
-            tokenwise.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, *cut)
+            chunked.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, *cut)
         if dout is None:
             return
         with label("attention"):
@@ -211,7 +211,7 @@ class Work:
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
         share, cut = torch.empty_like(dx), (self.options.piece, self.spread)
-        tokenwise.differentiate(self.block.norm, (x,), dinside, (share,), totals, Draws(), *cut)
+        chunked.differentiate(self.block.norm, (x,), dinside, (share,), totals, Draws(), *cut)
         dx += share
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
-from armillary.models.decoding import Decoding
+from armillary.models.generation.decoding import Decoding
+from armillary.models.generation.sampling import Sampling
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.sampling import Sampling
 
 
 def generate(

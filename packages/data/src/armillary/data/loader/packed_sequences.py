@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from armillary.core import SequenceLayout
-from armillary.data.batch import Batch
-from armillary.data.batches import Batches
-from armillary.data.epochs import Epochs, Row, Waste, read_shard
-from armillary.data.order import interleaved, turns_until
+from armillary.data.loader.batch import Batch
+from armillary.data.loader.batches import Batches
+from armillary.data.loader.epochs import Epochs, Row, Waste, read_shard
 from armillary.data.packing import Packing, greedy
+from armillary.data.shuffle import interleaved, turns_until
 from armillary.data.store import TokenStore
 
 Documents = tuple[tuple[int, ...], ...]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from armillary.data.optional import optional
-from armillary.data.text_cuts import Tokens, parts
-from armillary.data.tokenizer_json import BEGIN, build, check_name, choose_end, configured, settings_of
+from armillary.data.text.long_texts import Tokens, parts
+from armillary.data.text.tokenizer_json import BEGIN, build, check_name, choose_end, configured, settings_of
 
 TRAINED_END = "<|endoftext|>"
 """Name of the end of document in tokenizers that are trained here."""

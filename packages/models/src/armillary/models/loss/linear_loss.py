@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, filled
-from armillary.models.linear_chunks import Work, loss_and_gradients
-from armillary.models.vocabulary import Vocabulary, scaled
+from armillary.models.loss.linear_chunks import Work, loss_and_gradients
+from armillary.models.loss.vocabulary_shard import Vocabulary, scaled
 
 Backend = Literal["own", "torch"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from armillary.attention import traced
 from armillary.attention.traced_projected import Parts
-from armillary.models.rope import Rotation
+from armillary.models.layers.rope import Rotation
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.models.rope_scaling import RopeScaling, plain_frequencies
+from armillary.models.layers.rope_scaling import RopeScaling, plain_frequencies
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a store holds and what packings cost: figures, a table, a picture."""

@@ -1,0 +1,1 @@
+"""Batches of rows packed from stores: which rows a step has, and what of them this rank reads."""

@@ -1,0 +1,1 @@
+"""What blocks are made of: rotary embeddings, projections to heads, functions of tokens run in chunks."""
