@@ -88,6 +88,15 @@ def test_labels_go_on_where_a_row_cuts_a_document_and_stop_where_it_ends():
     }
 
 
+@pytest.mark.parametrize("stripe", [1, 3])
+def test_labels_of_striped_shards_are_the_tokens_that_follow_in_the_row(stripe):
+    """Not those that follow on the shard; and none at the end of a document, nor of the row's last piece."""
+    layout = SequenceLayout.striped(N, 4, stripe)
+    tokens, labels, _ = joined([rank.batch(0) for rank in every_shard(STORE, layout, rows_per_batch=8)])
+    for row, found in zip(tokens.tolist(), labels.tolist(), strict=True):
+        assert found == told(row, LENGTHS)[0]
+
+
 def test_padding_is_zero_where_a_store_does_not_know_its_end_of_document():
     store = numbered([4])
     store.vocabulary = type(store.vocabulary)()
