@@ -301,6 +301,18 @@ def test_many_pieces_round_a_weights_gradient_once():
     assert relative_error(got.double(), exact) < 1.1 * relative_error(once.double(), exact)
 
 
+@pytest.mark.parametrize("policy", ["layer", "attention_output"])
+def test_blocks_with_dropout_are_computed_again_with_what_was_dropped(policy):
+    def found(options: Checkpointing) -> list[Tensor]:
+        model = build(options, torch.float64, layers=1)
+        model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
+        torch.manual_seed(0)
+        return gradients(model)
+
+    for a, b in zip(found(Checkpointing(policy)), found(Checkpointing()), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
 def test_what_dropout_drops_is_dropped_in_the_recomputation_too():
     x = torch.randn(2, 16, 4, dtype=torch.float64, requires_grad=True)
     out = in_pieces(partial(F.dropout, p=0.5), (x,), nn.Identity(), piece=3)
