@@ -10,7 +10,8 @@ import torch.distributed as dist
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
 from armillary.attention import method as method_module
 from armillary.attention.kernels import choose_kernel
-from armillary.core import Parcel, exchange
+from armillary.core import Parcel
+from armillary.core.collectives import exchange
 from armillary.core.testing import mesh
 
 P, TOKENS = 4, 8

@@ -10,7 +10,7 @@ import torch
 from armillary.attention import AttentionMask
 from armillary.attention.conformance import Composition
 from armillary.core import CommLedger, Trace
-from armillary.core.trace import Event
+from armillary.core.observe.trace import Event
 
 B, N, H, D, P = 2, 64, 4, 8, 4
 FULL = AttentionMask(causal=False)

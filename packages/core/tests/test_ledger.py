@@ -5,7 +5,7 @@ from textwrap import indent
 import pytest
 
 from armillary.core import CommLedger
-from armillary.core.ledger import phase
+from armillary.core.observe.ledger import phase
 from armillary.core.quantity import binary
 
 TABLE = """\

@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from armillary.core import CommLedger, start_scatter_parts
-from armillary.core.dtensor import chunk_sizes
-from armillary.core.mesh import Axis
-from armillary.core.primitives import (
+from armillary.core.collectives.differentiable import (
     gather_seq,
     head_to_seq,
     merge_scatter,
@@ -22,6 +20,8 @@ from armillary.core.primitives import (
     start_merge_scatter,
     start_scatter_sum,
 )
+from armillary.core.mesh import Axis
+from armillary.core.placements import chunk_sizes
 from armillary.core.testing import mesh, relative_error
 
 EXACT = 1e-12

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from armillary.core import compat
 from armillary.core.checkpoint import LoadPlanner, SavePlanner
-from armillary.core.dtensor import chunk_sizes
+from armillary.core.placements import chunk_sizes
 from armillary.core.shards import box_of, local_part
 from armillary.core.testing import mesh
 

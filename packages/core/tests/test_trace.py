@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import Axis, Parcel, Trace, label, span, start_exchange, start_gather_seq
+from armillary.core.observe.trace import record, watched
 from armillary.core.testing import mesh
-from armillary.core.trace import record, watched
 
 
 class LateWork:

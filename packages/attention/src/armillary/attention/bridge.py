@@ -17,9 +17,9 @@ from torch import Tensor
 
 from armillary.attention.call import Call, Saved
 from armillary.core import compat, outside_autocast, wide
-from armillary.core.gather import pivot
-from armillary.core.ledger import phase
-from armillary.core.traced import alone
+from armillary.core.collectives.compiled import alone
+from armillary.core.collectives.gather import pivot
+from armillary.core.observe.ledger import phase
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method

@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.attention.mask import AttentionMask
-from armillary.core import Axis, SequenceLayout, dtensor
+from armillary.core import Axis, SequenceLayout
+from armillary.core.placements import (
+    check_chunks,
+    check_placement,
+    chunk_sizes,
+    describe,
+    dtensor_like,
+    local_of,
+    mesh_dim,
+)
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method
@@ -59,13 +68,13 @@ def attend_dtensors(
         _check_shards(x, method, axes, its)
     if isinstance(sinks, DTensor):
         sinks = _local_sinks(sinks, q)
-    local = (dtensor.local_of(x) for x in (q, k, v))
+    local = (local_of(x) for x in (q, k, v))
     found = cast(Any, method)(
         *local, mask=mask, layout=layout, key_layout=key_layout, sinks=sinks, return_lse=return_lse, **options
     )
     out, lse = found if return_lse else (found, None)
-    out = dtensor.like(q, out, (*q.shape[:3], v.shape[3]))
-    return out if lse is None else (out, dtensor.like(q, lse, q.shape[:3]))
+    out = dtensor_like(q, out, (*q.shape[:3], v.shape[3]))
+    return out if lse is None else (out, dtensor_like(q, lse, q.shape[:3]))
 
 
 def axes_of(method: Method) -> tuple[Axis, ...]:
@@ -80,7 +89,7 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DT
     if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
         kinds = ", ".join("DTensor" if isinstance(x, DTensor) else "local" for x in (q, k, v))
         raise ValueError(f"q, k, v are {kinds}; pass all three as DTensors or all as local tensors")
-    shown = ", ".join(f"{name} {dtensor.show(x)}" for name, x in zip("qkv", (q, k, v), strict=True))
+    shown = ", ".join(f"{name} {describe(x)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
         raise ValueError(f"{shown}: all three must be placed alike on one mesh")
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -90,9 +99,9 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DT
 
 def _check_placements(q: DTensor, axes: Sequence[Axis]) -> None:
     """Tokens sharded over the method's axes and over no others, in the order of its shards."""
-    places = [dtensor.mesh_dim(q, axis) for axis in axes]
+    places = [mesh_dim(q, axis) for axis in axes]
     for place in places:
-        dtensor.check_placement("q", q, place, Shard(1))
+        check_placement("q", q, place, Shard(1))
     wanted = [axis.name for axis in axes]
     if places != sorted(places):
         raise ValueError(f"the mesh of q has axes {q.device_mesh.mesh_dim_names}; {wanted} must come in this order")
@@ -101,7 +110,7 @@ def _check_placements(q: DTensor, axes: Sequence[Axis]) -> None:
             continue
         name = (q.device_mesh.mesh_dim_names or ())[place]
         raise ValueError(
-            f"q is {found!r} on axis {name!r} of {dtensor.show(q)}; the method works on axes {wanted}, and on others "
+            f"q is {found!r} on axis {name!r} of {describe(q)}; the method works on axes {wanted}, and on others "
             f"only Shard(dim=0), Shard(dim=2) and Replicate() will do"
         )
 
@@ -111,7 +120,7 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
     ranks = prod(q.device_mesh.size(i) for i, found in enumerate(q.placements) if found == Shard(2))
     if q.shape[2] % ranks or k.shape[2] % ranks:
         raise ValueError(
-            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {dtensor.show(q)} are sharded over {ranks} ranks, "
+            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {describe(q)} are sharded over {ranks} ranks, "
             f"which must divide both"
         )
 
@@ -123,8 +132,8 @@ def _check_shards(x: DTensor, method: Method, axes: Sequence[Axis], layout: Sequ
     fine = layout if layout.shards == method.shards else layout.refine(method.shards // method.sequence_shards)
     sizes = [x.shape[1]]
     for axis in axes:
-        sizes = [size for whole in sizes for size in dtensor.chunk_sizes(whole, axis.size)]
-    dtensor.check_chunks("the layout's shards", fine.sizes, sizes, " x ".join(axis.name for axis in axes))
+        sizes = [size for whole in sizes for size in chunk_sizes(whole, axis.size)]
+    check_chunks("the layout's shards", fine.sizes, sizes, " x ".join(axis.name for axis in axes))
 
 
 def _local_sinks(sinks: DTensor, q: DTensor) -> Tensor:
@@ -134,8 +143,8 @@ def _local_sinks(sinks: DTensor, q: DTensor) -> Tensor:
         found != wanted and sinks.device_mesh.size(place) > 1
         for place, (found, wanted) in enumerate(zip(sinks.placements, placements, strict=True))
     ):
-        raise ValueError(f"sinks are {dtensor.show(sinks)}; with q {dtensor.show(q)} they must be {placements}")
+        raise ValueError(f"sinks are {describe(sinks)}; with q {describe(q)} they must be {placements}")
     grads = [
         Partial() if found in (Shard(0), Shard(1)) else of for found, of in zip(q.placements, placements, strict=True)
     ]
-    return dtensor.local_of(sinks, grads)
+    return local_of(sinks, grads)

@@ -20,7 +20,7 @@ from armillary.attention.call import Call
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.sources import Projected
 from armillary.core import Draws, Totals, as_now, outside_autocast, wide
-from armillary.core.ledger import phase
+from armillary.core.observe.ledger import phase
 
 if TYPE_CHECKING:
     from armillary.attention.upipe import UPipe

@@ -19,7 +19,7 @@ from armillary.attention.grid import Grid, grid_of
 from armillary.attention.mask import AttentionMask
 from armillary.core import Send, SequenceLayout, wide
 from armillary.core.checked import one_of
-from armillary.core.ledger import KINDS, PHASES
+from armillary.core.observe.ledger import KINDS, PHASES
 
 if TYPE_CHECKING:
     from armillary.attention.call import Call, Saved

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.core.pieces import is_rehearsing
+from armillary.core.chunks import is_rehearsing
 
 
 def as_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -133,7 +133,7 @@ def where(stack: traceback.StackSummary) -> str:
 def waits(stack: traceback.StackSummary) -> bool:
     """Whether a stack ends inside of communication."""
     parts = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
-    ours = ("/armillary/core/exchange.py", "/armillary/core/collective.py")
+    ours = ("/armillary/core/collectives/exchange.py", "/armillary/core/collectives/collective.py")
     return any(line.filename.endswith(parts + ours) for line in stack[-3:])
 
 

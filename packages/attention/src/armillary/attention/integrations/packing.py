@@ -20,7 +20,7 @@ from armillary.attention.integrations.sequence import Documents, check_tokens
 from armillary.attention.mask import AttentionMask
 from armillary.attention.method import Method
 from armillary.core import Axis, SequenceLayout
-from armillary.core.trace import record, watched
+from armillary.core.observe.trace import record, watched
 
 
 class Run(NamedTuple):

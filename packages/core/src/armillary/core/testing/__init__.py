@@ -7,7 +7,7 @@ def test_sum(worlds):
 """
 
 from armillary.core.testing.compare import relative_error
-from armillary.core.testing.dispatched import Dispatched
+from armillary.core.testing.dispatcher import Dispatched
 from armillary.core.testing.rank import mesh
 from armillary.core.testing.world import RankFailed, World, Worlds
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention import Call, Method, Projected, UPipe
 from armillary.core import Draws, Totals, as_now, compat, label
-from armillary.core.ledger import phase
+from armillary.core.observe.ledger import phase
 from armillary.models.activation_checkpoint.offload import Kept
 from armillary.models.activation_checkpoint.owned import writable
 from armillary.models.block import Block, Context, Decoder, attend, plainly
@@ -47,7 +47,7 @@ class Checkpointing:
         ahead: bring it back while the block above is differentiated; otherwise after that, which takes one [B, T, E]
             less and leaves less to hide the copying behind.
         tiled: also under policy "none", run what follows attention in pieces that backward computes again.
-        piece: tokens that norms, projections and MLPs are run on at once; by default as `armillary.core.pieces` has it.
+        piece: tokens that norms, projections and MLPs are run on at once; by default as `armillary.core.chunks` has it.
 
     Raises:
         ValueError: an unknown policy, or offload where nothing is kept to be offloaded.

@@ -15,7 +15,8 @@ TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
 
 Some inputs, and the result, may have `spread` tokens for each one of the first input's, which then are dealt out to as
-many ranks (`armillary.core.dealt`), and are exchanged by the function. The last of the first's may be short of some.
+many ranks (`armillary.core.collectives.interleaved`), and are exchanged by the function. The last of the first's may be
+short of some.
 """
 
 
@@ -27,7 +28,7 @@ def in_pieces(
     Args:
         inputs: [B, T, ...] each, or [B, T * spread, ...].
         module: whose parameters `function` uses.
-        piece: tokens at once; by default as `armillary.core.pieces` has it.
+        piece: tokens at once; by default as `armillary.core.chunks` has it.
     """
     call = function, module, piece, spread, len(inputs)
     return cast(Tensor, cast(Any, Tokenwise).apply(*call, *inputs, *trained(module)))

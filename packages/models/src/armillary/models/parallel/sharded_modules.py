@@ -2,7 +2,7 @@
 
 A parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers want it; read as an attribute, it is this
 rank's part. What else differs from the module that it was is where tokens are exchanged: between blocks they are dealt
-out to the ranks (`armillary.core.dealt`), within attention and MLP every rank has them all.
+out to the ranks (`armillary.core.collectives.interleaved`), within attention and MLP every rank has them all.
 """
 
 from __future__ import annotations

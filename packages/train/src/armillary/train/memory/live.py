@@ -40,9 +40,9 @@ class LiveBytes(TorchDispatchMode):
             model(x).sum().backward()
         live.device.peak, live.device.breakdown()
 
-    A storage counts once, however many views it has. Its category is the label (`armillary.core.label`) under which it
-    was allocated, unless it is pinned to another; unlabelled ones that FSDP2 handles are "parameters" or "gradients",
-    and the rest "other". What is allocated under a label with `host=True` is in the host's account.
+    A storage counts once, however many views it has. Its category is the label (`armillary.core.observe.label`) under
+    which it was allocated, unless it is pinned to another; unlabelled ones that FSDP2 handles are "parameters" or
+    "gradients", and the rest "other". What is allocated under a label with `host=True` is in the host's account.
 
     Tensors from before count only if pinned. What a kernel allocates for itself inside an op is not seen; the ops that
     an op of armillary is made of are.

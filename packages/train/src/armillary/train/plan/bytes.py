@@ -17,7 +17,7 @@ from armillary.attention import AttentionMask, Work, build_attention, build_sche
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
 from armillary.core import CommLedger, wide
-from armillary.core.ledger import phase
+from armillary.core.observe.ledger import phase
 from armillary.train.limits import Count, CountOrNone, amount, check_limits
 from armillary.train.memory import SimulatedFlash, fake_world
 from armillary.train.plan.presets import MOST_RANKS

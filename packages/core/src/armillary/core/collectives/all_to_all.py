@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.core.collective import Collective, pack, start_parts, wide
+from armillary.core.collectives.collective import Collective, pack, start_parts, wide
 from armillary.core.mesh import Axis
 
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Self, cast
 import torch
 import torch.distributed as dist
 
-from armillary.core.clock import Clock, CudaClock, HostClock
-from armillary.core.ledger import CommLedger, current_phase
+from armillary.core.observe.clock import Clock, CudaClock, HostClock
+from armillary.core.observe.ledger import CommLedger, current_phase
 
 COMPUTE = "compute"
 """The lane of what the rank itself does. What is under way has lanes "exchange ring", "exchange ulysses", ..."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from armillary.core import compat
-from armillary.core.trace import span
+from armillary.core.observe.trace import span
 
 
 class Label(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.core.exchange import finish
+from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
-from armillary.core.trace import record, watched
+from armillary.core.observe.trace import record, watched
 
 R = TypeVar("R")
 

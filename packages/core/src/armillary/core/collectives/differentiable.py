@@ -26,11 +26,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.core import dtensor, traced
-from armillary.core.all_to_all import start_head_to_seq, start_seq_to_head
 from armillary.core.checked import check_tensor, integer
-from armillary.core.collective import Collective
-from armillary.core.gather import (
+from armillary.core.collectives import compiled
+from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collectives.collective import Collective
+from armillary.core.collectives.gather import (
     check_partial,
     check_tokens,
     pivot,
@@ -40,8 +40,21 @@ from armillary.core.gather import (
     tokens_on,
 )
 from armillary.core.layout import cut
-from armillary.core.ledger import phase
 from armillary.core.mesh import Axis
+from armillary.core.observe.ledger import phase
+from armillary.core.placements import (
+    MERGED,
+    check_chunks,
+    check_innermost,
+    check_others,
+    check_placement,
+    chunk_sizes,
+    describe,
+    dtensor_like,
+    held_length,
+    local_of,
+    mesh_dim,
+)
 
 # -- differentiable, on local tensors or DTensors ---------------------------------------------------------------------
 
@@ -133,7 +146,7 @@ def gather_seq(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
         return cast(Tensor, _GatherDTensor.apply(x, along, sizes, dim, place))
     sizes = _sizes(along, sizes, tokens_on(x, dim) * along.size)
     if torch.compiler.is_compiling():
-        return traced.gather(x, along, sizes, dim)
+        return compiled.all_gather(x, along, sizes, dim)
     return _linear(x, start_gather_seq, start_scatter_sum, along, tuple(sizes), dim)
 
 
@@ -156,11 +169,11 @@ def scatter_sum(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | No
     along = Axis.of(axis)
     if isinstance(x, DTensor):
         place, sizes = _dtensor_tokens("x", x, along, Partial(), dim, sizes)
-        local = _linear(dtensor.local_of(x), start_scatter_sum, start_gather_seq, along, sizes, dim)
-        return dtensor.like(x, local, x.shape, {place: Shard(dim)})
+        local = _linear(local_of(x), start_scatter_sum, start_gather_seq, along, sizes, dim)
+        return dtensor_like(x, local, x.shape, {place: Shard(dim)})
     sizes = _sizes(along, sizes, tokens_on(x, dim))
     if torch.compiler.is_compiling():
-        return traced.scatter_sum(x, along, sizes, dim)
+        return compiled.reduce_scatter(x, along, sizes, dim)
     return _linear(x, start_scatter_sum, start_gather_seq, along, tuple(sizes), dim)
 
 
@@ -193,11 +206,11 @@ def merge_scatter(
     along = Axis.of(axis)
     if isinstance(out, DTensor) and isinstance(lse, DTensor):
         if out.device_mesh != lse.device_mesh or out.placements != lse.placements:
-            raise ValueError(f"out is {dtensor.show(out)}, lse {dtensor.show(lse)}; both must be placed alike")
-        place, sizes = _dtensor_tokens("out", out, along, dtensor.MERGED, 1, sizes)
-        parts = merge_scatter(dtensor.local_of(out), dtensor.local_of(lse), axis, sizes=sizes)
+            raise ValueError(f"out is {describe(out)}, lse {describe(lse)}; both must be placed alike")
+        place, sizes = _dtensor_tokens("out", out, along, MERGED, 1, sizes)
+        parts = merge_scatter(local_of(out), local_of(lse), axis, sizes=sizes)
         shard: dict[int, Placement] = {place: Shard(1)}
-        return dtensor.like(out, parts[0], out.shape, shard), dtensor.like(lse, parts[1], lse.shape, shard)
+        return dtensor_like(out, parts[0], out.shape, shard), dtensor_like(lse, parts[1], lse.shape, shard)
     if isinstance(out, DTensor) or isinstance(lse, DTensor):
         raise ValueError("one of out and lse is a DTensor and the other is not; pass both as DTensors or both as local")
     sizes = _sizes(along, sizes, out.shape[1])
@@ -266,7 +279,7 @@ class _GatherDTensor(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, place: int) -> DTensor:
         ctx.call, ctx.placements = (axis, sizes, dim, place), x.placements
         local = start_gather_seq(x.to_local(), axis, sizes, dim).wait()
-        return dtensor.like(x, local, x.shape, {place: Replicate()})
+        return dtensor_like(x, local, x.shape, {place: Replicate()})
 
     @staticmethod
     @once_differentiable
@@ -279,7 +292,7 @@ class _GatherDTensor(torch.autograd.Function):
         if wanted[place] == Partial():
             with phase("backward"):
                 local = start_scatter_sum(local, axis, sizes, dim).wait()
-        return dtensor.like(grad, local, grad.shape, dict(enumerate(ctx.placements))), None, None, None, None
+        return dtensor_like(grad, local, grad.shape, dict(enumerate(ctx.placements))), None, None, None, None
 
 
 # -- DTensors ---------------------------------------------------------------------------------------------------------
@@ -290,32 +303,32 @@ def _turn_dtensor(
 ) -> DTensor:
     """Either all-to-all: from `before` on the axis to `after`."""
     _check_dims(x)
-    place = dtensor.mesh_dim(x, axis)
-    dtensor.check_placement("x", x, place, before)
-    dtensor.check_others("x", x, place)
-    dtensor.check_innermost("x", x, place, 1)
-    tokens = dtensor.chunk_sizes(dtensor.held_length(x, 1, place), axis.size)
-    dtensor.check_chunks("sizes", tokens if sizes is None else sizes, tokens, axis.name)
+    place = mesh_dim(x, axis)
+    check_placement("x", x, place, before)
+    check_others("x", x, place)
+    check_innermost("x", x, place, 1)
+    tokens = chunk_sizes(held_length(x, 1, place), axis.size)
+    check_chunks("sizes", tokens if sizes is None else sizes, tokens, axis.name)
     ranges = _dtensor_heads(x, axis, place)
     found = ranges if heads is None else heads
-    dtensor.check_chunks("heads", [len(part) for part in found], [len(part) for part in ranges], axis.name)
+    check_chunks("heads", [len(part) for part in found], [len(part) for part in ranges], axis.name)
     _check_heads(found, axis, ranges[-1].stop)
     starts = start_seq_to_head, start_head_to_seq
-    local = _linear(dtensor.local_of(x), *(starts if before == Shard(1) else starts[::-1]), axis, tokens, ranges)
-    return dtensor.like(x, local, x.shape, {place: after})
+    local = _linear(local_of(x), *(starts if before == Shard(1) else starts[::-1]), axis, tokens, ranges)
+    return dtensor_like(x, local, x.shape, {place: after})
 
 
 def _dtensor_heads(x: DTensor, axis: Axis, place: int) -> tuple[range, ...]:
     """The heads of each rank of the axis, numbered from the first that this rank's column of the mesh holds."""
-    held = dtensor.held_length(x, 2, place)
+    held = held_length(x, 2, place)
     within = prod(x.device_mesh.size(i) for i in range(place + 1, x.device_mesh.ndim) if x.placements[i] == Shard(2))
     if within > 1 and held % (within * axis.size):
         raise ValueError(
-            f"{held} heads of {dtensor.show(x)} cannot be cut evenly over {axis.size} ranks of axis {axis.name!r} and "
+            f"{held} heads of {describe(x)} cannot be cut evenly over {axis.size} ranks of axis {axis.name!r} and "
             f"{within} within; give a number of heads that {axis.size * within} divides, or pass local tensors"
         )
     ends = [0]
-    for size in dtensor.chunk_sizes(held // within, axis.size):
+    for size in chunk_sizes(held // within, axis.size):
         ends.append(ends[-1] + size)
     return tuple(range(a, b) for a, b in pairwise(ends))
 
@@ -325,12 +338,12 @@ def _dtensor_tokens(
 ) -> tuple[int, tuple[int, ...]]:
     """(the dim of the mesh that is the axis, the tokens of each of its ranks), with the placements of `x` checked."""
     tokens_on(x, dim)
-    place = dtensor.mesh_dim(x, axis)
-    dtensor.check_placement(name, x, place, placement)
-    dtensor.check_others(name, x, place)
-    dtensor.check_innermost(name, x, place, dim)
-    expected = dtensor.chunk_sizes(dtensor.held_length(x, dim, place), axis.size)
-    dtensor.check_chunks("sizes", expected if sizes is None else sizes, expected, axis.name)
+    place = mesh_dim(x, axis)
+    check_placement(name, x, place, placement)
+    check_others(name, x, place)
+    check_innermost(name, x, place, dim)
+    expected = chunk_sizes(held_length(x, dim, place), axis.size)
+    check_chunks("sizes", expected if sizes is None else sizes, expected, axis.name)
     return place, expected
 
 

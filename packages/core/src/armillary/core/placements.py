@@ -65,7 +65,7 @@ def check_placement(name: str, x: DTensor, place: int, expected: Placement) -> N
     found = x.placements[place]
     if found != expected and x.device_mesh.size(place) > 1:
         axis = (x.device_mesh.mesh_dim_names or ())[place]
-        raise ValueError(f"{name} is {found!r} on axis {axis!r} of {show(x)}; it must be {expected!r} there")
+        raise ValueError(f"{name} is {found!r} on axis {axis!r} of {describe(x)}; it must be {expected!r} there")
 
 
 def check_others(name: str, x: DTensor, place: int) -> None:
@@ -77,7 +77,9 @@ def check_others(name: str, x: DTensor, place: int) -> None:
     for other, found in enumerate(x.placements):
         if other != place and not (found == Replicate() or type(found) is Shard):
             axis = (x.device_mesh.mesh_dim_names or ())[other]
-            raise ValueError(f"{name} is {found!r} on axis {axis!r} of {show(x)}; it must be Shard or Replicate there")
+            raise ValueError(
+                f"{name} is {found!r} on axis {axis!r} of {describe(x)}; it must be Shard or Replicate there"
+            )
 
 
 def check_innermost(name: str, x: DTensor, place: int, dim: int) -> None:
@@ -90,8 +92,8 @@ def check_innermost(name: str, x: DTensor, place: int, dim: int) -> None:
     for inner in range(place + 1, x.device_mesh.ndim):
         if x.placements[inner] == Shard(dim) and x.device_mesh.size(inner) > 1:
             raise ValueError(
-                f"dim {dim} of {name} is sharded over axis {names[inner]!r} inside axis {names[place]!r} of {show(x)}; "
-                f"only the innermost axis of a dim can be gathered or cut"
+                f"dim {dim} of {name} is sharded over axis {names[inner]!r} inside axis {names[place]!r} of "
+                f"{describe(x)}; only the innermost axis of a dim can be gathered or cut"
             )
 
 
@@ -115,7 +117,9 @@ def local_of(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> 
     return x.to_local(grad_placements=grad_placements)
 
 
-def like(x: DTensor, local: Tensor, shape: Sequence[int], changed: dict[int, Placement] | None = None) -> DTensor:
+def dtensor_like(
+    x: DTensor, local: Tensor, shape: Sequence[int], changed: dict[int, Placement] | None = None
+) -> DTensor:
     """The DTensor of global `shape` whose part on this rank is `local`, on the mesh of `x` and placed as `x` is.
 
     Args:
@@ -126,7 +130,7 @@ def like(x: DTensor, local: Tensor, shape: Sequence[int], changed: dict[int, Pla
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def show(x: DTensor) -> str:
+def describe(x: DTensor) -> str:
     """`DTensor [2, 8, 4, 16] over (ring Shard(dim=1), tp Shard(dim=2))`, for messages."""
     names = x.device_mesh.mesh_dim_names or [f"#{i}" for i in range(x.device_mesh.ndim)]
     placed = ", ".join(f"{name} {found!r}" for name, found in zip(names, x.placements, strict=True))

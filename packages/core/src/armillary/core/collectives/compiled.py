@@ -14,43 +14,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.gather import start_gather_seq, start_scatter_sum
-from armillary.core.ledger import phase
+from armillary.core.collectives.gather import start_gather_seq, start_scatter_sum
 from armillary.core.mesh import Axis
+from armillary.core.observe.ledger import phase
 
 
-def gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
+def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
     """`start_gather_seq(...).wait()`, differentiable and traceable."""
     if axis.size == 1:
         return x
-    return _gather(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
+    return _all_gather(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
 
 
-def scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
     """`start_scatter_sum(...).wait()`, differentiable and traceable."""
     if axis.size == 1:
         return x
-    return _scatter_sum(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
+    return _reduce_scatter(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
 
 
-@torch.library.custom_op("armillary::gather_seq", mutates_args=())
-def _gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+@torch.library.custom_op("armillary::all_gather", mutates_args=())
+def _all_gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
         return alone(start_gather_seq(x, axis_of(name, group, x), sizes, dim).wait())
 
 
-@torch.library.custom_op("armillary::scatter_sum", mutates_args=())
-def _scatter_sum(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+@torch.library.custom_op("armillary::reduce_scatter", mutates_args=())
+def _reduce_scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
         return alone(start_scatter_sum(x, axis_of(name, group, x), sizes, dim).wait())
 
 
-@_gather.register_fake
+@_all_gather.register_fake
 def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
 
 
-@_scatter_sum.register_fake
+@_reduce_scatter.register_fake
 def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     return x.new_empty((*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]))
 
@@ -76,13 +76,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.call = inputs[1:-1]
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _scatter_sum(grad, *ctx.call, True), *[None] * 6
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _reduce_scatter(grad, *ctx.call, True), *[None] * 6
 
 
-def _scatter_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gather(grad, *ctx.call, True), *[None] * 6
+def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _all_gather(grad, *ctx.call, True), *[None] * 6
 
 
-_gather.register_autograd(_gather_backward, setup_context=_setup)
-_scatter_sum.register_autograd(_scatter_sum_backward, setup_context=_setup)
+_all_gather.register_autograd(_all_gather_backward, setup_context=_setup)
+_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_setup)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core.mesh import Axis
-from armillary.core.trace import record, span, watched
+from armillary.core.observe.trace import record, span, watched
 
 ALIGNED = 16
 """Bytes: kernels on CUDA read rows that begin at multiples of it."""

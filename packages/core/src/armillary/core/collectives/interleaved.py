@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.core.collectives.differentiable import gather_seq, scatter_sum
 from armillary.core.mesh import Axis
-from armillary.core.primitives import gather_seq, scatter_sum
 
 
 def gather_dealt(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from armillary.core.collective import wide
+from armillary.core.collectives.collective import wide
 
 LEAST = 4096
 """Tokens that keep a matrix multiplication busy."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core import compat
-from armillary.core.ledger import CommLedger
+from armillary.core.observe.ledger import CommLedger
 
 
 class Sent(NamedTuple):

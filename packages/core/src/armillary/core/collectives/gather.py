@@ -19,9 +19,9 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.checked import check_tensor, integer
-from armillary.core.collective import Collective, Parts, start_parts, wide
+from armillary.core.collectives.collective import Collective, Parts, start_parts, wide
 from armillary.core.mesh import Axis
-from armillary.core.trace import record, watched
+from armillary.core.observe.trace import record, watched
 
 
 def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:

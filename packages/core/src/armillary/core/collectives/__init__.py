@@ -1,0 +1,1 @@
+"""Collectives on one axis of a mesh: asynchronous ones, and those with gradients that stand on them."""
