@@ -10,7 +10,7 @@ import torch.distributed as dist
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
 from armillary.attention import method as method_module
 from armillary.attention.kernels import choose_kernel
-from armillary.core import Parcel
+from armillary.core import FlatBuffer
 from armillary.core.collectives import exchange
 from armillary.core.testing import mesh
 
@@ -169,8 +169,8 @@ def both_directions() -> list[str]:
     """Sent on the way back first and received last, a message is still not taken for one that goes on."""
     attend, mine = Ring(mesh(ring=2)["ring"]), dist.get_rank()
     other = 1 - mine
-    boxes = {name: Parcel.like([torch.empty(1)]) for name in ("on", "back")}
-    back_going, on_going = (Parcel.of([torch.full((1,), tens + mine)]) for tens in (10.0, 20.0))
+    boxes = {name: FlatBuffer.like([torch.empty(1)]) for name in ("on", "back")}
+    back_going, on_going = (FlatBuffer.of([torch.full((1,), tens + mine)]) for tens in (10.0, 20.0))
     back = exchange.start_exchange(attend.back, {other: back_going}, {other: boxes["back"]})
     on = exchange.start_exchange(attend.axis, {other: on_going}, {other: boxes["on"]})
     on.wait()

@@ -16,7 +16,7 @@ from armillary.core import (
     AXES,
     Axis,
     CommLedger,
-    Parcel,
+    FlatBuffer,
     SequenceLayout,
     build_mesh,
     merge_,
@@ -65,12 +65,12 @@ def test_a_primitive_takes_one_axis(worlds):
     assert "got 2 (ring, ulysses); pick one, as in mesh['ring']" in worlds(4).run(two_axes)[0]
 
 
-def twins() -> tuple[bool, bool, list[int]]:
+def duplicates() -> tuple[bool, bool, list[int]]:
     axis = Axis.of(mesh(ring=4)["ring"])
     again = Axis.of(mesh(ring=4)["ring"])
     pair = axis.part([0, 1] if axis.rank < 2 else [2, 3])
-    groups = (axis.group, axis.twin().group, axis.part(range(4)).group)
-    return axis.twin().group is again.twin().group, len(set(groups)) == 3, pair.ranks()
+    groups = (axis.group, axis.duplicate().group, axis.part(range(4)).group)
+    return axis.duplicate().group is again.duplicate().group, len(set(groups)) == 3, pair.ranks()
 
 
 def test_merge_of_what_one_or_both_have_not_seen():
@@ -91,7 +91,7 @@ def twins_after_other_groups() -> bool:
     for _ in range(2 if axis.rank == 0 else 0):
         dist.new_group([0], use_local_synchronization=True)
     summed = torch.ones(1)
-    dist.all_reduce(summed, group=axis.twin().group)
+    dist.all_reduce(summed, group=axis.duplicate().group)
     return summed.item() == 4
 
 
@@ -99,11 +99,11 @@ def test_a_twin_needs_no_equal_numbers_of_groups_on_all_ranks(worlds):
     assert all(worlds(4).run(twins_after_other_groups, timeout=60))
 
 
-def threads_of_twins() -> tuple[int, int, int]:
-    """Threads of this process: with a mesh, with twins too, and after all groups are gone."""
+def threads_of_duplicates() -> tuple[int, int, int]:
+    """Threads of this process: with a mesh, with duplicates too, and after all groups are gone."""
     built = build_mesh("cpu", ring=2)
     counts = [len(os.listdir("/proc/self/task"))]
-    Axis.of(built["ring"]).twin()
+    Axis.of(built["ring"]).duplicate()
     counts.append(len(os.listdir("/proc/self/task")))
     dist.destroy_process_group()
     del built
@@ -113,26 +113,26 @@ def threads_of_twins() -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_twins_go_with_their_mesh():
+def test_duplicates_go_with_their_mesh():
     with World(2) as world:
-        for before, with_twins, after in world.run(threads_of_twins):
-            assert with_twins > before > after
+        for before, with_duplicates, after in world.run(threads_of_duplicates):
+            assert with_duplicates > before > after
 
 
-def test_a_twin_is_apart_from_its_axis_and_made_once(worlds):
-    assert worlds(4).run(twins) == [(True, True, [0, 1])] * 2 + [(True, True, [2, 3])] * 2
+def test_a_duplicate_is_apart_from_its_axis_and_made_once(worlds):
+    assert worlds(4).run(duplicates) == [(True, True, [0, 1])] * 2 + [(True, True, [2, 3])] * 2
 
 
 def go_round() -> tuple[list[float], int]:
     """Two tensors of unequal sizes go once round the ring."""
     axis = Axis.of(mesh(ring=4)["ring"])
-    held = Parcel.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
+    held = FlatBuffer.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
     seen: list[float] = []
     with CommLedger() as ledger:
         for step in range(4):
             owner = (axis.rank - step - 1) % 4
-            coming = Parcel.like(held.tensors[:1], 3 + owner)
-            coming = Parcel.like([*coming.tensors, held.tensors[1]])
+            coming = FlatBuffer.like(held.tensors[:1], 3 + owner)
+            coming = FlatBuffer.like([*coming.tensors, held.tensors[1]])
             start_exchange(axis, {(axis.rank + 1) % 4: held}, {(axis.rank - 1) % 4: coming}).wait()
             held = coming
             assert torch.equal(held.tensors[0], torch.full((2, 3 + owner), float(owner)))
@@ -147,15 +147,15 @@ def test_exchange_brings_each_shard_round_and_counts_its_bytes(worlds):
     assert {sent for _, sent in results} == {(36 + 4) * 4}
 
 
-def test_a_parcel_is_one_message_without_gaps_and_aligned():
+def test_a_flat_buffer_is_one_message_without_gaps_and_aligned():
     tensors = [torch.randn(3, 5), torch.randn(2, 4, 8, dtype=torch.bfloat16), torch.randn(4, 8, 2).transpose(0, 1)]
     tensors.append(torch.randn(3, dtype=torch.float64))
-    parcel = Parcel.of(tensors)
-    assert parcel.buffer.nbytes == sum(x.nbytes for x in tensors)
-    for view, x in zip(parcel.tensors, tensors, strict=True):
+    flat = FlatBuffer.of(tensors)
+    assert flat.buffer.nbytes == sum(x.nbytes for x in tensors)
+    for view, x in zip(flat.tensors, tensors, strict=True):
         assert torch.equal(view, x) and view.is_contiguous()
-        assert view.untyped_storage().data_ptr() == parcel.buffer.untyped_storage().data_ptr()
-    offsets = [view.data_ptr() - parcel.buffer.data_ptr() for view in parcel.tensors]
+        assert view.untyped_storage().data_ptr() == flat.buffer.untyped_storage().data_ptr()
+    offsets = [view.data_ptr() - flat.buffer.data_ptr() for view in flat.tensors]
     assert offsets[1] % 16 == offsets[2] % 16 == 0
 
 
@@ -166,7 +166,7 @@ def never_comes(done: Path) -> str:
             time.sleep(0.05)
         return ""
     with pytest.raises(TimeoutError) as error:
-        start_exchange(axis, {1: Parcel.of([torch.zeros(2)])}, {1: Parcel.like([torch.zeros(2)])}).wait()
+        start_exchange(axis, {1: FlatBuffer.of([torch.zeros(2)])}, {1: FlatBuffer.like([torch.zeros(2)])}).wait()
     done.touch()
     return str(error.value)
 

@@ -9,18 +9,18 @@ from torch.distributed.tensor import DTensor, Shard
 from armillary.core import (
     Axis,
     CommLedger,
-    Parcel,
-    gather_dealt,
-    gather_seq,
+    FlatBuffer,
+    all_gather,
+    all_gather_interleaved,
     head_to_seq,
     merge_scatter,
-    scatter_sum,
+    reduce_scatter,
+    reduce_scatter_interleaved,
     seq_to_head,
     start_exchange,
     start_scatter_parts,
-    sum_dealt,
-    traced,
 )
+from armillary.core.collectives import compiled
 from armillary.core.testing import Dispatched, mesh
 
 B, T, H, D, P = 2, 6, 8, 4, 4
@@ -50,10 +50,12 @@ def all_to_alls() -> None:
 def gathers() -> None:
     tokens = UNEVEN[axis().rank]
     both_ways(
-        gather_seq(leaf(B, T, D), axis()), gather_seq(leaf(B, tokens, dtype=torch.bfloat16), axis(), sizes=UNEVEN)
+        all_gather(leaf(B, T, D), axis()), all_gather(leaf(B, tokens, dtype=torch.bfloat16), axis(), sizes=UNEVEN)
     )
-    both_ways(scatter_sum(leaf(B, sum(UNEVEN), D), axis(), sizes=UNEVEN), gather_dealt(leaf(B, T, D), axis()))
-    both_ways(sum_dealt(leaf(B, 3 * P + 1, D), axis()))
+    both_ways(
+        reduce_scatter(leaf(B, sum(UNEVEN), D), axis(), sizes=UNEVEN), all_gather_interleaved(leaf(B, T, D), axis())
+    )
+    both_ways(reduce_scatter_interleaved(leaf(B, 3 * P + 1, D), axis()))
     start_scatter_parts(torch.randn(B, P * T), axis(), [T] * P).wait()
 
 
@@ -63,28 +65,31 @@ def merges() -> None:
     )
 
 
-def traced_ops() -> None:
-    both_ways(traced.gather(leaf(B, T, D), axis(), [T] * P, 1), traced.scatter_sum(leaf(B, P * T), axis(), [T] * P, 1))
+def compiled_ops() -> None:
+    both_ways(
+        compiled.all_gather(leaf(B, T, D), axis(), [T] * P, 1),
+        compiled.reduce_scatter(leaf(B, P * T), axis(), [T] * P, 1),
+    )
 
 
 def dtensors() -> None:
     ring = mesh(ring=P)["ring"]
     x = DTensor.from_local(leaf(B, T, H, D), ring, [Shard(1)])
-    for y in (gather_seq(x, ring), head_to_seq(seq_to_head(x, ring), ring)):
+    for y in (all_gather(x, ring), head_to_seq(seq_to_head(x, ring), ring)):
         grad = DTensor.from_local(torch.ones_like(y.to_local()), ring, y.placements)
         torch.autograd.backward([y], [grad], retain_graph=True)
 
 
 def exchanges() -> None:
     here = axis()
-    parcels = [Parcel.of([torch.randn(n + 1, 3), torch.randn(2, dtype=torch.bfloat16)]) for n in range(P)]
+    flats = [FlatBuffer.of([torch.randn(n + 1, 3), torch.randn(2, dtype=torch.bfloat16)]) for n in range(P)]
     to, coming = (here.rank + 1) % P, (here.rank - 1) % P
-    start_exchange(here.twin(), {to: parcels[here.rank]}, {coming: Parcel.like(parcels[coming].tensors)}).wait()
-    send, receive = ({peer: parcels[1]} if here.rank == me else {} for me, peer in ((0, 2), (2, 0)))
+    start_exchange(here.duplicate(), {to: flats[here.rank]}, {coming: FlatBuffer.like(flats[coming].tensors)}).wait()
+    send, receive = ({peer: flats[1]} if here.rank == me else {} for me, peer in ((0, 2), (2, 0)))
     start_exchange(here, send, receive).wait()
 
 
-EVERY = [all_to_alls, gathers, merges, traced_ops, dtensors, exchanges]
+EVERY = [all_to_alls, gathers, merges, compiled_ops, dtensors, exchanges]
 
 
 def each_counted() -> list[tuple[dict, dict]]:
@@ -92,7 +97,7 @@ def each_counted() -> list[tuple[dict, dict]]:
 
 
 def counted(work: Callable[[], None]) -> tuple[dict, dict]:
-    axis().twin()  # made once, which connects it
+    axis().duplicate()  # made once, which connects it
     with Dispatched() as seen, CommLedger() as ledger:
         work()
     return seen.sent, Dispatched.of(ledger)

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from armillary.core import CommLedger, start_scatter_parts
 from armillary.core.collectives.differentiable import (
-    gather_seq,
+    all_gather,
     head_to_seq,
     merge_scatter,
-    scatter_sum,
+    reduce_scatter,
     seq_to_head,
-    start_gather_seq,
+    start_all_gather,
     start_merge_scatter,
-    start_scatter_sum,
+    start_reduce_scatter,
 )
 from armillary.core.mesh import Axis
 from armillary.core.placements import chunk_sizes
@@ -109,14 +109,14 @@ def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float],
     whole, ups = random(0, *shape).requires_grad_(), [random(1 + r, *shape) for r in range(4)]
     x = split(whole.detach(), sizes, rank, dim).requires_grad_()
     with poisoned(), CommLedger() as ledger:
-        y = gather_seq(x, axis, sizes=sizes, dim=dim)
+        y = all_gather(x, axis, sizes=sizes, dim=dim)
         (dx,) = torch.autograd.grad(y, x, ups[rank])
     found = errors((y, dx), (whole, split(sum(ups), sizes, rank, dim)))
 
     parts = [random(10 + r, *shape) for r in range(4)]
     local, up = parts[rank].clone().requires_grad_(), random(20, *shape)
     with poisoned(), CommLedger() as second:
-        z = scatter_sum(local, axis, sizes=sizes, dim=dim)
+        z = reduce_scatter(local, axis, sizes=sizes, dim=dim)
         (dz,) = torch.autograd.grad(z, local, split(up, sizes, rank, dim))
     found += errors((z, dz), (split(sum(parts), sizes, rank, dim), up))
     kinds = [(ledger, "all_gather", "forward"), (ledger, "reduce_scatter", "backward")]
@@ -202,7 +202,7 @@ def sums_in_order() -> bool:
     """1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1."""
     axis = mesh(ring=4)["ring"]
     x = torch.full((1, 4, 2), 1.0 if axis.get_local_rank() == 0 else 2.0**-8, dtype=torch.bfloat16)
-    got = start_scatter_sum(x, Axis.of(axis), (1, 1, 1, 1)).wait()
+    got = start_reduce_scatter(x, Axis.of(axis), (1, 1, 1, 1)).wait()
     return torch.equal(got, torch.full((1, 1, 2), 1 + 3 * 2.0**-8, dtype=torch.bfloat16).view_as(got))
 
 
@@ -232,7 +232,7 @@ def starts_wait_twice() -> bool:
     sizes = SIZES["uneven"]
     out, lse = partials(sizes, 2, torch.float64)[axis.rank]
     x = split(out, sizes, axis.rank)
-    moving = start_gather_seq(x, axis, sizes), start_scatter_sum(out, axis, sizes)
+    moving = start_all_gather(x, axis, sizes), start_reduce_scatter(out, axis, sizes)
     merging = start_merge_scatter(out, lse, axis, sizes)
     first = [*(move.wait() for move in moving), *merging.wait()]
     second = [*(move.wait() for move in moving), *merging.wait()]
@@ -253,8 +253,8 @@ def defaults() -> bool:
     right = torch.equal(heads, whole.tensor_split(4, dim=2)[rank])
     even = seq_to_head(x[:, :, :4], axis)
     right &= torch.equal(head_to_seq(even, axis), x[:, :, :4])
-    right &= torch.equal(gather_seq(x, axis), whole)
-    return right and torch.equal(scatter_sum(whole, axis), 4 * x)
+    right &= torch.equal(all_gather(x, axis), whole)
+    return right and torch.equal(reduce_scatter(whole, axis), 4 * x)
 
 
 def test_defaults(worlds):
@@ -265,7 +265,7 @@ def alone() -> tuple[bool, int]:
     axis = mesh()["ring"]
     out, lse = random(0, B, 5, H, D).requires_grad_(), random(1, B, 5, H).requires_grad_()
     with CommLedger() as ledger:
-        same = [f(out, axis) for f in (seq_to_head, head_to_seq, gather_seq, scatter_sum)]
+        same = [f(out, axis) for f in (seq_to_head, head_to_seq, all_gather, reduce_scatter)]
         same.append(merge_scatter(out, lse, axis)[0])
         grads = [torch.autograd.grad(y, out, torch.ones_like(y))[0] for y in same]
     right = all(torch.equal(y, out) for y in same) and all(torch.equal(g, torch.ones_like(g)) for g in grads)
@@ -285,7 +285,7 @@ def on_a_part_of_the_world() -> list[float]:
     whole = random(group, B, sum(sizes), H, D).requires_grad_()
     x = split(whole.detach(), sizes, rank).requires_grad_()
     y = seq_to_head(x, axis, sizes=sizes)
-    z = gather_seq(x, axis, sizes=sizes)
+    z = all_gather(x, axis, sizes=sizes)
     ups = [random(9 + r, *y.shape) for r in range(2)], [random(11 + r, *z.shape) for r in range(2)]
     (dx,) = torch.autograd.grad((y, z), x, (ups[0][rank], ups[1][rank]))
     expected = torch.cat(ups[0], dim=2) + sum(ups[1])
@@ -300,7 +300,7 @@ def twice() -> tuple[bool, ...]:
     """Second derivatives of the linear ones, by torch's own check; those of the merge are refused."""
     axis = mesh(ring=2)["ring"]
     x, y = random(0, 1, 2, 2, 2).requires_grad_(), random(1, 1, 4, 2, 2)
-    cubes = gather_seq(x, axis).pow(3).sum()
+    cubes = all_gather(x, axis).pow(3).sum()
     (first,) = torch.autograd.grad(cubes, x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     out, lse = merge_scatter(y.requires_grad_(), random(2, 1, 4, 2).requires_grad_(), axis)
@@ -345,8 +345,8 @@ def refused() -> list[str]:
             lambda: seq_to_head(x, axis, heads=[range(3), range(3, 5)]),
             lambda: head_to_seq(x[:, :3], axis),
             lambda: head_to_seq(x, axis, heads=[range(5), range(5, 10)]),
-            lambda: gather_seq(x, axis, dim=4),
-            lambda: scatter_sum(x, axis, sizes=(2, 3)),
+            lambda: all_gather(x, axis, dim=4),
+            lambda: reduce_scatter(x, axis, sizes=(2, 3)),
             lambda: merge_scatter(x, lse[:, :3], axis),
             lambda: merge_scatter(x.bfloat16(), lse.bfloat16(), axis),
         ]
@@ -442,7 +442,7 @@ def gathers_dtensors(length: int) -> list[float]:
     whole_mesh = mesh(ring=2, ulysses=2, tp=2)
     three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
     x = distribute_tensor(random(0, B, length, 8, D), three, PLACED).requires_grad_()
-    y = gather_seq(x, axis)
+    y = all_gather(x, axis)
     placed = (Shard(1), Replicate(), Shard(2))
     assert y.placements == placed
     expected = distribute_tensor(random(0, B, length, 8, D), three, placed)
@@ -462,7 +462,7 @@ def gathers_dtensors(length: int) -> list[float]:
     sizes = chunk_sizes(share.shape[1], 2)
 
     parts = DTensor.from_local(share, three, partial, shape=x.shape, stride=x.stride()).requires_grad_()
-    scattered = scatter_sum(parts, axis)
+    scattered = reduce_scatter(parts, axis)
     (spread,) = torch.autograd.grad(scattered, parts, distribute_tensor(up, three, PLACED))
     assert list(scattered.placements) == PLACED
     assert spread.placements == placed
@@ -512,7 +512,7 @@ def refused_dtensors() -> list[str]:
         [
             lambda: seq_to_head(of([Shard(1), Replicate(), Shard(2)]), ulysses),
             lambda: head_to_seq(of(PLACED), ulysses),
-            lambda: gather_seq(of([Shard(1), Shard(0), Shard(2)]), ulysses),
+            lambda: all_gather(of([Shard(1), Shard(0), Shard(2)]), ulysses),
             lambda: seq_to_head(pending, ulysses),
             lambda: seq_to_head(of(PLACED), ring),
             lambda: seq_to_head(of(PLACED), whole_mesh["shard"]),

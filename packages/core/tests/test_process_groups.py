@@ -67,10 +67,10 @@ def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
     monkeypatch.setattr(compat, "new_group", lambda ranks, name, timeout: Group(ranks))
     monkeypatch.setattr(dist, "barrier", None)
     axis = Axis("ring", 1, 3, Group([4, 5, 6]), None, "meta")  # type: ignore[arg-type] - nothing is sent
-    twin, part = axis.twin(), axis.part([0, 1])
-    assert twin.group.ranks == [4, 5, 6] and part.group.ranks == [4, 5] and twin.device == part.device == "meta"
-    assert reduced == [("meta", axis.group), ("meta", twin.group), ("meta", part.group)]
-    assert axis.twin().group is twin.group and len(reduced) == 3
+    copy, part = axis.duplicate(), axis.part([0, 1])
+    assert copy.group.ranks == [4, 5, 6] and part.group.ranks == [4, 5] and copy.device == part.device == "meta"
+    assert reduced == [("meta", axis.group), ("meta", copy.group), ("meta", part.group)]
+    assert axis.duplicate().group is copy.group and len(reduced) == 3
 
 
 class Group:
@@ -80,19 +80,19 @@ class Group:
         self.ranks, self.group_name = ranks, "some"
 
 
-def bound_twins() -> tuple[bool, float]:
-    """Twins of two axes of two ranks each, made under a bound device: whether it is bound again, and a sum."""
+def bound_duplicates() -> tuple[bool, float]:
+    """Duplicates of two axes of two ranks each, made under a bound device: whether it is bound again, and a sum."""
     world, axis = dist.group.WORLD, Axis.of(mesh(ring=2, ulysses=2)["ulysses"])
     world.bound_device_id = torch.device("cuda", 7)
     try:
-        twin = axis.twin()
-        apart = twin.group.bound_device_id is None and world.bound_device_id == torch.device("cuda", 7)
+        copy = axis.duplicate()
+        apart = copy.group.bound_device_id is None and world.bound_device_id == torch.device("cuda", 7)
     finally:
         world.bound_device_id = None
     total = torch.tensor(1.0 + dist.get_rank())
-    dist.all_reduce(total, group=twin.group)
+    dist.all_reduce(total, group=copy.group)
     return apart, total.item()
 
 
 def test_groups_of_some_ranks_are_not_split_off_the_bound_one(worlds):
-    assert worlds(4).run(bound_twins) == [(True, 3.0)] * 2 + [(True, 7.0)] * 2
+    assert worlds(4).run(bound_duplicates) == [(True, 3.0)] * 2 + [(True, 7.0)] * 2

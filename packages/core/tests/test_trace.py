@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import Axis, Parcel, Trace, label, span, start_exchange, start_gather_seq
+from armillary.core import Axis, FlatBuffer, Trace, label, span, start_all_gather, start_exchange
 from armillary.core.observe.trace import record, watched
 from armillary.core.testing import mesh
 
@@ -60,11 +60,11 @@ def test_what_is_under_way_together_lies_in_lanes_of_its_own():
 
 def exchanged() -> list[tuple[str, str]]:
     axis = Axis.of(mesh(ring=2)["ring"])
-    parcel, other = Parcel.of([torch.ones(3)]), Parcel.like([torch.ones(3)])
+    flat, other = FlatBuffer.of([torch.ones(3)]), FlatBuffer.like([torch.ones(3)])
     with Trace() as trace:
-        start_exchange(axis, {1 - axis.rank: parcel}, {1 - axis.rank: other}).wait()
+        start_exchange(axis, {1 - axis.rank: flat}, {1 - axis.rank: other}).wait()
         start_exchange(axis, {}, {}).wait()
-        start_gather_seq(torch.ones(1, 2), axis, (2, 2)).wait()
+        start_all_gather(torch.ones(1, 2), axis, (2, 2)).wait()
         dist.barrier()
     return shown(trace)
 

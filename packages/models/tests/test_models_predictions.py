@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 from test_models_vocabulary import axis_of, rows_of
 
-from armillary.core import own_dealt
+from armillary.core import interleaved_shard
 from armillary.models import linear_predictions
 
 
@@ -47,7 +47,9 @@ def over_ranks(tokens, vocabulary, ties):
     if ties:  # all tokens are as likely: the first of them counts, on whatever rank it is
         weight, expected = torch.ones_like(weight), torch.zeros_like(labels).where(labels != -100, -100)
     axis = axis_of()
-    found = linear_predictions(own_dealt(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary)
+    found = linear_predictions(
+        interleaved_shard(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary
+    )
     return torch.equal(found, expected)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 
-from armillary.core import CommLedger, own_dealt, sum_dealt
+from armillary.core import CommLedger, interleaved_shard, reduce_scatter_interleaved
 from armillary.core.testing import mesh, relative_error
 from armillary.models import linear_token_loss, token_loss
 from armillary.models.loss.linear_loss import chunk_rows
@@ -89,7 +89,7 @@ def by_parts(cases):
 def by_part(case):
     hidden, weight, bias, labels = case.inputs()
     axis = axis_of()
-    leaves = leaves_of(case, own_dealt(hidden, axis).clone(), rows_of(weight), rows_of(bias))
+    leaves = leaves_of(case, interleaved_shard(hidden, axis).clone(), rows_of(weight), rows_of(bias))
     with CommLedger() as ledger:
         total, count = linear_token_loss(
             leaves[0],
@@ -185,7 +185,7 @@ def test_bytes_are_those_documented(worlds, ranks):
 def largest_allocation(case):
     """The most elements of any operation's result."""
     hidden, weight, bias, labels = case.inputs()
-    leaves = leaves_of(case, own_dealt(hidden, axis_of()).clone(), rows_of(weight), rows_of(bias))
+    leaves = leaves_of(case, interleaved_shard(hidden, axis_of()).clone(), rows_of(weight), rows_of(bias))
     with Allocations() as made:
         total, _ = linear_token_loss(
             leaves[0], leaves[1], labels, bias=leaves[2], chunk=case.chunk, axis=axis_of(), vocabulary=case.V
@@ -209,10 +209,10 @@ def masked_rows():
     bias[4:], labels = -torch.inf, labels.where(labels < 4, -100)
     whole = F.linear(hidden, weight, bias).requires_grad_()
     expected = torch.autograd.grad(F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum"), whole)[0]
-    leaves = leaves_of(case, own_dealt(hidden, axis).clone(), rows_of(weight), rows_of(bias))
+    leaves = leaves_of(case, interleaved_shard(hidden, axis).clone(), rows_of(weight), rows_of(bias))
     total, _ = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], axis=axis, vocabulary=8)
     got = torch.autograd.grad(total, leaves)
-    return relative_error(got[0], own_dealt(expected @ weight, axis)), relative_error(
+    return relative_error(got[0], interleaved_shard(expected @ weight, axis)), relative_error(
         got[1], rows_of(torch.einsum("btv,bte->ve", expected, hidden))
     )
 
@@ -231,7 +231,7 @@ def row_parallel(tokens):
     ).requires_grad_()
     total, _ = linear_token_loss(x @ layer, weight, labels)
     part = rows_of(layer.detach()).requires_grad_()
-    hidden = sum_dealt(rows_of(x, 2) @ part, axis)
+    hidden = reduce_scatter_interleaved(rows_of(x, 2) @ part, axis)
     mine, _ = linear_token_loss(hidden, rows_of(weight), labels, axis=axis, vocabulary=9)
     got, expected = torch.autograd.grad(mine, part)[0], torch.autograd.grad(total, layer)[0]
     return relative_error(got, rows_of(expected))
@@ -245,12 +245,14 @@ def autocast():
     case = Case(2, 8, 12, dtype=torch.float32)
     *tensors, labels = case.inputs()
     axis, (hidden, weight, bias) = axis_of(), leaves_of(case, *tensors)
-    parts = leaves_of(case, own_dealt(hidden, axis).detach().clone(), rows_of(weight.detach()), rows_of(bias.detach()))
+    parts = leaves_of(
+        case, interleaved_shard(hidden, axis).detach().clone(), rows_of(weight.detach()), rows_of(bias.detach())
+    )
     with torch.autocast("cpu", torch.bfloat16), CommLedger() as ledger:
         total, _ = linear_token_loss(parts[0], parts[1], labels, bias=parts[2], axis=axis, vocabulary=12)
         alone, _ = linear_token_loss(hidden, weight, labels, bias=bias)
     got, expected = gradients(total, parts), gradients(alone, [hidden, weight, bias])
-    expected = own_dealt(expected[0], axis), rows_of(expected[1]), rows_of(expected[2])
+    expected = interleaved_shard(expected[0], axis), rows_of(expected[1]), rows_of(expected[2])
     assert [x.dtype for x in (total, *got)] == [torch.float32] * 4
     errors = [relative_error(g, e) for g, e in zip((total, *got), (alone, *expected), strict=True)]
     return ledger.bytes(kind="reduce_scatter"), errors

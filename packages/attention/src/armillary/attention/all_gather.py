@@ -16,7 +16,7 @@ from armillary.attention.cell import Cell
 from armillary.attention.merge import Merge, Sum
 from armillary.attention.method import Method
 from armillary.attention.schedule import Schedule, Step, Work, all_gather, reduce_scatter, steps
-from armillary.core import Axis, start_gather_seq, start_scatter_sum
+from armillary.core import Axis, start_all_gather, start_reduce_scatter
 
 
 class AllGatherKV(Method):
@@ -48,13 +48,13 @@ class AllGatherKV(Method):
         dq, dk, dv = (Sum.like(x) for x in (whole.q, whole.k, whole.v))
         self._cell(call).backward(dout, whole, dq, dk, dv)
         del k_all, v_all, whole  # gradients go home in their place
-        moving = [start_scatter_sum(x.value(), self.axis, call.key_layout.sizes) for x in (dk, dv)]
+        moving = [start_reduce_scatter(x.value(), self.axis, call.key_layout.sizes) for x in (dk, dv)]
         dk, dv = (move.wait() for move in moving)
         return dq.result(), dk, dv
 
     def _gather(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """All keys and values, [B, N, K, D] in the order of the shards."""
-        moving = [start_gather_seq(x, self.axis, call.key_layout.sizes) for x in (k, v)]
+        moving = [start_all_gather(x, self.axis, call.key_layout.sizes) for x in (k, v)]
         k, v = (move.wait() for move in moving)
         return k, v
 

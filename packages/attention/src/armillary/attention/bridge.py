@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
-from armillary.core import compat, outside_autocast, wide
+from armillary.core import accumulation_dtype, compat, outside_autocast
 from armillary.core.collectives.compiled import alone
 from armillary.core.collectives.gather import pivot
 from armillary.core.observe.ledger import phase
@@ -119,7 +119,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: int) -> list[
 def forward_like(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     """Empty tensors shaped as those of `forward`."""
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty(q.shape[:3] if needs_lse(plan, sinks) else (0,), dtype=wide(q.dtype))
+    lse = q.new_empty(q.shape[:3] if needs_lse(plan, sinks) else (0,), dtype=accumulation_dtype(q.dtype))
     return [out, lse, *(plan.method.saved_like(q, k, v, plan.call) if plan.method.moves else ())]
 
 

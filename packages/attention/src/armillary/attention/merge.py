@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.core import merge_, wide
+from armillary.core import accumulation_dtype, merge_
 
 Part = tuple[slice, slice, slice]
 """Rows of the batch, tokens and heads that a partial result is about."""
@@ -43,7 +43,7 @@ class Merge:
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The accumulators, in the accumulation dtype, made when they are first needed."""
-        dtype = wide(self.dtype)
+        dtype = accumulation_dtype(self.dtype)
         if self.out is None or self.lse is None:
             self.out = torch.zeros(self.shape, dtype=dtype, device=self.device)
             self.lse = torch.full(self.shape[:3], -torch.inf, dtype=dtype, device=self.device)
@@ -69,7 +69,7 @@ class Sum:
 
     @classmethod
     def like(cls, x: Tensor) -> Sum:
-        return cls(tuple(x.shape), wide(x.dtype), x.device)
+        return cls(tuple(x.shape), accumulation_dtype(x.dtype), x.device)
 
     def add(self, part: Part, gradient: Tensor) -> None:
         if self.total is None and gradient.shape == self.shape:

@@ -19,7 +19,7 @@ from armillary.attention.bridge import Plan, sinks_gradient, sunk
 from armillary.attention.call import Call
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.sources import Projected
-from armillary.core import Draws, Totals, as_now, outside_autocast, wide
+from armillary.core import RNGReplay, Totals, accumulation_dtype, capture_autocast, outside_autocast
 from armillary.core.observe.ledger import phase
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ProjectedPlan(Plan):
 
     projections: Projections
     autocast: Callable[[], AbstractContextManager[Any]]
-    draws: Draws = field(default_factory=Draws)
+    draws: RNGReplay = field(default_factory=RNGReplay)
 
     @property
     def upipe(self) -> UPipe:
@@ -51,7 +51,7 @@ class ProjectedPlan(Plan):
 
 def attend_projected(method: UPipe, call: Call, x: Tensor, projections: Projections, sinks: Tensor | None) -> Tensor:
     """out [B, T, H, Dv], differentiable in x, sinks and the projections' parameters."""
-    autocast = as_now(x.device.type)
+    autocast = capture_autocast(x.device.type)
     plan = ProjectedPlan(method, call, with_lse=False, projections=projections, autocast=autocast)
     return cast(Tensor, cast(Any, ProjectedAttention).apply(plan, x, sinks, *plan.trained()))
 
@@ -125,4 +125,4 @@ def forward_like(
     """Empty tensors shaped as those of `forward`, for q [..., D] and v [..., Dv]."""
     out, lse = upipe.results(x.shape[0], q, v, call)
     local = (*out.shape[:3],) if sinks is not None else (0,)
-    return out, lse, x.new_empty(local, dtype=wide(q.dtype))
+    return out, lse, x.new_empty(local, dtype=accumulation_dtype(q.dtype))

@@ -8,7 +8,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from armillary.core import as_now
+from armillary.core import capture_autocast
 
 
 class Projections(Protocol):
@@ -55,5 +55,5 @@ def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tens
     first = slice(0, 1)
     if isinstance(projections, TokenProjections):
         x, projections = x[:, first], projections.of_tokens(first)
-    with as_now(x.device.type)():
+    with capture_autocast(x.device.type)():
         return projections.q(x, range(1)), *projections.kv(x, range(1))

@@ -15,7 +15,7 @@ from armillary.attention.call import Call
 from armillary.attention.circle import Circle
 from armillary.attention.grid import Grid
 from armillary.attention.rotation import Rotation, tokens_of
-from armillary.core import Exchange, Parcel, Send, start_exchange
+from armillary.core import Exchange, FlatBuffer, Send, start_exchange
 
 Shares = Sequence[Tensor]
 """What one rank has computed for some tokens of one traveller; empty where it has nothing to do with them."""
@@ -45,9 +45,9 @@ class Along:
     def __init__(self, walk: Rotation, call: Call) -> None:
         self.walk, self.needed = walk, walk.needed(call)
         self.own: Shares = ()
-        self.passing: Parcel | None = None
+        self.passing: FlatBuffer | None = None
         self.targets: Shares = ()  # where in `own` to add what is being returned
-        self.returned: Parcel | None = None
+        self.returned: FlatBuffer | None = None
         self.exchange: Exchange | None = None
 
     @staticmethod
@@ -73,22 +73,22 @@ class Along:
         # At the last step both neighbours and the owner may be one rank, but then nothing is passed on.
         send = self._outgoing(step, shares)
         walk, coming = self.walk, self.needed[self.walk.origin(step + 1)][step + 1]
-        self.passing = Parcel.like(self.own, len(coming)) if coming else None
+        self.passing = FlatBuffer.like(self.own, len(coming)) if coming else None
         receive = {walk.ahead(-1): self.passing} if self.passing else {}
         mine = self.needed[walk.place]
         complete = _left_out(mine[step], mine[step + 1])
         self.targets = [tokens_of(x, mine[0], piece) for piece in complete for x in self.own]
         if self.targets:
-            self.returned = receive[walk.ahead(step)] = Parcel.like(self.targets)
+            self.returned = receive[walk.ahead(step)] = FlatBuffer.like(self.targets)
         self.exchange = start_exchange(walk.back, send, receive)
 
     def home(self) -> Shares:
         self._wait()
         return self.own
 
-    def _outgoing(self, step: int, shares: Shares) -> dict[int, Parcel]:
+    def _outgoing(self, step: int, shares: Shares) -> dict[int, FlatBuffer]:
         """The sums for the traveller that was in hand: those that go on after it, and those that are complete."""
-        origin, send = self.walk.origin(step), dict[int, Parcel]()
+        origin, send = self.walk.origin(step), dict[int, FlatBuffer]()
         held, onward = self.needed[origin][step : step + 2]
         sums = shares
         if self.passing:
@@ -96,9 +96,9 @@ class Along:
             _add(sums, shares)
         if onward:
             same = self.passing if onward == held else None
-            send[self.walk.ahead(1)] = same or Parcel.of([tokens_of(x, held, onward) for x in sums])
+            send[self.walk.ahead(1)] = same or FlatBuffer.of([tokens_of(x, held, onward) for x in sums])
         if complete := [tokens_of(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
-            send[self.walk.circle.ranks[origin]] = Parcel.of(complete)
+            send[self.walk.circle.ranks[origin]] = FlatBuffer.of(complete)
         return send
 
     def _wait(self) -> None:
@@ -122,7 +122,7 @@ class Direct:
         self.walk, self.call, self.combine = walk, call, combine
         self.all = walk.needed(call)[walk.place][0]
         self.own: Shares = ()
-        self.arriving: tuple[range, Parcel] | None = None
+        self.arriving: tuple[range, FlatBuffer] | None = None
         self.exchange: Exchange | None = None
 
     @staticmethod
@@ -146,8 +146,8 @@ class Direct:
         self._wait()
         walk, other = self.walk, (self.walk.place + step) % len(self.walk.circle.ranks)
         theirs = walk.seen(self.call, other, walk.place)
-        self.arriving = (theirs, Parcel.like(self.own, len(theirs))) if theirs else None
-        send = {walk.circle.ranks[walk.origin(step)]: Parcel.of(shares)} if shares else {}
+        self.arriving = (theirs, FlatBuffer.like(self.own, len(theirs))) if theirs else None
+        send = {walk.circle.ranks[walk.origin(step)]: FlatBuffer.of(shares)} if shares else {}
         self.exchange = start_exchange(walk.back, send, {walk.ahead(step): self.arriving[1]} if self.arriving else {})
 
     def home(self) -> Shares:
@@ -159,8 +159,8 @@ class Direct:
             self.exchange.wait()
             self.exchange = None
         if self.arriving:
-            tokens, parcel = self.arriving
-            (self.combine or self._add)(tokens, parcel.tensors)
+            tokens, flat = self.arriving
+            (self.combine or self._add)(tokens, flat.tensors)
             self.arriving = None
 
     def _add(self, tokens: range, shares: Shares) -> None:

@@ -46,7 +46,7 @@ class Ring(Method):
     def __init__(self, axis: DeviceMesh, backward: Backward = "auto") -> None:
         self.axis = Axis.of(axis)
         self.backward_moves: Backward = check_backward(backward)
-        self.back = self.axis.twin()
+        self.back = self.axis.duplicate()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 

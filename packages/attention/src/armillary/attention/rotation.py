@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.attention.call import Call
 from armillary.attention.cell import Cell
 from armillary.attention.circle import Circle, Moving
-from armillary.core import Axis, Parcel, start_exchange
+from armillary.core import Axis, FlatBuffer, start_exchange
 
 
 class Hand(NamedTuple):
@@ -86,19 +86,19 @@ class Rotation:
         Args:
             tensors: what sets out from here, tokens on dim 1.
         """
-        needed, parcel = self.needed(call), None
+        needed, flat = self.needed(call), None
         hand = Hand(needed[self.place][0], tuple(tensors))
         for step in range(len(self.circle.ranks)):
             leaving, coming = needed[self.origin(step)][step + 1], needed[self.origin(step + 1)][step + 1]
-            if parcel is None or leaving != hand.tokens:  # at first, or where less goes on than came
-                parcel = Parcel.of(hand.tokens_of(leaving)) if leaving else None
-            buffers = Parcel.like(tensors, len(coming)) if coming else None
-            send = {self.ahead(1): parcel} if parcel else {}
+            if flat is None or leaving != hand.tokens:  # at first, or where less goes on than came
+                flat = FlatBuffer.of(hand.tokens_of(leaving)) if leaving else None
+            buffers = FlatBuffer.like(tensors, len(coming)) if coming else None
+            send = {self.ahead(1): flat} if flat else {}
             receive = {self.ahead(-1): buffers} if buffers else {}
             exchange = start_exchange(self.axis, send, receive)
             yield step, hand
             exchange.wait()
-            parcel, hand = buffers, Hand(coming, buffers.tensors if buffers else ())
+            flat, hand = buffers, Hand(coming, buffers.tensors if buffers else ())
             del exchange, send, receive  # two shards are alive at a time, not three
 
 

@@ -17,7 +17,7 @@ import torch
 
 from armillary.attention.grid import Grid, grid_of
 from armillary.attention.mask import AttentionMask
-from armillary.core import Send, SequenceLayout, wide
+from armillary.core import Send, SequenceLayout, accumulation_dtype
 from armillary.core.checked import one_of
 from armillary.core.observe.ledger import KINDS, PHASES
 
@@ -213,7 +213,7 @@ class Work:
     @property
     def a(self) -> int:
         """Of lse and of gradients that are not finished."""
-        return wide(self.dtype).itemsize
+        return accumulation_dtype(self.dtype).itemsize
 
 
 Groups = Iterable[Sequence[int]]

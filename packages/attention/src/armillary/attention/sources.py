@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.projections import Projections, TokenProjections
-from armillary.core import Draws, Totals, as_now, pieces, wide
+from armillary.core import RNGReplay, Totals, accumulation_dtype, capture_autocast, chunks
 
 Heads = Sequence[int]
 
@@ -68,7 +68,10 @@ class Finished(Source):
         """(dq, dk, dv), the last two in the accumulation dtype: heads that ranks share come home more than once."""
         if not self.grads:
             q, k, v = self.whole
-            self.grads = (torch.empty_like(q), *(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v)))
+            self.grads = (
+                torch.empty_like(q),
+                *(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v)),
+            )
         return self.grads
 
 
@@ -92,10 +95,10 @@ class Projected(Source):
     piece: int | None = None
     dx: Tensor | None = None
     totals: Totals = field(default_factory=Totals)
-    draws: Draws = field(default_factory=Draws)
+    draws: RNGReplay = field(default_factory=RNGReplay)
 
     def __post_init__(self) -> None:
-        self.autocast = as_now(self.device_type)
+        self.autocast = capture_autocast(self.device_type)
 
     @property
     def device_type(self) -> str:
@@ -152,7 +155,7 @@ class Projected(Source):
     def _pieces(self) -> list[tuple[slice, Projections]]:
         if not isinstance(self.projections, TokenProjections):
             return [(slice(None), self.projections)]
-        return [(tokens, self.projections.of_tokens(tokens)) for tokens in pieces(self.x.shape[1], self.piece)]
+        return [(tokens, self.projections.of_tokens(tokens)) for tokens in chunks(self.x.shape[1], self.piece)]
 
 
 Project = Callable[[Projections, Tensor], Sequence[Tensor]]

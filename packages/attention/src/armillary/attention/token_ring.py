@@ -38,7 +38,7 @@ class TokenRing(Method):
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
-        self.back = self.axis.twin()
+        self.back = self.axis.duplicate()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 

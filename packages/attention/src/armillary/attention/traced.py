@@ -21,7 +21,7 @@ from armillary.attention import bridge
 from armillary.attention.call import Saved
 from armillary.attention.kernels import KERNELS, Kernel
 from armillary.attention.mask import AttentionMask
-from armillary.core import SequenceLayout, wide
+from armillary.core import SequenceLayout, accumulation_dtype
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method
@@ -158,7 +158,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ends: Tensor | None
     method: Method = NUMBERED[int(options[0])]
     if method.moves:
         return bridge.forward_like(shapes(q, k, v, sinks, options), q, k, v, sinks)
-    return [q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide(q.dtype))]
+    return [q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))]
 
 
 def shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Sequence[Any]) -> bridge.Plan:

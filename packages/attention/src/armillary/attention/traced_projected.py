@@ -20,7 +20,7 @@ from armillary.attention.bridge import sinks_gradient
 from armillary.attention.projected import ProjectedPlan
 from armillary.attention.projections import Projections
 from armillary.attention.traced import NUMBERED, OPTIONS, Options
-from armillary.core import as_now, compat
+from armillary.core import capture_autocast, compat
 
 if TYPE_CHECKING:
     from armillary.attention.upipe import UPipe
@@ -120,7 +120,7 @@ def plan(x: Tensor, made: Made, options: Options) -> ProjectedPlan:
     one = x.new_empty(1, dtype=made.autocast or x.dtype)
     q, k = (one.expand(*x.shape[:2], heads, made.dims[2]) for heads in made.dims[:2])
     inner = traced.plan(q, k, k, None, made.ends, options)
-    projections, autocast = projector.projections_of(made.tensors), as_now(x.device.type)
+    projections, autocast = projector.projections_of(made.tensors), capture_autocast(x.device.type)
     return ProjectedPlan(inner.method, inner.call, with_lse=False, projections=projections, autocast=autocast)
 
 

@@ -14,7 +14,7 @@ from armillary.attention.call import Call, Saved
 from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
 from armillary.attention.method import Method
 from armillary.attention.schedule import Schedule, Step, Work, steps
-from armillary.core import Axis, SequenceLayout, start_head_to_seq, start_seq_to_head, wide
+from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
 
 
 class Ulysses(HeadMethod):
@@ -68,7 +68,7 @@ class Ulysses(HeadMethod):
         whole = start_seq_to_head(dout, self.axis, tokens, heads.queries).wait()
         dq, dk, dv = self.inner.backward(whole, saved, self._inside(call))
         # Where ranks share a key/value head, they are sums that are not finished yet, and wide.
-        dk, dv = (x.to(wide(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
+        dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
         moving = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, tokens, heads.queries),
             start_head_to_seq(dk, self.axis, keys, heads.keys),
@@ -93,7 +93,13 @@ class Ulysses(HeadMethod):
         k, v = (x.new_empty((x.shape[0], sum(self.sizes(call.key_layout)), keys, x.shape[3])) for x in (k, v))
         if self.inner.moves:
             return self.inner.saved_like(q, k, v, self._inside(call))
-        return Saved(q, k, v, q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide(q.dtype)))
+        return Saved(
+            q,
+            k,
+            v,
+            q.new_empty((*q.shape[:3], v.shape[3])),
+            q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
+        )
 
     def _inside(self, call: Call) -> Call:
         """The call as `inner` sees it: this rank's heads only."""

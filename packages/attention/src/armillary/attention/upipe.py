@@ -32,12 +32,12 @@ from armillary.attention.stages import Keys, Share, Stage, stages
 from armillary.core import (
     Axis,
     PackedHeads,
+    accumulation_dtype,
     outside_autocast,
     start_head_to_parts,
     start_head_to_seq,
     start_packed_to_head,
     start_seq_to_head,
-    wide,
 )
 from armillary.core.checked import flag, integer
 
@@ -56,8 +56,8 @@ class OnHand:
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
         """Takes in the gradients of one stage."""
-        self.dk = dk if self.dk is None else self.dk.to(wide(dk.dtype)).add_(dk)
-        self.dv = dv if self.dv is None else self.dv.to(wide(dv.dtype)).add_(dv)
+        self.dk = dk if self.dk is None else self.dk.to(accumulation_dtype(dk.dtype)).add_(dk)
+        self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
 
     def spent(self) -> OnHand:
         """No heads any more, of the same dims."""
@@ -196,7 +196,7 @@ class UPipe(HeadMethod):
         shape = (batch, tokens[self.axis.rank], len(call.key_heads), v.shape[3])
         fits = into is not None and into.shape == shape and into.dtype == q.dtype
         out = into if into is not None and fits else q.new_empty(shape)
-        return out, q.new_empty((batch, sum(tokens), own), dtype=wide(q.dtype))
+        return out, q.new_empty((batch, sum(tokens), own), dtype=accumulation_dtype(q.dtype))
 
     def own_queries(self, call: Call) -> slice:
         """The query heads that this rank of the axis works on."""
@@ -262,8 +262,8 @@ class UPipe(HeadMethod):
         """dk and dv of this rank's tokens. Where ranks share a head they are sums not finished yet, and travel wide."""
         sizes, home = self.sizes(call.key_layout), list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
-            grad = torch.zeros_like(x, dtype=wide(dtype)) if grad is None else grad
-            grad = grad.to(wide(dtype) if leaving.shared else dtype)
+            grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
+            grad = grad.to(accumulation_dtype(dtype) if leaving.shared else dtype)
             home.append(start_head_to_seq(grad, self.axis, sizes, leaving.ranges).wait())
         dk, dv = home
         return dk, dv

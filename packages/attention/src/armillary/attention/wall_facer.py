@@ -30,13 +30,13 @@ from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, all_
 from armillary.attention.teams import Placement, Teams
 from armillary.core import (
     Axis,
-    Parcel,
+    FlatBuffer,
     Send,
     SequenceLayout,
+    start_all_gather,
     start_exchange,
-    start_gather_seq,
     start_merge_scatter,
-    start_scatter_sum,
+    start_reduce_scatter,
 )
 from armillary.core.checked import flag
 
@@ -80,7 +80,7 @@ class WallFacer(Method):
         self.gather_keys = flag("gather_keys", gather_keys)
         self.backward_moves: Backward = check_backward(backward)
         self.seat = self.teams.seat(self.axis.rank)
-        self.back = self.axis.twin()
+        self.back = self.axis.duplicate()
         self.mates = self.axis.part(self.teams.mates(self.seat[0]))
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
@@ -113,7 +113,7 @@ class WallFacer(Method):
         else:
             dq, dk, dv = rotate_queries.backward(dout, team, self.rotation(moving), self._by_teams(call), direct=False)
         del gathered, q, k, v, out, dout, lse, team  # gradients go home in their place
-        queries = start_scatter_sum(dq, self.mates, self._sizes(call.layout))
+        queries = start_reduce_scatter(dq, self.mates, self._sizes(call.layout))
         dk, dv = self._bring_home((dk, dv), call)
         return queries.wait(), dk, dv
 
@@ -132,7 +132,7 @@ class WallFacer(Method):
 
     def _gather(self, tensors: Sequence[Tensor], layout: SequenceLayout) -> Gathering:
         """Step 1: starts gathering the team's tokens; the result waits for them."""
-        moving = [start_gather_seq(x, self.mates, self._sizes(layout)) for x in tensors]
+        moving = [start_all_gather(x, self.mates, self._sizes(layout)) for x in tensors]
         return lambda: tuple(move.wait() for move in moving)
 
     def _place_keys(self, k: Tensor, v: Tensor, call: Call) -> Tensors:
@@ -154,7 +154,7 @@ class WallFacer(Method):
         mine, kept = self._sizes(call.key_layout), self._sizes(call.key_layout, kept_team)
         if self.gather_keys:
             (team,) = self._swap({teams.rank(kept_team, kept_member): grads}, {teams.keeper(*self.seat): sum(mine)})
-            moving = [start_scatter_sum(x, self.mates, mine) for x in team]
+            moving = [start_reduce_scatter(x, self.mates, mine) for x in team]
             return [move.wait() for move in moving]
         pieces = zip(*(x.split(kept, dim=1) for x in grads), strict=True)
         send = {teams.rank(kept_team, a): piece for a, piece in enumerate(pieces)}
@@ -168,9 +168,9 @@ class WallFacer(Method):
         What this rank would send itself stays where it is.
         """
         me, like = self.axis.rank, next(iter(send.values()))
-        packed = {id(tensors): Parcel.of(tensors) for rank, tensors in send.items() if rank != me}
+        packed = {id(tensors): FlatBuffer.of(tensors) for rank, tensors in send.items() if rank != me}
         going = {rank: packed[id(tensors)] for rank, tensors in send.items() if rank != me}
-        coming = {rank: Parcel.like(like, tokens) for rank, tokens in receive.items() if rank != me}
+        coming = {rank: FlatBuffer.like(like, tokens) for rank, tokens in receive.items() if rank != me}
         start_exchange(self.axis, going, coming).wait()
         return [send[rank] if rank == me else coming[rank].tensors for rank in receive]
 

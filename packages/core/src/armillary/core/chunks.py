@@ -1,4 +1,4 @@
-"""Cutting tokens into pieces, so that what is made of each need not exist for all at once; and adding up gradients."""
+"""Cutting tokens into chunks, so that what is made of each need not exist for all at once; and adding up gradients."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from armillary.core.collectives.collective import wide
+from armillary.core.collectives.collective import accumulation_dtype
 
 LEAST = 4096
 """Tokens that keep a matrix multiplication busy."""
-MOST_PIECES = 64
-"""Beyond these, what a piece needs is little beside what is there anyway, and more of them only cost launches."""
+MOST_CHUNKS = 64
+"""Beyond these, what a chunk needs is little beside what is there anyway, and more of them only cost launches."""
 
 
-def pieces(tokens: int, size: int | None = None) -> list[slice]:
-    """`tokens` in consecutive pieces of `size`, the last one shorter; at least one piece, which may be empty.
+def chunks(tokens: int, size: int | None = None) -> list[slice]:
+    """`tokens` in consecutive chunks of `size`, the last one shorter; at least one chunk, which may be empty.
 
     Args:
-        size: tokens of a piece; unless given, 4096, or more where that would make over 64 pieces.
+        size: tokens of a chunk; unless given, 4096, or more where that would make over 64 chunks.
 
     Raises:
         ValueError: a size below 1.
     """
-    size = max(LEAST, -(-tokens // MOST_PIECES)) if size is None else size
+    size = max(LEAST, -(-tokens // MOST_CHUNKS)) if size is None else size
     if size < 1:
-        raise ValueError(f"pieces of {size} tokens: at least 1 is needed")
+        raise ValueError(f"chunks of {size} tokens: at least 1 is needed")
     cut = [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
-    return cut if not is_rehearsing() or len(cut) < 4 else [*cut[:2], cut[-1]]
+    return cut if not is_simulating() or len(cut) < 4 else [*cut[:2], cut[-1]]
 
 
-_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+_simulating: ContextVar[bool] = ContextVar("simulating", default=False)
 
 
-def is_rehearsing() -> bool:
-    """Whether this thread is inside `rehearsing`."""
-    return _rehearsing.get()
+def is_simulating() -> bool:
+    """Whether this thread is inside `simulating`."""
+    return _simulating.get()
 
 
 @contextmanager
-def rehearsing() -> Generator[None]:
-    """Meanwhile, on this thread, of many pieces there are the first two and the last: the others are like the second.
+def simulating() -> Generator[None]:
+    """Meanwhile, on this thread, of many chunks there are the first two and the last: the others are like the second.
 
     For simulations on tensors that hold no numbers. What is allocated when stays as it is, in far fewer steps.
     """
-    token = _rehearsing.set(True)
+    token = _simulating.set(True)
     try:
         yield
     finally:
-        _rehearsing.reset(token)
+        _simulating.reset(token)
 
 
 class Totals:
-    """Gradients of parameters, summed over pieces in the accumulation dtype, so that each is rounded once.
+    """Gradients of parameters, summed over chunks in the accumulation dtype, so that each is rounded once.
 
     Args:
         parameters: those that want a gradient.
@@ -74,7 +74,7 @@ class Totals:
                 self._sums[i] = share if total is None else total
                 continue
             if i not in self._owned:  # the first share may be a view of somebody's tensor
-                total = total.to(wide(share.dtype), copy=True)
+                total = total.to(accumulation_dtype(share.dtype), copy=True)
                 self._owned.add(i)
             self._sums[i] = total.add_(share)
 

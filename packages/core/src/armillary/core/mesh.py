@@ -168,7 +168,7 @@ class Axis:
         """An axis of one rank, without a process group: nothing is ever sent on it."""
         return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
 
-    def twin(self) -> Axis:
+    def duplicate(self) -> Axis:
         """The same axis with a communicator of its own, so that what goes on it waits for nothing on this one.
 
         The first call creates a group, so every rank of the axis must make it, in the same order. Later calls return
@@ -215,7 +215,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[Asked, dist.ProcessGroup]] = We
 
 
 def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """A group of some ranks of the axis; of all (None) for its twin, which stays apart from the part with all."""
+    """A group of some ranks of the axis; of all (None) for its duplicate, which stays apart from the part with all."""
     known = _made.setdefault(axis.group, {})
     if (ranks, axis.timeout) not in known:
         known[ranks, axis.timeout] = _new_group(axis, ranks)
@@ -225,7 +225,7 @@ def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
 def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     everyone = axis.ranks()
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
-    which = "twin" if ranks is None else f"part {' '.join(map(str, ranks))}"
+    which = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
     made = compat.new_group(chosen, f"{axis.group.group_name} {which} {axis.timeout}", axis.timeout)
     for used in (axis.group, made) if ranks is None else (made,):
         _connect(used, axis.device)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.core.chunks import is_rehearsing
+from armillary.core.chunks import is_simulating
 
 
-def as_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+def capture_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
     """A context in which autocast is what it is now; for backward passes, which compute again and run outside it.
 
     But for its cache: a weight that is cast without a gradient, and kept for the next who asks, loses its gradient
@@ -33,26 +33,26 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
-class Draws:
+class RNGReplay:
     """The random numbers that parts of a computation draw (dropout), to be drawn again when they are computed again.
 
-    draws = Draws()
-    with draws.at("norm", x.device): ...            # first
-    with draws.again().at("norm", x.device): ...    # later, any number of times, without trace
+    replay = RNGReplay()
+    with replay.at("norm", x.device): ...            # first
+    with replay.again().at("norm", x.device): ...    # later, any number of times, without trace
     """
 
     def __init__(self, states: dict[Hashable, Tensor] | None = None) -> None:
         self._again = states is not None
         self._states: dict[Hashable, Tensor] = {} if states is None else states
 
-    def again(self) -> Draws:
+    def again(self) -> RNGReplay:
         """The same, for computing again."""
-        return Draws(self._states)
+        return RNGReplay(self._states)
 
     @contextmanager
     def at(self, part: Hashable, device: torch.device) -> Generator[None]:
         """Around one part of the computation. Parts that draw nothing cost no memory."""
-        if is_rehearsing():
+        if is_simulating():
             yield
             return
         now, before = rng_state(device), self._states.get(part)

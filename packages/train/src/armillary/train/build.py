@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Method, build_attention
-from armillary.core import Axis, build_mesh, start_process_group, wide
+from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group
 from armillary.core.mesh import world_size
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import TaskRows
@@ -137,7 +137,7 @@ def shard_model(
         team=parallel.team,
         placement=parallel.placement,
     )
-    model = meta_model(sizes).to(wide(precision))
+    model = meta_model(sizes).to(accumulation_dtype(precision))
     parallelize(
         model,
         mesh,
@@ -151,7 +151,7 @@ def shard_model(
 
 
 def precision(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward; master weights, gradients and the optimizer have `wide` of it."""
+    """The dtype of forward and backward; master weights, gradients and the optimizer its `accumulation_dtype`."""
     chosen = config.train.precision
     if chosen == "auto":
         chosen = "bfloat16" if device.type == "cuda" else "float32"

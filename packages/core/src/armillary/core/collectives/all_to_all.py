@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.core.collectives.collective import Collective, pack, start_parts, wide
+from armillary.core.collectives.collective import Collective, accumulation_dtype, pack, start_parts
 from armillary.core.mesh import Axis
 
 
@@ -101,7 +101,7 @@ def _sum_heads(received: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
     if sum(map(len, heads)) == count:
         return torch.cat(list(received), dim=2)
     first = received[0]
-    whole = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=wide(first.dtype))
+    whole = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
     for part, place in zip(received, heads, strict=True):
         whole[:, :, place.start : place.stop] += part
     return whole.to(first.dtype)

@@ -76,6 +76,6 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
     return flat
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What results of `dtype` are accumulated in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.collectives.gather import start_gather_seq, start_scatter_sum
+from armillary.core.collectives.gather import start_all_gather, start_reduce_scatter
 from armillary.core.mesh import Axis
 from armillary.core.observe.ledger import phase
 
 
 def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
-    """`start_gather_seq(...).wait()`, differentiable and traceable."""
+    """`start_all_gather(...).wait()`, differentiable and traceable."""
     if axis.size == 1:
         return x
     return _all_gather(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
-    """`start_scatter_sum(...).wait()`, differentiable and traceable."""
+    """`start_reduce_scatter(...).wait()`, differentiable and traceable."""
     if axis.size == 1:
         return x
     return _reduce_scatter(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
@@ -36,13 +36,13 @@ def reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Ten
 @torch.library.custom_op("armillary::all_gather", mutates_args=())
 def _all_gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
-        return alone(start_gather_seq(x, axis_of(name, group, x), sizes, dim).wait())
+        return alone(start_all_gather(x, axis_of(name, group, x), sizes, dim).wait())
 
 
 @torch.library.custom_op("armillary::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
-        return alone(start_scatter_sum(x, axis_of(name, group, x), sizes, dim).wait())
+        return alone(start_reduce_scatter(x, axis_of(name, group, x), sizes, dim).wait())
 
 
 @_all_gather.register_fake
@@ -63,7 +63,7 @@ def axis_of(name: str, group: str, x: Tensor) -> Axis:
 
 
 def alone(x: Tensor) -> Tensor:
-    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one parcel are not.
+    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one buffer are not.
 
     And no view, so that its user may write to it.
     """

@@ -2,13 +2,14 @@
 
     seq_to_head    [B, T, H, D] -> [B, N, h, D]      all tokens of some heads; adjoint: head_to_seq
     head_to_seq    [B, N, h, D] -> [B, T, H, D]      all heads of some tokens; adjoint: seq_to_head
-    gather_seq     [B, T, ...]  -> [B, N, ...]       all tokens; adjoint: scatter_sum
-    scatter_sum    [B, N, ...]  -> [B, T, ...]       own tokens of the sum; adjoint: gather_seq
+    all_gather     [B, T, ...]  -> [B, N, ...]       all tokens; adjoint: reduce_scatter
+    reduce_scatter [B, N, ...]  -> [B, T, ...]       own tokens of the sum; adjoint: all_gather
     merge_scatter  [B, N, H, D] -> [B, T, H, D]      own tokens of partial attention, merged by log-sum-exp
 
 N are the tokens of the whole axis, T those of this rank. The functions take local tensors and a mesh axis, or DTensors
-over a mesh with that axis, and wait. `start_gather_seq`, `start_scatter_sum` and `start_merge_scatter` return at once,
-for local tensors and without a gradient, as `start_seq_to_head` and `start_head_to_seq` do: what methods are built of.
+over a mesh with that axis, and wait. `start_all_gather`, `start_reduce_scatter` and `start_merge_scatter` return at
+once, for local tensors and without a gradient, as `start_seq_to_head` and `start_head_to_seq` do: what methods are
+built of.
 
 All ranks of an axis must call the same primitives in the same order, and their backward passes too.
 """
@@ -34,9 +35,9 @@ from armillary.core.collectives.gather import (
     check_partial,
     check_tokens,
     pivot,
-    start_gather_seq,
+    start_all_gather,
     start_merge_scatter,
-    start_scatter_sum,
+    start_reduce_scatter,
     tokens_on,
 )
 from armillary.core.layout import cut
@@ -123,10 +124,10 @@ def head_to_seq(
     return _linear(x, start_head_to_seq, start_seq_to_head, along, tuple(sizes), tuple(heads))
 
 
-def gather_seq(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
+def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
     """[B, T, ...], this rank's tokens -> [B, N, ...], those of all ranks, in rank order. Differentiable.
 
-    The gradient of a token is the sum over ranks, as by `scatter_sum`.
+    The gradient of a token is the sum over ranks, as by `reduce_scatter`.
 
     Args:
         x: local; or a DTensor, `Shard(dim)` on the axis, of which the result is `Replicate` there. Its gradient may be
@@ -135,7 +136,8 @@ def gather_seq(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
         sizes: tokens of each rank; as many as this one's unless given.
         dim: of the tokens.
 
-    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather"; backward as `scatter_sum` forward.
+    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather"; backward as `reduce_scatter`
+    forward.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
@@ -147,13 +149,13 @@ def gather_seq(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
     sizes = _sizes(along, sizes, tokens_on(x, dim) * along.size)
     if torch.compiler.is_compiling():
         return compiled.all_gather(x, along, sizes, dim)
-    return _linear(x, start_gather_seq, start_scatter_sum, along, tuple(sizes), dim)
+    return _linear(x, start_all_gather, start_reduce_scatter, along, tuple(sizes), dim)
 
 
-def scatter_sum(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
+def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
     """[B, N, ...] on every rank -> [B, T, ...], this rank's tokens of the sum over ranks. Differentiable.
 
-    The transpose of `gather_seq`. Sums in rank order and in float32 at least.
+    The transpose of `all_gather`. Sums in rank order and in float32 at least.
 
     Args:
         x: local; or a DTensor, `Partial()` on the axis, of which the result is `Shard(dim)` there.
@@ -161,7 +163,7 @@ def scatter_sum(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | No
         sizes: tokens of each rank; N / C unless given.
         dim: of the tokens.
 
-    Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter"; backward as `gather_seq` forward.
+    Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter"; backward as `all_gather` forward.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
@@ -169,12 +171,12 @@ def scatter_sum(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | No
     along = Axis.of(axis)
     if isinstance(x, DTensor):
         place, sizes = _dtensor_tokens("x", x, along, Partial(), dim, sizes)
-        local = _linear(local_of(x), start_scatter_sum, start_gather_seq, along, sizes, dim)
+        local = _linear(local_of(x), start_reduce_scatter, start_all_gather, along, sizes, dim)
         return dtensor_like(x, local, x.shape, {place: Shard(dim)})
     sizes = _sizes(along, sizes, tokens_on(x, dim))
     if torch.compiler.is_compiling():
         return compiled.reduce_scatter(x, along, sizes, dim)
-    return _linear(x, start_scatter_sum, start_gather_seq, along, tuple(sizes), dim)
+    return _linear(x, start_reduce_scatter, start_all_gather, along, tuple(sizes), dim)
 
 
 def merge_scatter(
@@ -265,7 +267,7 @@ class _MergeScatter(torch.autograd.Function):
         (dout, dlse), (out, lse, merged, total), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
         rows = torch.stack([total, dlse - (dout.to(lse.dtype) * merged).sum(-1)], dim=-1)
         with phase("backward"):
-            moving = start_gather_seq(dout, axis, sizes), start_gather_seq(rows, axis, sizes)
+            moving = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
         dout, rows = moving[0].wait(), moving[1].wait()
         weight = (lse - pivot(rows[..., 0])).exp()
         dlse = weight * ((dout.to(lse.dtype) * out).sum(-1) + rows[..., 1])
@@ -273,12 +275,12 @@ class _MergeScatter(torch.autograd.Function):
 
 
 class _GatherDTensor(torch.autograd.Function):
-    """`gather_seq` of a DTensor, whose gradient says itself whether it is still to be summed over the axis."""
+    """`all_gather` of a DTensor, whose gradient says itself whether it is still to be summed over the axis."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, place: int) -> DTensor:
         ctx.call, ctx.placements = (axis, sizes, dim, place), x.placements
-        local = start_gather_seq(x.to_local(), axis, sizes, dim).wait()
+        local = start_all_gather(x.to_local(), axis, sizes, dim).wait()
         return dtensor_like(x, local, x.shape, {place: Replicate()})
 
     @staticmethod
@@ -291,7 +293,7 @@ class _GatherDTensor(torch.autograd.Function):
         local = grad.redistribute(placements=wanted).to_local()
         if wanted[place] == Partial():
             with phase("backward"):
-                local = start_scatter_sum(local, axis, sizes, dim).wait()
+                local = start_reduce_scatter(local, axis, sizes, dim).wait()
         return dtensor_like(grad, local, grad.shape, dict(enumerate(ctx.placements))), None, None, None, None
 
 

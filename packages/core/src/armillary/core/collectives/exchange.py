@@ -18,26 +18,26 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class Parcel:
+class FlatBuffer:
     """Tensors that travel as one message: contiguous views of one flat buffer of bytes, without gaps."""
 
     buffer: Tensor
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Parcel:
-        """A parcel with these values: copies, but for a contiguous tensor on its own."""
+    def of(cls, tensors: Sequence[Tensor]) -> FlatBuffer:
+        """A buffer with these values: copies, but for a contiguous tensor on its own."""
         if len(tensors) == 1:
             alone = tensors[0].detach().contiguous()
             return cls(alone.view(-1).view(torch.uint8), (alone,))
-        parcel = cls.like(tensors)
-        for into, x in zip(parcel.tensors, tensors, strict=True):
+        flat = cls.like(tensors)
+        for into, x in zip(flat.tensors, tensors, strict=True):
             into.copy_(x.detach())
-        return parcel
+        return flat
 
     @classmethod
-    def like(cls, tensors: Sequence[Tensor], tokens: int | None = None) -> Parcel:
-        """An empty parcel for tensors like these, on one device; with `tokens`, so many of them on dim 1."""
+    def like(cls, tensors: Sequence[Tensor], tokens: int | None = None) -> FlatBuffer:
+        """An empty buffer for tensors like these, on one device; with `tokens`, so many of them on dim 1."""
         shapes = [x.shape if tokens is None else (x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         sizes = [prod(shape) * x.element_size() for shape, x in zip(shapes, tensors, strict=True)]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
@@ -50,7 +50,7 @@ class Parcel:
         return cls(buffer, tuple(views[i] for i in range(len(sizes))))
 
 
-Parcels = Mapping[int, Parcel]
+FlatBuffers = Mapping[int, FlatBuffer]
 """By the rank of the axis that they go to, or come from."""
 
 
@@ -59,8 +59,8 @@ class Exchange:
     """Tensors under way. Hold it until `wait` has returned: it keeps the buffers alive."""
 
     axis: Axis
-    sent: Parcels
-    received: Parcels
+    sent: FlatBuffers
+    received: FlatBuffers
     works: tuple[dist.Work, ...]
 
     def wait(self) -> None:
@@ -74,12 +74,12 @@ class Exchange:
         finish(self.works, self.axis, f"to receive from {sources} and send to {targets}")
 
 
-def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
-    """Starts sending and receiving along an axis, one message for each parcel; returns at once.
+def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
+    """Starts sending and receiving along an axis, one message for each buffer; returns at once.
 
     What arrives goes to buffers of its own, so that computation may go on reading what is sent: double buffering. All
     ranks must start their exchanges on an axis in the same order; some may have nothing to send or to receive, once
-    the group has been used by all of its ranks together (`Axis.twin` sees to it for the axis and its twin).
+    the group has been used by all of its ranks together (`Axis.duplicate` sees to it for the axis and its duplicate).
 
     Args:
         send: by receiving rank. Kept alive until `wait`; must not be written to before.
@@ -93,11 +93,11 @@ def start_exchange(axis: Axis, send: Parcels, receive: Parcels) -> Exchange:
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    under_way = record(axis.name, "p2p", sum(parcel.buffer.nbytes for parcel in send.values()), len(send))
+    under_way = record(axis.name, "p2p", sum(flat.buffer.nbytes for flat in send.values()), len(send))
     operations = [
-        dist.P2POp(operation, parcel.buffer, group=axis.group, group_peer=peer)
-        for operation, parcels in ((dist.irecv, receive), (dist.isend, send))
-        for peer, parcel in parcels.items()
+        dist.P2POp(operation, flat.buffer, group=axis.group, group_peer=peer)
+        for operation, flats in ((dist.irecv, receive), (dist.isend, send))
+        for peer, flat in flats.items()
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
     return Exchange(axis, send, receive, watched(works, under_way))

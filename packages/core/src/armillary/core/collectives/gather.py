@@ -1,7 +1,7 @@
 """Gathering and scattering tokens along one axis: asynchronous, on local tensors, without a gradient.
 
-    start_gather_seq     [B, T, ...]  -> [B, N, ...]    all tokens
-    start_scatter_sum    [B, N, ...]  -> [B, T, ...]    own tokens of the sum over ranks
+    start_all_gather     [B, T, ...]  -> [B, N, ...]    all tokens
+    start_reduce_scatter [B, N, ...]  -> [B, T, ...]    own tokens of the sum over ranks
     start_scatter_parts  [B, N, ...]  -> C [B, T, ...]  own tokens of what each rank has
     start_merge_scatter  [B, N, H, D] -> [B, T, H, D]   own tokens of partial attention, merged by log-sum-exp
 
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.checked import check_tensor, integer
-from armillary.core.collectives.collective import Collective, Parts, start_parts, wide
+from armillary.core.collectives.collective import Collective, Parts, accumulation_dtype, start_parts
 from armillary.core.mesh import Axis
 from armillary.core.observe.trace import record, watched
 
 
-def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
+def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
     """[B, T, ...], this rank's tokens -> [B, sum(sizes), ...], those of all ranks, in rank order.
 
     Args:
@@ -51,10 +51,10 @@ def start_gather_seq(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     return Collective(axis, (sent, buffer), watched([work], under_way), assemble)
 
 
-def start_scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
+def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
     """[B, sum(sizes), ...] on every rank -> [B, T, ...], this rank's tokens of the sum over all ranks.
 
-    The transpose of `start_gather_seq`, with its arguments. Each rank adds what the others send it, in rank order and
+    The transpose of `start_all_gather`, with its arguments. Each rank adds what the others send it, in rank order and
     in float32 at least: the same bits on every run, and one rounding to the dtype of `x`.
 
     Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
@@ -65,7 +65,7 @@ def start_scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1)
     def assemble() -> Tensor:
         if axis.size == 1:
             return x
-        total = parts[0].to(wide(x.dtype), copy=True)
+        total = parts[0].to(accumulation_dtype(x.dtype), copy=True)
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
@@ -76,7 +76,7 @@ def start_scatter_sum(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1)
 def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
     """[B, sum(sizes), ...] on every rank -> this rank's tokens [B, T, ...] as each rank has them, in rank order.
 
-    For sums of a caller's own, such as those of exponentials. Arguments and bytes are those of `start_scatter_sum`.
+    For sums of a caller's own, such as those of exponentials. Arguments and bytes are those of `start_reduce_scatter`.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
     sent, _, parts, works = _start_parts(x, axis, sizes, dim)
@@ -140,10 +140,10 @@ def check_tokens(name: str, x: Tensor, dim: int, tokens: int, sizes: Sequence[in
 
 
 def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
-    if out.ndim != 4 or lse.shape != out.shape[:3] or lse.dtype != wide(out.dtype):
+    if out.ndim != 4 or lse.shape != out.shape[:3] or lse.dtype != accumulation_dtype(out.dtype):
         raise ValueError(
             f"out {tuple(out.shape)} in {out.dtype} and lse {tuple(lse.shape)} in {lse.dtype} do not fit together; "
-            f"lse must be {tuple(out.shape[:3])} in {wide(out.dtype)}, and out have 4 dims"
+            f"lse must be {tuple(out.shape[:3])} in {accumulation_dtype(out.dtype)}, and out have 4 dims"
         )
     check_tokens("out", out, 1, sum(sizes), sizes)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import Call, Method, Projected, UPipe
-from armillary.core import Draws, Totals, as_now, compat, label
+from armillary.core import RNGReplay, Totals, capture_autocast, compat, label
 from armillary.core.observe.ledger import phase
 from armillary.models.activation_checkpoint.offload import Kept
 from armillary.models.activation_checkpoint.owned import writable
@@ -129,7 +129,7 @@ class Work:
     context: Context
     upipe: UPipe
     call: Call
-    draws: Draws = field(default_factory=Draws)
+    draws: RNGReplay = field(default_factory=RNGReplay)
 
     @property
     def keeps_attention(self) -> bool:
@@ -149,7 +149,7 @@ class Work:
         """What q, k and v are made of: x, to be normed for each stage of heads; or all ranks' x, normed."""
         if self.spread == 1:
             return x
-        normed = chunked.run(self.block.norm, (x,), Draws(), self.options.piece, spread=self.spread)
+        normed = chunked.run(self.block.norm, (x,), RNGReplay(), self.options.piece, spread=self.spread)
         return normed[:, : self.context.tokens]
 
     def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ class Work:
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
         share, cut = torch.empty_like(dx), (self.options.piece, self.spread)
-        chunked.differentiate(self.block.norm, (x,), dinside, (share,), totals, Draws(), *cut)
+        chunked.differentiate(self.block.norm, (x,), dinside, (share,), totals, RNGReplay(), *cut)
         dx += share
 
 
@@ -220,7 +220,7 @@ class CheckpointedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Work, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.work, ctx.autocast = work, as_now(x.device.type)
+        ctx.work, ctx.autocast = work, capture_autocast(x.device.type)
         with ctx.autocast():
             y, out, lse = work.forward(x)
         kept = (x, out, lse) if work.keeps_attention else (x,)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import Method
-from armillary.core import Axis, merge_, start_gather_seq, wide
+from armillary.core import Axis, accumulation_dtype, merge_, start_all_gather
 
 
 def axes_of(method: Method) -> tuple[Axis, ...]:
@@ -45,7 +45,7 @@ def from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tenso
         row, owners_row = shard // axis.size, owner // axis.size
         if row == owners_row:
             sizes = [int(rank == owner % axis.size) for rank in range(axis.size)]
-            x = start_gather_seq(x, axis, sizes).wait()
+            x = start_all_gather(x, axis, sizes).wait()
         shard, owner = row, owners_row
     return x
 
@@ -75,9 +75,12 @@ def merged(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 def _along(out: Tensor, lse: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """(out, lse) over the keys of this axis' ranks, in the accumulation dtype."""
-    moving = [start_gather_seq(x, axis, [1] * axis.size) for x in (out, lse)]
+    moving = [start_all_gather(x, axis, [1] * axis.size) for x in (out, lse)]
     outs, lses = (move.wait().split(1, dim=1) for move in moving)
-    total, total_lse = outs[0].to(wide(out.dtype), copy=True), lses[0].clone(memory_format=torch.contiguous_format)
+    total, total_lse = (
+        outs[0].to(accumulation_dtype(out.dtype), copy=True),
+        lses[0].clone(memory_format=torch.contiguous_format),
+    )
     for part, part_lse in zip(outs[1:], lses[1:], strict=True):
         merge_(total, total_lse, part, part_lse)
     return total, total_lse

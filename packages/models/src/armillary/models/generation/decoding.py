@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
-from armillary.core import SequenceLayout, gather_dealt
+from armillary.core import SequenceLayout, all_gather_interleaved
 from armillary.models.activation_checkpoint.policy import run_tiled
 from armillary.models.block import Block, Context, plainly
 from armillary.models.generation.cache import Cached, Holdings, check_mask
@@ -126,12 +126,12 @@ class Decoding:
     ) -> Tensor:
         """Logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E].
 
-        With a tensor-parallel `axis`, hidden states are dealt out over it, and the weight is its rows of V.
+        With a tensor-parallel `axis`, hidden states are interleaved over it, and the weight is its rows of V.
         """
         ranks = 1 if axis is None else axis.size()
         mine = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
         if axis is not None and owner == self.method.shard:
-            mine = gather_dealt(mine, axis)[:, index % ranks :][:, :1]
+            mine = all_gather_interleaved(mine, axis)[:, index % ranks :][:, :1]
         last = from_shard(mine, owner, self.method.shard, self.axes)
         return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 

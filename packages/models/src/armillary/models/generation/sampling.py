@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from armillary.core import wide
+from armillary.core import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Of every token to be drawn: [B, V] -> [B, V], in float32 at least. Where temperature is above 0."""
         # Largest first, less the largest: a tiny temperature must not overflow.
-        scores, order = logits.to(wide(logits.dtype)).sort(dim=-1, descending=True, stable=True)
+        scores, order = logits.to(accumulation_dtype(logits.dtype)).sort(dim=-1, descending=True, stable=True)
         scores = (scores - scores[:, :1]) / self.temperature
         if self.top_k is not None:
             scores[:, self.top_k :] = -torch.inf

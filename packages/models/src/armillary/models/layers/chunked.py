@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.core import Draws, Totals, as_now, label, pieces
+from armillary.core import RNGReplay, Totals, capture_autocast, chunks, label
 
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
@@ -37,7 +37,7 @@ def in_pieces(
 def run(
     function: TokenFunction,
     inputs: Sequence[Tensor],
-    draws: Draws,
+    draws: RNGReplay,
     piece: int | None = None,
     into: Tensor | None = None,
     spread: int = 1,
@@ -49,7 +49,7 @@ def run(
         into: where to put the result; may share memory with an input: each piece of that is read before.
     """
     total = inputs[0].shape[1]
-    for tokens in pieces(total, piece):
+    for tokens in chunks(total, piece):
         with draws.at(tokens.start, inputs[0].device):
             y = function(*(part(x, tokens, total, spread) for x in inputs))
         if into is None:
@@ -67,7 +67,7 @@ def differentiate(
     dy: Tensor,
     grads: Sequence[Tensor | None],
     totals: Totals,
-    draws: Draws,
+    draws: RNGReplay,
     piece: int | None = None,
     spread: int = 1,
 ) -> None:
@@ -81,7 +81,7 @@ def differentiate(
         draws: the random numbers of `run`, `again`.
     """
     total = inputs[0].shape[1]
-    for tokens in pieces(total, piece):
+    for tokens in chunks(total, piece):
         parts = [
             part(x, tokens, total, spread).detach().requires_grad_(g is not None)
             for x, g in zip(inputs, grads, strict=True)
@@ -122,7 +122,7 @@ class Tokenwise(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.function, ctx.module, ctx.cut, ctx.count = function, module, (piece, spread), count
-        ctx.autocast, ctx.draws = as_now(tensors[0].device.type), Draws()
+        ctx.autocast, ctx.draws = capture_autocast(tensors[0].device.type), RNGReplay()
         ctx.save_for_backward(*tensors)
         with ctx.autocast():
             return run(function, tensors[:count], ctx.draws, piece, spread=spread)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, filled, gather_dealt, start_gather_seq
+from armillary.core import Axis, all_gather_interleaved, pad_to_multiple, start_all_gather
 from armillary.models.loss.linear_loss import check, chunk_rows
 from armillary.models.loss.vocabulary_shard import Vocabulary
 
@@ -34,11 +34,11 @@ def linear_predictions(
             before any communication.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    check(hidden, weight, filled(labels, ranks, ignore) if labels.ndim == 2 else labels, None, None, ranks)
+    check(hidden, weight, pad_to_multiple(labels, ranks, ignore) if labels.ndim == 2 else labels, None, None, ranks)
     rows = Vocabulary.of(len(weight), axis, vocabulary)
     asked = labels != ignore
     if not rows.alone:
-        hidden = gather_dealt(hidden, rows.axis)[:, : labels.shape[1]]
+        hidden = all_gather_interleaved(hidden, rows.axis)[:, : labels.shape[1]]
     chosen = hidden[asked]
     chunk = chunk_rows(len(chosen), hidden.shape[-1], rows.whole, hidden.element_size(), ranks)
     found = [likeliest(part, weight, rows) for part in chosen.split(chunk)]
@@ -55,5 +55,5 @@ def likeliest(hidden: Tensor, weight: Tensor, rows: Vocabulary) -> Tensor:
     best = logits.max(1)
     # Both in float64, which is exact for tokens too: one message instead of two.
     mine = torch.stack([best.values.double(), (best.indices + rows.first).double()], 1).unsqueeze(0)
-    values, tokens = start_gather_seq(mine, rows.axis, [1] * rows.axis.size, 0).wait().unbind(2)
+    values, tokens = start_all_gather(mine, rows.axis, [1] * rows.axis.size, 0).wait().unbind(2)
     return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()

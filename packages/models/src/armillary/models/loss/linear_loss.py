@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, filled
+from armillary.core import Axis, pad_to_multiple
 from armillary.models.loss.linear_chunks import Work, loss_and_gradients
 from armillary.models.loss.vocabulary_shard import Vocabulary, scaled
 
@@ -45,7 +45,7 @@ def linear_token_loss(
     in forward a chunk's logits and their float32 copy too, chunk V (e + 4). Neither `hidden` nor `weight` is kept.
 
     With an `axis` of R ranks (tensor parallelism) each has its part of the vocabulary, V_r rows, and of the tokens
-    those that `own_dealt` deals to it: i R + r of each batch row. Then a chunk's hidden states are gathered, while the
+    those of its `interleaved_shard`: i R + r of each batch row. Then a chunk's hidden states are gathered, while the
     chunk before is worked on, and their gradients are summed over ranks; of all else what lives is a part.
 
     Args:
@@ -84,7 +84,7 @@ def linear_token_loss(
             nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    count, labels = (labels != ignore).sum(), filled(labels, ranks, ignore) if labels.ndim == 2 else labels
+    count, labels = (labels != ignore).sum(), pad_to_multiple(labels, ranks, ignore) if labels.ndim == 2 else labels
     check(hidden, weight, labels, bias, chunk, ranks)
     rows = Vocabulary.of(len(weight), axis, vocabulary)
     run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, wide
+from armillary.core import Axis, accumulation_dtype
 from armillary.models.loss.vocabulary_shard import Vocabulary, at_least_one, cross_entropy_, scaled
 
 
@@ -68,7 +68,7 @@ def token_loss(
 
 def whole_loss(logits: Tensor, labels: Tensor, ignore: int, z_loss: float) -> Tensor:
     """The sum for logits [T, V] and labels [T]."""
-    logits = logits.to(wide(logits.dtype))
+    logits = logits.to(accumulation_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore, reduction="sum")
     return total + z_loss * logits.logsumexp(1).square().where(labels != ignore, 0).sum() if z_loss else total
 
@@ -80,7 +80,7 @@ class PartLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, ignore: int, z_loss: float, wanted: bool
     ) -> Tensor:
-        gradient = at_least_one(logits.to(wide(logits.dtype), copy=True))
+        gradient = at_least_one(logits.to(accumulation_dtype(logits.dtype), copy=True))
         losses = cross_entropy_(gradient, labels, vocabulary, ignore=ignore, z_loss=z_loss, gradient=wanted)
         ctx.save_for_backward(gradient.narrow(1, 0, logits.shape[1]) if wanted else None)
         ctx.dtype = logits.dtype

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, Collective, start_gather_seq, start_scatter_parts, start_scatter_sum
+from armillary.core import Axis, Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Vocabulary:
         """
         if self.alone:  # converted only when it is needed
             return Collective(self.axis, (x,), (), lambda: x if dtype is None else x.to(dtype))
-        return start_gather_seq(x if dtype is None else x.to(dtype), self.axis, self.shares(tokens), 0)
+        return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.shares(tokens), 0)
 
     def scatter(self, x: Tensor, into: Tensor) -> Callable[[], object]:
         """Starts summing [C, ...] over ranks; calling the result waits, and writes this rank's own to `into` [c, ...].
@@ -90,7 +90,7 @@ class Vocabulary:
         if self.alone:  # written right away, so that `x` can go
             into.copy_(x)
             return lambda: None
-        moving = start_scatter_sum(x, self.axis, self.shares(len(x)), 0)
+        moving = start_reduce_scatter(x, self.axis, self.shares(len(x)), 0)
         return lambda: into.copy_(moving.wait())
 
     def merged(self, lse: Tensor, chosen: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Vocabulary:
         Bytes sent: (R - 1) scalars, kind "all_gather".
         """
         mine = losses.sum()
-        return mine if self.alone else start_gather_seq(mine.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
+        return mine if self.alone else start_all_gather(mine.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
 
     # -- labels and logits --------------------------------------------------------------------------------------------
 

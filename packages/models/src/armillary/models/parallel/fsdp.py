@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from armillary.core import compat, sum_gradients, wide
+from armillary.core import accumulation_dtype, compat, sum_gradients
 from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
@@ -32,7 +32,7 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
     Raises:
         ValueError: the mesh has none of the axes.
     """
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=wide(precision))
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=accumulation_dtype(precision))
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     over = sharding_mesh(mesh)
     for module, keep in units(model):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
-from armillary.core import Axis, compat, gather_dealt, own_dealt, sum_dealt
+from armillary.core import Axis, all_gather_interleaved, compat, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.llama import Head
 
 M = TypeVar("M", bound="Placed")
@@ -95,7 +95,7 @@ class RowLinear(Placed, nn.Linear):
     plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        y, bias = sum_dealt(F.linear(input, self.weight), self.axis), cast(Tensor | None, self.bias)
+        y, bias = reduce_scatter_interleaved(F.linear(input, self.weight), self.axis), cast(Tensor | None, self.bias)
         return y if bias is None else y + bias
 
 
@@ -115,14 +115,14 @@ class GatheringRMSNorm(CopiedRMSNorm):
     """From this rank's tokens to all, normed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_dealt(super().forward(x), self.axis)
+        return all_gather_interleaved(super().forward(x), self.axis)
 
 
 class GatheringLayerNorm(CopiedLayerNorm):
     """From this rank's tokens to all, normed."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return gather_dealt(super().forward(input), self.axis)
+        return all_gather_interleaved(super().forward(input), self.axis)
 
 
 class VocabularyEmbedding(Placed, nn.Embedding):
@@ -136,7 +136,7 @@ class VocabularyEmbedding(Placed, nn.Embedding):
         mine = (inside >= 0) & (inside < len(table))
         # A rank without rows has one to look up, so that its backward pass exchanges what the others' do.
         x = F.embedding(inside.where(mine, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
-        return sum_dealt(x.where(mine.unsqueeze(-1), 0), self.axis)
+        return reduce_scatter_interleaved(x.where(mine.unsqueeze(-1), 0), self.axis)
 
 
 def inside_of(indices: Tensor, count: int) -> Tensor:
@@ -157,7 +157,7 @@ class DealtEmbedding(Placed, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         positions = inside_of(input, self.num_embeddings)
         rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
-        return F.embedding(own_dealt(rows, self.axis), self.weight)
+        return F.embedding(interleaved_shard(rows, self.axis), self.weight)
 
 
 class VocabularyHead(Placed, Head):

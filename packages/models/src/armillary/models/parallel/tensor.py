@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from armillary.core import Axis, gather_dealt
+from armillary.core import Axis, all_gather_interleaved
 from armillary.models.block import HeadFunction
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
@@ -166,7 +166,7 @@ def on_vocabulary(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens:
 
 def whole_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
     """Logits [B, T, V] on every rank, from hidden states [B, n, E] of its tokens and rows [V_r, E] of the head."""
-    return gathered_logits(gather_dealt(hidden, axis)[:, :tokens], weight, axis, vocabulary)
+    return gathered_logits(all_gather_interleaved(hidden, axis)[:, :tokens], weight, axis, vocabulary)
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, UPipe, rotate_keys
-from armillary.core import rehearsing
+from armillary.core import simulating
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.layers.projections import HeadProjections
 from armillary.train.memory.live import LiveBytes
@@ -85,7 +85,7 @@ def before_attention(model: LlamaConfig, axes: Mapping[str, int], build: Build, 
     with fake_world(**axes) as mesh:
         rehearsal = Rehearsal.of(job, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, rehearsing(), LiveBytes() as live, watched(rotate_keys, "forward", note):
+        with fake, simulating(), LiveBytes() as live, watched(rotate_keys, "forward", note):
             rehearsal.start()
             rehearsal.loss().backward()
     return found[model.layers]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Kernel
-from armillary.core import SequenceLayout, label, rehearsing
+from armillary.core import SequenceLayout, label, simulating
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.parallel import parallelize
 from armillary.train.config import OptimizerConfig
@@ -78,7 +78,7 @@ def simulate(job: Job) -> StepMemory:
     with fake_world(**job.axes) as mesh:
         rehearsal = Rehearsal.of(job, mesh)
         # The mesh's own tensors are real ones.
-        with FakeTensorMode(allow_non_fake_inputs=True), rehearsing():
+        with FakeTensorMode(allow_non_fake_inputs=True), simulating():
             return rehearsal.run()
 
 

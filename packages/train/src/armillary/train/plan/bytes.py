@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from armillary.attention import AttentionMask, Work, build_attention, build_schedule
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
-from armillary.core import CommLedger, wide
+from armillary.core import CommLedger, accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.train.limits import Count, CountOrNone, amount, check_limits
 from armillary.train.memory import SimulatedFlash, fake_world
@@ -215,7 +215,7 @@ class AnyFlash(SimulatedFlash):
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = super().call_forward(q, k, v, window, scores, lengths)
-        return out, lse.to(wide(q.dtype))
+        return out, lse.to(accumulation_dtype(q.dtype))
 
 
 def published(work: Work, choice: Choice) -> Sent | None:

@@ -10,7 +10,7 @@ from torch import float32
 from armillary.attention.head_axis import split_heads
 from armillary.attention.method import key_heads_of
 from armillary.attention.stages import stages
-from armillary.core import pieces
+from armillary.core import chunks
 from armillary.models import Checkpointing
 from armillary.train.memory.estimate import methods
 from armillary.train.memory.estimate.choice import AttentionChoice
@@ -86,7 +86,7 @@ class Step:
     @property
     def piece(self) -> int:
         """Tokens that what follows attention is run on at once."""
-        return pieces(self.tokens, self.checkpointing.piece)[0].stop
+        return chunks(self.tokens, self.checkpointing.piece)[0].stop
 
     @property
     def total(self) -> int:

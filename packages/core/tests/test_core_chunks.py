@@ -1,4 +1,4 @@
-"""Pieces of tokens, sums of gradients, and computing again with the same random numbers."""
+"""Chunks of tokens, sums of gradients, and computing again with the same random numbers."""
 
 from itertools import pairwise
 
@@ -7,28 +7,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.core import Draws, Totals, as_now, pieces, rehearsing
+from armillary.core import RNGReplay, Totals, capture_autocast, chunks, simulating
 
 
 @given(st.integers(0, 10_000_000), st.none() | st.integers(1, 100_000))
-def test_pieces_cover_all_tokens_once(tokens, size):
+def test_chunks_cover_all_tokens_once(tokens, size):
     size = size if size is None or size * 1000 > tokens else None
-    cut = pieces(tokens, size)
+    cut = chunks(tokens, size)
     assert cut[0].start == 0 and cut[-1].stop == tokens
     assert all(a.stop == b.start for a, b in pairwise(cut))
     assert size is not None or len(cut) <= 64
 
 
-def test_a_rehearsal_leaves_out_pieces_that_are_like_others():
-    with rehearsing():
-        assert pieces(35, 10) == [slice(0, 10), slice(10, 20), slice(30, 35)]
-        assert pieces(30, 10) == [slice(0, 10), slice(10, 20), slice(20, 30)]
-    assert len(pieces(35, 10)) == 4
+def test_a_simulation_leaves_out_chunks_that_are_like_others():
+    with simulating():
+        assert chunks(35, 10) == [slice(0, 10), slice(10, 20), slice(30, 35)]
+        assert chunks(30, 10) == [slice(0, 10), slice(10, 20), slice(20, 30)]
+    assert len(chunks(35, 10)) == 4
 
 
-def test_pieces_without_tokens_are_refused():
-    with pytest.raises(ValueError, match="pieces of 0 tokens: at least 1"):
-        pieces(10, 0)
+def test_chunks_without_tokens_are_refused():
+    with pytest.raises(ValueError, match="chunks of 0 tokens: at least 1"):
+        chunks(10, 0)
 
 
 def test_totals_round_once_and_leave_shares_alone():
@@ -43,7 +43,7 @@ def test_totals_round_once_and_leave_shares_alone():
 
 
 def test_what_is_computed_again_draws_the_same_numbers_and_leaves_no_trace():
-    draws, device = Draws(), torch.device("cpu")
+    draws, device = RNGReplay(), torch.device("cpu")
     with draws.at("a", device):
         first = torch.rand(4)
     with draws.at("nothing", device):
@@ -59,7 +59,7 @@ def test_what_is_computed_again_draws_the_same_numbers_and_leaves_no_trace():
 
 def test_autocast_later_is_as_it_was():
     with torch.autocast("cpu", torch.bfloat16):
-        then = as_now("cpu")
+        then = capture_autocast("cpu")
     assert not torch.is_autocast_enabled("cpu")
     with then():
         assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16

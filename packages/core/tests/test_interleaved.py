@@ -1,11 +1,18 @@
-"""Tokens dealt out to the ranks of an axis, against the whole."""
+"""Interleaved shards of tokens, against the whole."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, CommLedger, build_mesh, gather_dealt, own_dealt, sum_dealt
+from armillary.core import (
+    Axis,
+    CommLedger,
+    all_gather_interleaved,
+    build_mesh,
+    interleaved_shard,
+    reduce_scatter_interleaved,
+)
 
 SHAPES = [(2, 8, 3), (1, 4), (3, 12, 2, 2), (2, 7, 3), (1, 1, 2)]
 
@@ -19,19 +26,19 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator, dtype=torch.float64)
     weights = torch.randn(axis.size(), *shape, generator=generator, dtype=torch.float64)
-    mine = own_dealt(whole, axis).requires_grad_()
+    mine = interleaved_shard(whole, axis).requires_grad_()
     with CommLedger() as ledger:
-        gathered = gather_dealt(mine, axis)
+        gathered = all_gather_interleaved(mine, axis)
         sent = ledger.bytes()
         gathered[:, : shape[1]].backward(weights[axis.get_local_rank()])
     full = (whole * weights[axis.get_local_rank()]).requires_grad_()
-    summed = sum_dealt(full, axis)
-    summed.backward(own_dealt(weights.sum(0), axis))
+    summed = reduce_scatter_interleaved(full, axis)
+    summed.backward(interleaved_shard(weights.sum(0), axis))
     return {
         "gathered": torch.equal(gathered[:, : shape[1]], whole) and not gathered[:, shape[1] :].any(),
         "bytes": sent == (axis.size() - 1) * mine.nbytes,
-        "gradient of gathering": torch.allclose(mine.grad, own_dealt(weights.sum(0), axis)),
-        "summed": torch.allclose(summed, own_dealt(whole * weights.sum(0), axis)),
+        "gradient of gathering": torch.allclose(mine.grad, interleaved_shard(weights.sum(0), axis)),
+        "summed": torch.allclose(summed, interleaved_shard(whole * weights.sum(0), axis)),
         "gradient of summing": torch.equal(full.grad, weights.sum(0)),
     }
 
@@ -44,7 +51,7 @@ def test_gathering_and_summing(worlds, ranks):
 
 
 def there_and_back(x, axis):
-    return sum_dealt(gather_dealt(x.sin(), axis) * (1 + axis.rank), axis).cos()
+    return reduce_scatter_interleaved(all_gather_interleaved(x.sin(), axis) * (1 + axis.rank), axis).cos()
 
 
 def compile_both() -> dict[str, bool]:
