@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from launches import PATIENCE, Launch, environment
 
-from armillary.core import Cluster, Link
+from armillary.core import Cluster
+from armillary.core.network import Link
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
 from contenders import RACES, race

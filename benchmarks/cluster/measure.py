@@ -20,7 +20,8 @@ from predict import cell_sizes
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method
-from armillary.core import CommLedger, Send, build_mesh
+from armillary.core import CommLedger, build_mesh
+from armillary.core.network import Send
 
 Turn = Callable[[], tuple[Tensor, ...]]
 TOLERANCE = 1e-4

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from armillary.core import Cluster, Send
+from armillary.core import Cluster
+from armillary.core.network import Send
 
 LARGE, SMALL = 500_000, 1_000
 """Bytes of each send: for what bandwidth takes, and for what latency does."""

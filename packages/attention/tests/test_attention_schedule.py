@@ -16,7 +16,8 @@ from armillary.attention.head_axis import split_heads
 from armillary.attention.ring import Backward
 from armillary.attention.schedule import Kind, Step
 from armillary.attention.teams import Teams
-from armillary.core import Send, SequenceLayout
+from armillary.core import SequenceLayout
+from armillary.core.network import Send
 from armillary.core.testing import mesh
 
 B, T, H, D, P = 2, 8, 8, 16, 4  # T tokens on each of P ranks

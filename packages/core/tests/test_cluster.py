@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.core import Cluster, Link, Send
+from armillary.core import Cluster
 from armillary.core.machines import EMULATED, MACHINES
+from armillary.core.network import Link, Send
 
 GB = 10**9
 NODES = replace(

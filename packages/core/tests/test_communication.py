@@ -12,18 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import (
-    AXES,
-    Axis,
-    CommLedger,
-    FlatBuffer,
-    SequenceLayout,
-    build_mesh,
-    merge_,
-    start_exchange,
-    start_head_to_seq,
-    start_seq_to_head,
-)
+from armillary.core import AXES, Axis, CommLedger, FlatBuffer, SequenceLayout, build_mesh, start_exchange
+from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collectives.merge import merge_
 from armillary.core.testing import World, mesh
 
 

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.core import RNGReplay, Totals, capture_autocast, chunks, simulating
+from armillary.core.accumulate import Totals
+from armillary.core.chunks import chunks, simulating
+from armillary.core.recompute import RNGReplay, capture_autocast
 
 
 @given(st.integers(0, 10_000_000), st.none() | st.integers(1, 100_000))

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger, start_scatter_parts
+from armillary.core import CommLedger
+from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.differentiable import (
     all_gather,
     head_to_seq,
     merge_scatter,
     reduce_scatter,
     seq_to_head,
-    start_all_gather,
-    start_merge_scatter,
-    start_reduce_scatter,
 )
+from armillary.core.collectives.merge import start_merge_scatter
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
 from armillary.core.mesh import Axis
 from armillary.core.placements import chunk_sizes
 from armillary.core.testing import mesh, relative_error

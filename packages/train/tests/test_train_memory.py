@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
 from armillary.attention.kernels import CpuFlash, CudaFlash, Inputs
-from armillary.core import current_label, label
+from armillary.core import label
+from armillary.core.observe.label import current_label
 from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig
 from armillary.train.memory import (
     Account,

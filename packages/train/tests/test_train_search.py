@@ -8,7 +8,8 @@ import torch
 
 from armillary.attention import AttentionMask, ring, ulysses
 from armillary.attention.schedule import Kind, Move, Step, Work
-from armillary.core import Cluster, Send, SequenceLayout
+from armillary.core import Cluster, SequenceLayout
+from armillary.core.network import Send
 from armillary.models import Checkpointing
 from armillary.train.command import read_command
 from armillary.train.memory import Job

@@ -16,7 +16,9 @@ from armillary.attention.cell import Cell
 from armillary.attention.merge import Merge, Sum
 from armillary.attention.method import Method
 from armillary.attention.schedule import Schedule, Step, Work, all_gather, reduce_scatter, steps
-from armillary.core import Axis, start_all_gather, start_reduce_scatter
+from armillary.core import Axis
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 
 
 class AllGatherKV(Method):

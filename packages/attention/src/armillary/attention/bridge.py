@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call import Call, Saved
-from armillary.core import accumulation_dtype, compat, outside_autocast
+from armillary.core import compat
+from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.compiled import alone
-from armillary.core.collectives.gather import pivot
+from armillary.core.collectives.merge import pivot
 from armillary.core.observe.ledger import phase
+from armillary.core.recompute import outside_autocast
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from armillary.attention.grid import Grid
-from armillary.core import Send
+from armillary.core.network import Send
 
 Moving = Literal["keys", "queries"]
 

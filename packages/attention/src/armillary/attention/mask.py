@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from armillary.core import Visibility
+from armillary.core.balance import Visibility
 from armillary.core.checked import Window, documents_of, flag, window_of
 
 

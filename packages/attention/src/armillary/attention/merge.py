@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.core import accumulation_dtype, merge_
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.collectives.merge import merge_
 
 Part = tuple[slice, slice, slice]
 """Rows of the batch, tokens and heads that a partial result is about."""

@@ -19,8 +19,9 @@ from armillary.attention.bridge import Plan, sinks_gradient, sunk
 from armillary.attention.call import Call
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.sources import Projected
-from armillary.core import RNGReplay, Totals, accumulation_dtype, capture_autocast, outside_autocast
+from armillary.core.accumulate import Totals, accumulation_dtype
 from armillary.core.observe.ledger import phase
+from armillary.core.recompute import RNGReplay, capture_autocast, outside_autocast
 
 if TYPE_CHECKING:
     from armillary.attention.upipe import UPipe

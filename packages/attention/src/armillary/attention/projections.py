@@ -8,7 +8,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from armillary.core import capture_autocast
+from armillary.core.recompute import capture_autocast
 
 
 class Projections(Protocol):

@@ -15,7 +15,9 @@ from armillary.attention.call import Call
 from armillary.attention.circle import Circle
 from armillary.attention.grid import Grid
 from armillary.attention.rotation import Rotation, tokens_of
-from armillary.core import Exchange, FlatBuffer, Send, start_exchange
+from armillary.core import FlatBuffer, start_exchange
+from armillary.core.collectives.exchange import Exchange
+from armillary.core.network import Send
 
 Shares = Sequence[Tensor]
 """What one rank has computed for some tokens of one traveller; empty where it has nothing to do with them."""

@@ -17,8 +17,10 @@ import torch
 
 from armillary.attention.grid import Grid, grid_of
 from armillary.attention.mask import AttentionMask
-from armillary.core import Send, SequenceLayout, accumulation_dtype
+from armillary.core import SequenceLayout
+from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import one_of
+from armillary.core.network import Send
 from armillary.core.observe.ledger import KINDS, PHASES
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention.projections import Projections, TokenProjections
-from armillary.core import RNGReplay, Totals, accumulation_dtype, capture_autocast, chunks
+from armillary.core.accumulate import Totals, accumulation_dtype
+from armillary.core.chunks import chunks
+from armillary.core.recompute import RNGReplay, capture_autocast
 
 Heads = Sequence[int]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from armillary.attention.mask import AttentionMask, Window
-from armillary.core import Spans, cut_at
+from armillary.core.layout import Spans, cut_at
 
 Placed = tuple[int, range]
 """The local index of the first token of a run, and its positions."""

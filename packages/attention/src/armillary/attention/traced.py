@@ -21,7 +21,8 @@ from armillary.attention import bridge
 from armillary.attention.call import Saved
 from armillary.attention.kernels import KERNELS, Kernel
 from armillary.attention.mask import AttentionMask
-from armillary.core import SequenceLayout, accumulation_dtype
+from armillary.core import SequenceLayout
+from armillary.core.accumulate import accumulation_dtype
 
 if TYPE_CHECKING:
     from armillary.attention.method import Method

@@ -20,7 +20,8 @@ from armillary.attention.bridge import sinks_gradient
 from armillary.attention.projected import ProjectedPlan
 from armillary.attention.projections import Projections
 from armillary.attention.traced import NUMBERED, OPTIONS, Options
-from armillary.core import capture_autocast, compat
+from armillary.core import compat
+from armillary.core.recompute import capture_autocast
 
 if TYPE_CHECKING:
     from armillary.attention.upipe import UPipe

@@ -14,7 +14,9 @@ from armillary.attention.call import Call, Saved
 from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
 from armillary.attention.method import Method
 from armillary.attention.schedule import Schedule, Step, Work, steps
-from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
+from armillary.core import Axis, SequenceLayout
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
 
 
 class Ulysses(HeadMethod):

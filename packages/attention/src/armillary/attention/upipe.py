@@ -29,17 +29,17 @@ from armillary.attention.projections import Projections
 from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, beside, steps
 from armillary.attention.sources import Finished, Heads, Source, place, select
 from armillary.attention.stages import Keys, Share, Stage, stages
-from armillary.core import (
-    Axis,
+from armillary.core import Axis
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.checked import flag, integer
+from armillary.core.collectives.all_to_all import (
     PackedHeads,
-    accumulation_dtype,
-    outside_autocast,
     start_head_to_parts,
     start_head_to_seq,
     start_packed_to_head,
     start_seq_to_head,
 )
-from armillary.core.checked import flag, integer
+from armillary.core.recompute import outside_autocast
 
 Column = Callable[[Heads], Tensor]
 """Gives [B, T, len(heads), D] of this rank's tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from armillary.attention.circle import Circle
 from armillary.attention.grid import Grid
 from armillary.attention.schedule import Move, Step, Steps, Work, move, steps
-from armillary.core import Send
+from armillary.core.network import Send
 
 Returning = Callable[[Circle, Grid, int], Iterable[Send]]
 """The `sends` of a way home: what leaves all ranks of a circle after a step, in tokens."""

@@ -28,17 +28,12 @@ from armillary.attention.ring import Backward, backward_steps, check_backward, f
 from armillary.attention.rotation import Rotation
 from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, all_gather, move, reduce_scatter, steps
 from armillary.attention.teams import Placement, Teams
-from armillary.core import (
-    Axis,
-    FlatBuffer,
-    Send,
-    SequenceLayout,
-    start_all_gather,
-    start_exchange,
-    start_merge_scatter,
-    start_reduce_scatter,
-)
+from armillary.core import Axis, FlatBuffer, SequenceLayout, start_exchange
 from armillary.core.checked import flag
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.merge import start_merge_scatter
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+from armillary.core.network import Send
 
 Tensors = Sequence[Tensor]
 Gathering = Callable[[], tuple[Tensor, ...]]

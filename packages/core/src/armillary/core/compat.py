@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from torch._library import custom_ops
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
@@ -166,11 +168,23 @@ def after_backward(action: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
 
 
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; of plain tensors without importing those, which takes seconds."""
+    if type(x) is Tensor or type(x) is Parameter:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
 def shard(placement: Placement) -> tuple[int | None, int]:
     """The dim that a placement cuts, None for none, and the parts into which that dim is cut before it.
 
     FSDP2's strided shard, which says so, is private, and in some releases no `Shard`.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+
     if isinstance(placement, (Shard, _StridedShard)):
         return placement.dim, getattr(placement, "split_factor", 1)
     if not isinstance(placement, Replicate):

@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from armillary.core import compat
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -22,13 +22,15 @@ def sum_gradients(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         raise ValueError(f"{type(model).__name__} is no model: give the nn.Module that has its parameters")
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # takes seconds, and not all need it
+
     if isinstance(model, DistributedDataParallel):
         _sum_in_ddp(model)
         return
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError("FullyShardedDataParallel (FSDP1) cannot sum gradients: use fully_shard (FSDP2), or DDP")
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    outside = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and not compat.is_dtensor(p)]
     if not sharded or outside:
         what = f"{outside[0]} is not" if sharded else f"no module of {type(model).__name__} is"
         raise ValueError(

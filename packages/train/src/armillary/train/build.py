@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Method, build_attention
-from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group
+from armillary.core import Axis, build_mesh, start_process_group
+from armillary.core.accumulate import accumulation_dtype
 from armillary.core.mesh import world_size
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import TaskRows

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.core.checked import check_tensor, integer
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
 from armillary.core.observe.trace import record, watched
@@ -37,7 +38,7 @@ class Collective(Generic[R]):
         return self.assemble()
 
 
-class Parts(NamedTuple):
+class PartsInFlight(NamedTuple):
     """An all-to-all of parts under way: what is sent, the buffer that fills, what is in it from each rank, the work."""
 
     sent: Tensor
@@ -48,7 +49,7 @@ class Parts(NamedTuple):
 
 def start_parts(
     axis: Axis, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], kind: str, packed: Tensor | None = None
-) -> Parts:
+) -> PartsInFlight:
     """Starts sending parts[w] to rank w of the axis, and receiving a tensor of shapes[w] from it.
 
     Args:
@@ -56,7 +57,7 @@ def start_parts(
         packed: the parts one after another in one flat tensor, where they lie so already.
     """
     if axis.size == 1:
-        return Parts(parts[0], parts[0], tuple(parts), ())
+        return PartsInFlight(parts[0], parts[0], tuple(parts), ())
     send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
     packed = pack(parts) if packed is None else packed
     buffer = packed.new_empty(sum(receive))
@@ -64,7 +65,7 @@ def start_parts(
     under_way = record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes, others)
     work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
     received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
-    return Parts(packed, buffer, received, watched([cast(dist.Work, work)], under_way))
+    return PartsInFlight(packed, buffer, received, watched([cast(dist.Work, work)], under_way))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
@@ -76,6 +77,13 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
     return flat
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What results of `dtype` are accumulated in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+def tokens_on(x: Tensor, dim: int) -> int:
+    check_tensor("x", x)
+    if not 0 <= integer("dim", dim) < x.ndim:
+        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
+    return x.shape[dim]
+
+
+def check_tokens(name: str, x: Tensor, dim: int, tokens: int, sizes: Sequence[int]) -> None:
+    if tokens_on(x, dim) != tokens:
+        raise ValueError(f"{name} {tuple(x.shape)} must have {tokens} tokens on dim {dim}: sizes are {tuple(sizes)}")

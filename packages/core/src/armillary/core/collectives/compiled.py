@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.collectives.gather import start_all_gather, start_reduce_scatter
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.mesh import Axis
 from armillary.core.observe.ledger import phase
 

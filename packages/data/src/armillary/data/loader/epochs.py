@@ -9,7 +9,7 @@ from threading import Lock
 
 import numpy as np
 
-from armillary.core import Spans, cut_at
+from armillary.core.layout import Spans, cut_at
 from armillary.data.loader.batch import IGNORE
 from armillary.data.packing import Packed, Packing, Piece
 from armillary.data.shuffle import Index, permutation

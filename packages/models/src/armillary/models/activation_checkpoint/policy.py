@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import Call, Method, Projected, UPipe
-from armillary.core import RNGReplay, Totals, capture_autocast, compat, label
+from armillary.core import compat, label
+from armillary.core.accumulate import Totals
 from armillary.core.observe.ledger import phase
+from armillary.core.recompute import RNGReplay, capture_autocast
 from armillary.models.activation_checkpoint.offload import Kept
 from armillary.models.activation_checkpoint.owned import writable
 from armillary.models.block import Block, Context, Decoder, attend, plainly

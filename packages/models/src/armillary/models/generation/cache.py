@@ -18,7 +18,8 @@ from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Inputs, Scores, choose_kernel, in_rows
 from armillary.attention.merge import ALL, Merge
 from armillary.attention.tiles import tiles
-from armillary.core import SequenceLayout, Spans
+from armillary.core import SequenceLayout
+from armillary.core.layout import Spans
 from armillary.models.generation.decode_collectives import axes_of, merged
 
 

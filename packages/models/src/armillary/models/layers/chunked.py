@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.core import RNGReplay, Totals, capture_autocast, chunks, label
+from armillary.core import label
+from armillary.core.accumulate import Totals
+from armillary.core.chunks import chunks
+from armillary.core.recompute import RNGReplay, capture_autocast
 
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.

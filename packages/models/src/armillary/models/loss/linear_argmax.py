@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, all_gather_interleaved, pad_to_multiple, start_all_gather
+from armillary.core import Axis, all_gather_interleaved
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.models.loss.linear_loss import check, chunk_rows
 from armillary.models.loss.vocabulary_shard import Vocabulary
 

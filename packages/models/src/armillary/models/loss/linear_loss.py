@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, pad_to_multiple
+from armillary.core import Axis
+from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.models.loss.linear_chunks import Work, loss_and_gradients
 from armillary.models.loss.vocabulary_shard import Vocabulary, scaled
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, accumulation_dtype
+from armillary.core import Axis
+from armillary.core.accumulate import accumulation_dtype
 from armillary.models.loss.vocabulary_shard import Vocabulary, at_least_one, cross_entropy_, scaled
 
 

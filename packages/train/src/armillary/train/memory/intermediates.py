@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, UPipe, rotate_keys
-from armillary.core import simulating
+from armillary.core.chunks import simulating
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.layers.projections import HeadProjections
 from armillary.train.memory.live import LiveBytes

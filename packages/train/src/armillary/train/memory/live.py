@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.core import Label, current_label
+from armillary.core.observe.label import Label, current_label
 from armillary.train.memory.accounts import Account, Block
 from armillary.train.memory.internals import key_of, local, name_of, resizes_reported, shapes_unseen
 from armillary.train.memory.undisturbed import Undisturbed

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Kernel
-from armillary.core import SequenceLayout, label, simulating
+from armillary.core import SequenceLayout, label
+from armillary.core.chunks import simulating
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.parallel import parallelize
 from armillary.train.config import OptimizerConfig

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from armillary.attention import AttentionMask, Work, build_attention, build_schedule
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
-from armillary.core import CommLedger, accumulation_dtype
+from armillary.core import CommLedger
+from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.train.limits import Count, CountOrNone, amount, check_limits
 from armillary.train.memory import SimulatedFlash, fake_world

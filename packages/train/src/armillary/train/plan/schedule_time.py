@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from armillary.attention.schedule import Move, Step
-from armillary.core import Cluster, Delivery, Send
+from armillary.core import Cluster
+from armillary.core.network import Delivery, Send
 
 FORWARD, BACKWARD = 4, 10
 """Floating-point operations for each visible (query, key) pair of a head, by head dim: two products, and five."""

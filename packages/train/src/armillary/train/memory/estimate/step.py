@@ -10,7 +10,7 @@ from torch import float32
 from armillary.attention.head_axis import split_heads
 from armillary.attention.method import key_heads_of
 from armillary.attention.stages import stages
-from armillary.core import chunks
+from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
 from armillary.train.memory.estimate import methods
 from armillary.train.memory.estimate.choice import AttentionChoice

@@ -1,0 +1,94 @@
+"""Collectives as functions that autograd knows, on local tensors: linear ones, and the merge of partial attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from armillary.core.checked import check_tensor
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.collective import Collective
+from armillary.core.collectives.merge import check_partial, pivot, start_merge_scatter
+from armillary.core.mesh import Axis
+from armillary.core.observe.ledger import phase
+
+Start = Callable[..., Collective[Tensor]]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear collective; its gradient is its adjoint, whose gradient is it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
+        ctx.call = adjoint, start, *call
+        return start(x, *call).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with phase("backward"):
+            return linear(grads[0], *ctx.call), *[None] * len(ctx.call)
+
+
+def linear(x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
+    """`start(x, *call).wait()`, differentiable: `adjoint` is its transpose."""
+    return cast(Tensor, _Linear.apply(x, start, adjoint, *call))
+
+
+class _MergeScatter(torch.autograd.Function):
+    """With d(out) and d(lse) of the merged result, rank r's gradients are
+
+        d(out_r) = w_r d(out)
+        d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
+
+    so that what each rank needs of every other are d(out), lse, and one more number for each row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, axis: Axis, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        merged, total = start_merge_scatter(out, lse, axis, sizes).wait()
+        ctx.call = axis, sizes
+        ctx.save_for_backward(out, lse, merged, total)
+        return merged, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dout, dlse), (out, lse, merged, total), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
+        rows = torch.stack([total, dlse - (dout.to(lse.dtype) * merged).sum(-1)], dim=-1)
+        with phase("backward"):
+            moving = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
+        dout, rows = moving[0].wait(), moving[1].wait()
+        weight = (lse - pivot(rows[..., 0])).exp()
+        dlse = weight * ((dout.to(lse.dtype) * out).sum(-1) + rows[..., 1])
+        return (weight.unsqueeze(-1) * dout).to(out.dtype), dlse, None, None
+
+
+def merge(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`start_merge_scatter(...).wait()`, differentiable."""
+    check_partial(out, lse, sizes)
+    if axis.size == 1:
+        return out, lse
+    return cast(tuple[Tensor, Tensor], _MergeScatter.apply(out, lse, axis, tuple(sizes)))
+
+
+def check_dims(x: Tensor) -> None:
+    check_tensor("x", x)
+    if x.ndim != 4:
+        raise ValueError(f"x {tuple(x.shape)} needs 4 dims, [batch, tokens, heads, head dim]")
+
+
+def check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
+    """One run of heads for each rank, in order, with no gap between them; together 0..count - 1."""
+    wanted = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
+    if len(heads) != axis.size or not all(isinstance(part, range) for part in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"heads {list(heads)}: {wanted} is needed")
+    ordered = all(a.start <= b.start <= a.stop <= b.stop for a, b in pairwise(heads))
+    if not ordered or heads[0].start != 0 or any(part.step != 1 or part.stop < part.start for part in heads):
+        raise ValueError(f"heads {list(heads)}: {wanted}, from 0 on, in order and without gaps, is needed")
+    if count is not None and heads[-1].stop != count:
+        raise ValueError(f"heads {list(heads)} end at {heads[-1].stop}; there are {count} heads")

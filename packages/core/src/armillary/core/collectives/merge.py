@@ -1,0 +1,71 @@
+"""Merging attention over some keys with attention over others by log-sum-exp, here and over the ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.collectives.collective import Collective, check_tokens
+from armillary.core.collectives.reduce_scatter import start_scatter
+from armillary.core.mesh import Axis
+
+
+def start_merge_scatter(
+    out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]
+) -> Collective[tuple[Tensor, Tensor]]:
+    """Attention over each rank's keys -> attention over all keys, for this rank's tokens: a reduce-scatter by `merge_`.
+
+    Merges in rank order, in float32 (float64 for float64). A row that no rank has seen anything for has out = 0 and
+    lse = -inf, as it must have in what comes in.
+
+    Args:
+        out: [B, sum(sizes), H, Dv], local. Must not be written to before `wait`.
+        lse: [B, sum(sizes), H], in the accumulation dtype; likewise.
+        sizes: tokens of each rank of the axis.
+
+    Returns:
+        (out [B, T, H, Dv], lse [B, T, H]), in the dtypes that came in.
+
+    Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter". Where sizes are equal, with T tokens on
+    each of C ranks: (C - 1) (B T H Dv e + 4 B T H), or 8 in float64.
+    """
+    check_partial(out, lse, sizes)
+    sent_out, _, outs, works = start_scatter(out, axis, sizes, 1)
+    sent_lse, _, lses, more = start_scatter(lse, axis, sizes, 1)
+
+    def assemble() -> tuple[Tensor, Tensor]:
+        if axis.size == 1:
+            return out, lse
+        merged, total = outs[0].to(lse.dtype, copy=True), lses[0].clone()
+        for part, part_lse in zip(outs[1:], lses[1:], strict=True):
+            merge_(merged, total, part, part_lse)
+        return merged.to(out.dtype), total
+
+    return Collective(axis, (sent_out, *outs, sent_lse, *lses), (*works, *more), assemble)
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merges attention over some keys into that over others, in place: (out, lse) take in (part_out, part_lse).
+
+    out [..., Dv] and lse [...] are accumulators. A row that has seen nothing, with lse = -inf, weighs nothing.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    out.lerp_(part_out.to(out.dtype), (part_lse - pivot(total)).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
+    if out.ndim != 4 or lse.shape != out.shape[:3] or lse.dtype != accumulation_dtype(out.dtype):
+        raise ValueError(
+            f"out {tuple(out.shape)} in {out.dtype} and lse {tuple(lse.shape)} in {lse.dtype} do not fit together; "
+            f"lse must be {tuple(out.shape[:3])} in {accumulation_dtype(out.dtype)}, and out have 4 dims"
+        )
+    check_tokens("out", out, 1, sum(sizes), sizes)
+
+
+def pivot(lse: Tensor) -> Tensor:
+    """`lse`, but 0 where nothing was seen: then weights exp(-inf - pivot) are 0 and not NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0)

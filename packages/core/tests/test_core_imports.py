@@ -1,0 +1,25 @@
+"""What importing the package takes: torch, and of torch little more than `import torch` takes itself."""
+
+import subprocess
+import sys
+
+import armillary.core
+
+SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "numpy")
+CHECK = f"""
+import sys, torch
+before = set(sys.modules)
+import armillary.core
+print(sorted(name for name in {SLOW} if name in sys.modules and name not in before))
+"""
+
+
+def test_importing_it_takes_nothing_that_is_slow():
+    """DTensor and FSDP2 take as long as torch; who has them has imported them."""
+    found = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_what_users_call_is_about_twenty_names():
+    assert sorted(set(armillary.core.__all__)) == armillary.core.__all__ and len(armillary.core.__all__) <= 22
+    assert all(hasattr(armillary.core, name) for name in armillary.core.__all__)
