@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.train.memory import attention_intermediates, before_attention
-from armillary.train.plan.memory import MemoryPlan, plan_memory
+from armillary.plan.memory import attention_intermediates, before_attention
+from armillary.plan.memory.plan import MemoryPlan, plan_memory
 
 Row = dict[str, Any]
 

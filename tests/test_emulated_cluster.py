@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from launches import PATIENCE, Launch, environment
 
-from armillary.core import Cluster
-from armillary.core.network import Link
+from armillary.plan import Cluster, Link
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
 from contenders import RACES, race

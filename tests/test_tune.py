@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from launches import Launch, agent
 
-import armillary.train.tune
+import armillary.plan.tune
 from armillary.train.command import read_command
 from armillary.train.tune.choice import with_choice
 
 SMALL = ["--model.dim", "32", "--model.layers", "1", "--data.sequence-length", "64"]
-TUNER = armillary.train.tune.__file__.replace("__init__", "__main__")
+TUNER = armillary.plan.tune.__file__.replace("__init__", "__main__")
 
 
 def test_a_mesh_is_tuned_for_the_trainer(tmp_path):

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import AttentionMask, Method
 from armillary.attention.schedule import Schedule, Work
 from armillary.attention.teams import Placement
-from armillary.core import Cluster, SequenceLayout
-from armillary.train.memory.estimate import AttentionChoice
+from armillary.core import SequenceLayout
+from armillary.plan import Cluster
+from armillary.plan.memory.estimate import AttentionChoice
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 from wiring import End, Wiring
 
-from armillary.core import Cluster
 from armillary.core.testing import namespaces
 from armillary.core.testing.namespaces import Namespaces
+from armillary.plan import Cluster
 
 MTU = 9000
 """Bytes of a packet, and no larger ones to be cut up on the way: a bucket takes whole packets."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from armillary.core import Cluster
 from armillary.core.network import Send
+from armillary.plan import Cluster
 
 LARGE, SMALL = 500_000, 1_000
 """Bytes of each send: for what bandwidth takes, and for what latency does."""

@@ -17,7 +17,7 @@ from contenders import RACES
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from armillary.core import Cluster
+from armillary.plan import Cluster
 
 WON, LOST = "C0", "C1"
 TICKS = (0.2, 0.5, 1, 2, 5, 10, 20)

@@ -9,8 +9,8 @@ from typing import NamedTuple, Self
 
 from contenders import Contender, Shapes
 
-from armillary.core import Cluster
-from armillary.train.plan.schedule_time import spent
+from armillary.plan import Cluster
+from armillary.plan.comm_time.schedule_time import spent
 
 FORWARD, BACKWARD = 2, 5
 """Matrix products of a cell."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
 
-from armillary.core import Cluster
+from armillary.plan import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
@@ -45,7 +45,7 @@ def tuned(iterations: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder, EmulatedCluster(Cluster.named(CLUSTER)) as emulated:
         out = Path(folder) / "tuned.json"
         flags = [*MODEL, *DATA, "--iterations", str(iterations), "--out", str(out), "--attention", *METHODS]
-        program = [sys.executable, "-m", "armillary.train.tune", *flags]
+        program = [sys.executable, "-m", "armillary.plan.tune", *flags]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
         return json.loads(out.read_text())
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
-from armillary.core import Cluster
+from armillary.plan import Cluster
 
 
 class End(NamedTuple):

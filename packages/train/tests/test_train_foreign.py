@@ -2,7 +2,6 @@
 
 import pytest
 
-from armillary.core import Cluster
 from armillary.core.files import parse_json, parse_toml
 from armillary.data import open_store
 from armillary.data.formats.folder import Header
@@ -11,7 +10,6 @@ from armillary.data.text.tokenizer_json import configured, settings_of
 from armillary.models.hub.folder import read_json
 from armillary.train import journal
 from armillary.train.overlay import read_settings
-from armillary.train.tune.file import read as read_tuned
 
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
 
@@ -30,14 +28,12 @@ def test_every_reader_of_such_a_file_refuses_it(tmp_path):
     readers = [
         lambda: read_settings(tmp_path / "config.json"),
         lambda: read_settings(tmp_path / "run.toml"),
-        lambda: Cluster.load(tmp_path / "run.toml"),
         lambda: read_json(tmp_path / "config.json"),
         lambda: Header.read(tmp_path),
         lambda: open_store(tmp_path),
         lambda: settings_of(JSON.encode()),
         lambda: configured(tmp_path / "tokenizer_config.json", "eos_token"),
         lambda: _is_saved(tmp_path),
-        lambda: read_tuned(tmp_path / "config.json", "--out"),
     ]
     for read in readers:
         with pytest.raises(ValueError) as error:

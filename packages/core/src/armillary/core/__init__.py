@@ -3,7 +3,6 @@
 What is not among these is imported from its module.
 """
 
-from armillary.core.cluster import Cluster
 from armillary.core.collectives.differentiable import (
     all_gather,
     head_to_seq,
@@ -23,7 +22,6 @@ from armillary.core.observe.trace import Trace, span
 __all__ = [
     "AXES",
     "Axis",
-    "Cluster",
     "CommLedger",
     "FlatBuffer",
     "SequenceLayout",

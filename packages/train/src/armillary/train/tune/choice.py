@@ -11,7 +11,7 @@ from armillary.train.overlay import flag, shown
 from armillary.train.tune.question import FIXED, difference, question_of
 
 if TYPE_CHECKING:
-    from armillary.train.tune.file import Tuned
+    from armillary.plan.tune.file import Tuned
 
 NAMES = (*FIXED, "shard", "ring", "ulysses", "attention", "heads_per_stage", "team", "placement")
 """Fields of `ParallelConfig` that are chosen."""
@@ -63,7 +63,7 @@ def refuse_others(asked: dict[str, Any], taken: dict[str, Any], path: Path) -> N
 
 def finished(path: Path) -> Tuned:
     """The file, which must have a choice."""
-    from armillary.train.tune.file import read  # not in every run: it takes the planner along
+    from armillary.plan.tune.file import read  # not in every run: it takes the planner along
 
     tuned = read(path, f"--parallel.tuned {path}")
     if not tuned.complete:

@@ -1,0 +1,15 @@
+"""Planning a run before there is a machine for it, and measuring candidates where there is one.
+
+presets.py   models and clusters by the names that people type
+cluster/     accelerators, nodes, and how long sends take between them
+comm_time/   what methods send, and how long their schedules and a whole step take
+memory/      what a step holds: simulated, and by formulas
+search/      every way to run a model on a cluster, best first
+tune/        the same measured on the machine at hand
+dry_run/     memory and time of a configuration of the trainer
+"""
+
+from armillary.plan.cluster.cluster import Accelerator, Cluster
+from armillary.plan.cluster.network import Delivery, Link
+
+__all__ = ["Accelerator", "Cluster", "Delivery", "Link"]

@@ -1,0 +1,84 @@
+"""The command line: `armillary-plan` and its commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import Progress
+
+from armillary.core.commands import ending
+from armillary.data.inspection.plot import check_picture
+from armillary.data.parsing import parse
+from armillary.plan.comm_time import bytes_report
+from armillary.plan.comm_time.bytes import BytesPlan, plan_bytes
+from armillary.plan.memory import report
+from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.search import report as search_report
+from armillary.plan.search.plot import draw
+from armillary.plan.search.search import SearchPlan, search
+
+PROGRAM = "armillary-plan"
+USAGE = """usage: armillary-plan [COMMAND] [options]
+
+commands:
+  search   which mesh, method and checkpoints train a model fastest on a cluster, and why not the others (the default)
+  memory   what a training step holds on each rank, and the longest sequence that fits
+  bytes    what attention methods send, forward and backward, at any number of ranks
+
+None needs a GPU. armillary-plan COMMAND --help lists the options."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command, and exits: 2 for what cannot be planned, with one line that says why."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
+    command, rest = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    with ending(PROGRAM):
+        if command not in COMMANDS:
+            raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
+        COMMANDS[command](rest)
+
+
+def find(argv: Sequence[str]) -> None:
+    """`armillary-plan search`."""
+    plan = parse(argv, SearchPlan, f"{PROGRAM} search")
+    if plan.plot is not None:
+        check_picture(plan.plot, "--plot")
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("looking at meshes and methods", total=None)
+        found = search(plan, lambda done, of: bar.update(task, completed=done, total=of))
+    if plan.plot is not None:
+        print(f"drawn: {draw(found, plan.plot)}", file=sys.stderr)
+    if plan.json:
+        print(search_report.as_json(found))
+    else:
+        search_report.show(found, Console())
+
+
+def memory(argv: Sequence[str]) -> None:
+    """`armillary-plan memory`."""
+    plan = parse(argv, MemoryPlan, f"{PROGRAM} memory")
+    screen = Console(stderr=True)
+    with screen.status("simulating") as status:
+        planned = plan_memory(plan, lambda what: status.update(f"simulating {what}"))
+    if plan.json:
+        print(report.as_json(planned))
+    else:
+        report.show(planned, Console())
+
+
+def sent(argv: Sequence[str]) -> None:
+    """`armillary-plan bytes`."""
+    plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
+    screen = Console(stderr=True)
+    with screen.status("counting") as status:
+        rows = plan_bytes(plan, lambda what: status.update(f"counting {what}"))
+    print((bytes_report.as_json if plan.json else bytes_report.as_text)(plan, rows))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"search": find, "memory": memory, "bytes": sent}

@@ -1,0 +1,1 @@
+"""What methods send, and how long that, their computation and a whole step take."""

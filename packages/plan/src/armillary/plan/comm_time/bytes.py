@@ -1,0 +1,246 @@
+"""`armillary-plan bytes`: what attention methods send for given shapes, at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import gcd, isqrt
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
+from pydantic import Field
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from armillary.attention import AttentionMask, Work, build_attention, build_schedule
+from armillary.attention.kernels import Inputs, Scores
+from armillary.attention.kernels.packing import Lengths
+from armillary.core import CommLedger
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.observe.ledger import phase
+from armillary.plan.memory import SimulatedFlash, fake_world
+from armillary.plan.presets import MOST_RANKS
+from armillary.train.limits import Count, CountOrNone, amount, check_limits
+
+PHASES = ("forward", "backward")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
+METHODS = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "usp")
+"""Those shown unless others are asked for, where the shapes allow it."""
+
+
+@dataclass(frozen=True)
+class BytesPlan:
+    """Counts what one rank sends in one call of attention, forward and backward, without a GPU.
+
+    The real methods run on tensors without numbers, in a process group that sends nothing, under a ledger. Beside it
+    stand their closed forms, and for full masks what WallFacer's paper counts in forward (arXiv 2407.00611): as many
+    steps as ranks, where one less is sent, and no log-sum-exp. The default is that paper's model M.
+    """
+
+    tokens: str = "64Ki"
+    """Of a sequence (N), over all ranks: 65536, 128Ki, 1M, ..."""
+    heads: Count = 52
+    """Query heads (H)."""
+    kv_heads: CountOrNone = None
+    """Key/value heads (K); by default as many as query heads."""
+    head_dim: Count = 128
+    """D."""
+    rows: Count = 1
+    """Sequences (B)."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    causal: bool = False
+    """Tokens see no later ones; by default, all."""
+    layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
+    """Which positions each sequence rank holds."""
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 64
+    ulysses: CountOrNone = None
+    """Of these, ranks on the head axis of methods on both, such as usp; by default as many as divide all kinds of heads
+    and the ranks, up to 8."""
+    attention: tuple[str, ...] = ()
+    """As the trainer's --parallel.attention; by default ring, token_ring, wallfacer, all_gather, usp, and ulysses if
+    the ranks divide the heads."""
+    team: tuple[Count, ...] = ()
+    """Team sizes of wallfacer (C); by default all from 2 on that fit."""
+    of_ranks: tuple[int, ...] = ()
+    """Whose bytes are shown; by default those of 0 and 1. With wallfacer, 0 keeps its own keys, and sends less."""
+    json: bool = False
+    """Print JSON, with all bytes."""
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(causal=self.causal)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method on ranks of both axes."""
+
+    name: str
+    ring: int
+    ulysses: int
+    team: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.team is None else f"{self.name} C={self.team}"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"ring": self.ring, "ulysses": self.ulysses}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one rank sends in one phase."""
+
+    p2p: int
+    collective: int
+
+    @property
+    def total(self) -> int:
+        return self.p2p + self.collective
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a method sends from each of some ranks in one phase, counted, by closed form, and as published."""
+
+    choice: Choice
+    ranks: tuple[int, ...]
+    phase: str
+    counted: Sent
+    closed: Sent
+    published: Sent | None
+    messages: int
+
+
+def plan_bytes(plan: BytesPlan, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Forward and backward of each method, ranks with the same figures together.
+
+    Args:
+        progress: told before each method and rank.
+
+    Raises:
+        ValueError: a method that does not fit the shapes or the ranks, or no such rank.
+    """
+    check_limits(plan)
+    plan = replace(plan, kv_heads=plan.heads if plan.kv_heads is None else plan.kv_heads)
+
+    def rows(choice: Choice) -> Iterator[Row]:
+        for rank in plan.of_ranks or range(min(2, plan.ranks)):
+            progress(f"{choice}, rank {rank} of {plan.ranks}")
+            yield from rows_of(plan, choice, rank)
+
+    return [row for choice in choices(plan) for row in together(list(rows(choice)))]
+
+
+def choices(plan: BytesPlan) -> Iterator[Choice]:
+    """The methods asked for, each with its axes and teams."""
+    for name in plan.attention or METHODS:
+        if name == "ulysses" and not plan.attention and plan.heads % plan.ranks:
+            continue
+        ulysses = plan.ranks if name in ("ulysses", "upipe") else ulysses_of(plan) if on_both(name) else 1
+        if plan.ranks % ulysses:
+            raise ValueError(f"--ulysses {ulysses} does not divide {plan.ranks} ranks")
+        ring = plan.ranks // ulysses
+        teams = plan.team or tuple(c for c in range(2, isqrt(ring) + 1) if ring % c**2 == 0)
+        for team in (teams or (None,)) if name.endswith("wallfacer") else (None,):
+            yield Choice(name, ring, ulysses, team)
+
+
+def on_both(name: str) -> bool:
+    return name == "usp" or "+" in name
+
+
+def ulysses_of(plan: BytesPlan) -> int:
+    """Ranks on the head axis of a method that has both."""
+    if plan.ulysses is not None:
+        return plan.ulysses
+    shared = gcd(plan.heads, plan.kv_heads or plan.heads, plan.ranks)
+    return max(u for u in range(1, 9) if shared % u == 0)
+
+
+def rows_of(plan: BytesPlan, choice: Choice, rank: int) -> list[Row]:
+    """Forward and backward of one rank."""
+    ledger, work = attend(plan, choice, rank)
+    schedule = build_schedule(choice.name, work, choice.ring, choice.ulysses, team=choice.team)
+
+    def row(phase: str) -> Row:
+        counted, closed = (
+            Sent(p2p, total - p2p)
+            for p2p, total in (
+                (ledger.bytes(kind="p2p", phase=phase), ledger.bytes(phase=phase)),
+                (schedule.bytes(rank, "p2p", phase), schedule.bytes(rank, phase=phase)),
+            )
+        )
+        paper = published(work, choice) if phase == "forward" else None
+        return Row(choice, (rank,), phase, counted, closed, paper, ledger.messages(phase=phase))
+
+    return [row(phase) for phase in PHASES]
+
+
+def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, Work]:
+    """Runs one call forward and backward as this rank would: what it sent, and what the call was."""
+    heads, keys = plan.heads, plan.kv_heads or plan.heads
+    with fake_world(rank, **choice.axes) as mesh:
+        method = build_attention(choice.name, mesh, team=choice.team)
+        layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:
+            tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
+            shapes = ((plan.rows, tokens, n, plan.head_dim) for n in (heads, keys, keys))
+            q, k, v = (torch.empty(shape, dtype=DTYPES[plan.dtype]) for shape in shapes)
+            call = method.call(q, k, v, None, plan.mask, layout, None, None, None, AnyFlash())
+            out, saved = method.forward(q, k, v, call)
+            with phase("backward"):
+                method.backward(torch.empty_like(out), saved, call)
+    return ledger, Work.of(
+        call.layout,
+        plan.mask,
+        heads=heads,
+        kv_heads=keys,
+        head_dim=plan.head_dim,
+        dtype=DTYPES[plan.dtype],
+        batch=plan.rows,
+        projected=False,
+    )
+
+
+@dataclass(frozen=True)
+class AnyFlash(SimulatedFlash):
+    """A kernel without numbers for any inputs."""
+
+    def refuses(self, inputs: Inputs) -> str | None:
+        return None
+
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = super().call_forward(q, k, v, window, scores, lengths)
+        return out, lse.to(accumulation_dtype(q.dtype))
+
+
+def published(work: Work, choice: Choice) -> Sent | None:
+    """What the paper counts for forward, where every token sees all (arXiv 2407.00611).
+
+    Ring: P steps of k and v. WallFacer: P / C^2 steps of a team's, and q, k, v and out within the team.
+    """
+    if work.mask != AttentionMask(causal=False) or choice.ring == 1 or work.layout.length % choice.ring:
+        return None
+    tokens = work.layout.length // choice.ring
+    queries, keys = (tokens * n * work.e for n in (work.q + work.out, work.k + work.v))
+    if choice.name == "ring":
+        return Sent(choice.ring * keys, 0)
+    if choice.name == "wallfacer" and choice.team is not None:
+        return Sent(choice.ring // choice.team * keys, (choice.team - 1) * (queries + keys))
+    return None
+
+
+def together(rows: list[Row]) -> list[Row]:
+    """Ranks with the same figures in one row for each phase; forward before backward for the same ranks."""
+    same: dict[tuple[tuple[object, ...], ...], list[Row]] = {}
+    for forward, backward in zip(rows[::2], rows[1::2], strict=True):
+        figures = tuple((row.counted, row.closed, row.messages) for row in (forward, backward))
+        before = same.get(figures)
+        ranks = (*(before[0].ranks if before else ()), *forward.ranks)
+        same[figures] = [replace(forward, ranks=ranks), replace(backward, ranks=ranks)]
+    return [row for pair in same.values() for row in pair]

@@ -1,0 +1,204 @@
+"""The moments of a training step at which a device may hold most, and what it holds then, by category."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from armillary.models.loss.linear_loss import chunk_rows
+from armillary.plan.memory.estimate.held import Held
+from armillary.plan.memory.estimate.step import MASTER, Step
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments of a step."""
+
+    step: Step
+
+    def all(self) -> Iterator[tuple[str, Held]]:
+        """(what is being computed, what is held) of each."""
+        last = self.step.model.layers - 1
+        yield "forward: attention", self.forward_attention()
+        yield "loss", self.loss()
+        yield "loss: backward", self.loss_backward()
+        for i in sorted({0, last}, reverse=True):
+            yield f"backward: mlp of block {i}", self.backward_rest(i)
+            yield f"backward: attention of block {i}", self.backward_attention(i)
+            yield f"backward: gradients of block {i}", self.backward_end(i)
+        yield "backward: tables", self.tables()
+        yield "optimizer", self.state() + Held(gradients=self.shard(self.step.model.all))
+
+    # -- what persists ------------------------------------------------------------------------------------------------
+
+    def shard(self, parameters: float) -> float:
+        """Of so many parameters or gradients, what this rank has on its device in float32."""
+        return 0 if self.step.on_host else MASTER * parameters / self.step.sharing
+
+    def state(self) -> Held:
+        """Master weights, and AdamW's two moments."""
+        weights = self.shard(self.step.model.all)
+        return Held(parameters=weights, optimizer=2 * weights)
+
+    def always(self) -> Held:
+        """What is held from the first block's forward to the last one's backward.
+
+        The root's parameters, ids, labels and positions (8 bytes each), and cosines and sines [T, 1, D / 2].
+        """
+        step, model = self.step, self.step.model
+        batch = 8 * step.tokens * (2 * step.rows + 1)
+        rotation = step.tokens * model.head_dim * MASTER if model.gated else 0
+        return self.state() + Held(parameters=step.e * model.root, other=batch + rotation)
+
+    def in_backward(self, i: int) -> Held:
+        """While block i is differentiated: it and the unit below are gathered, and FSDP sums gradients of that above.
+
+        Their float32 copy, unsharded, is given back when the next ones are summed. A tied table's gradient from the
+        head waits for that from the embedding.
+        """
+        step, model = self.step, self.step.model
+        last = i == model.layers - 1
+        below = model.block if i else model.table
+        summed = MASTER * (model.head if last else model.block)
+        done = self.shard(model.head + (model.layers - 1 - i) * model.block)
+        tied = step.e * model.vocabulary * model.dim if model.tied else 0
+        held = Held(parameters=step.e * (model.block + below), gradients=summed + done + tied)
+        return self.always() + held
+
+    # -- what blocks keep ---------------------------------------------------------------------------------------------
+
+    def kept_by_block(self) -> Held:
+        """By policy: x; out and lse too; or all that autograd wants."""
+        step = self.step
+        match step.checkpointing.policy:
+            case "layer":
+                return Held(checkpoints=step.x)
+            case "attention_output":
+                return Held(checkpoints=step.x + step.out + step.lse)
+            case _:
+                return self.kept_before_rest() + self.kept_by_rest()
+
+    def kept_before_rest(self) -> Held:
+        """By autograd: x and x normed, and what attention keeps."""
+        step = self.step
+        return Held(other=2 * step.x, attention=step.kept_attention())
+
+    def kept_by_rest(self) -> Held:
+        """By autograd, of what follows attention: out, if attention keeps that of other tokens, and the MLP's tensors.
+
+        These are its input, that normed, and inside: the gate, silu of it, up and their product, or before and after
+        GELU.
+        """
+        step = self.step
+        out = step.out if step.attention.head == "ulysses" and step.ulysses > 1 else 0
+        mlp = 2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
+        return Held(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
+
+    def kept(self, blocks: int) -> Held:
+        """Of so many blocks, on the device."""
+        return self.kept_by_block().times(blocks) if not self.step.checkpointing.offload else Held()
+
+    def kept_at(self, i: int) -> Held:
+        """When block i is differentiated; offloaded, its own and, if so asked, that of the block below."""
+        if not self.step.checkpointing.offload:
+            return self.kept(i + 1)
+        return self.kept_by_block().times(2 if self.step.checkpointing.ahead and i else 1)
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def forward_attention(self) -> Held:
+        """In the last block, of which x and room for the result are there; a forward gathers into a copy first."""
+        step, model = self.step, self.step.model
+        held = self.always() + self.kept(model.layers - 1)
+        attention = step.out + step.lse + step.staged_forward()
+        return held + Held(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
+
+    def loss(self) -> Held:
+        """The last block's result, that normed, its gradient, that of the head in float32, and a chunk's logits twice.
+
+        The head has been gathered, and copied from where it was gathered to.
+        """
+        step, model = self.step, self.step.model
+        chunk = chunk_rows(step.rows * step.tokens, model.dim, model.vocabulary, step.e)
+        logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
+        gradients = step.x + MASTER * model.vocabulary * model.dim
+        held = Held(parameters=2 * step.e * model.head, other=2 * step.x, loss=gradients + logits)
+        return self.always() + self.kept(model.layers) + held
+
+    def loss_backward(self) -> Held:
+        """Both gradients once more, scaled and in the compute dtype; the last block is being gathered."""
+        step, model = self.step, self.step.model
+        table = model.vocabulary * model.dim
+        loss = 2 * step.x + (MASTER + step.e) * table
+        held = Held(parameters=step.e * (model.head + model.block), other=step.x, loss=loss)
+        return self.always() + self.kept(model.layers) + held
+
+    def backward_rest(self, i: int) -> Held:
+        """What follows attention in block i, where the MLP holds most: dy, dx and dout, and the MLP's tensors."""
+        step, model = self.step, self.step.model
+        held = self.in_backward(i) + self.kept_at(i) + Held(gradients=step.x)
+        last_matrix = step.e * model.inner * model.dim
+        if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
+            return held + Held(mlp=(2 if model.gated else 1) * step.tensor(model.inner) + last_matrix)
+        if step.checkpointing.policy == "none":
+            held += Held(gradients=step.x)
+        shares = max(self.mlp_of_piece() + last_matrix, step.e * model.rest)
+        return held + self.attended() + Held(attention=step.out, mlp=step.total * model.rest + shares)
+
+    def mlp_of_piece(self) -> float:
+        """A piece where its MLP holds most: x with out added, that normed, the result, and the MLP's tensors.
+
+        Gated: the gate, silu of it and up, and the gradients of their product, of silu and of up. Else: before GELU,
+        and gradients after and before it.
+        """
+        step, inner = self.step, self.step.model.inner
+        return step.tensor(3 * step.model.dim + (6 if step.model.gated else 3) * inner, step.piece)
+
+    def attended(self) -> Held:
+        """Out and lse of the block being differentiated, where they are computed again."""
+        again = self.step.checkpointing.policy == "layer"
+        return Held(attention=self.step.out + self.step.lse if again else 0)
+
+    def backward_attention(self, i: int) -> Held:
+        """Attention of block i where it holds most, after what follows it: dx, dout, and sums of gradients."""
+        step = self.step
+        if step.checkpointing.policy == "none":
+            return self.backward_attention_kept(i)
+        held = self.in_backward(i) + self.kept_at(i) + self.attended()
+        sums = step.total * step.model.rest
+        attention = step.out + self.projections_summed() + step.staged_backward()
+        return held + Held(gradients=step.x, mlp=sums, attention=attention)
+
+    def projections_summed(self) -> float:
+        """Gradients of the projections so far: to queries after the first stage, and to keys after the first round."""
+        step, model, stages = self.step, self.step.model, self.step.stages
+        queries = model.heads if stages.several else 0
+        keys = 2 * model.key_heads if stages.rounds else 0
+        return step.total * (queries + keys) * model.head_dim * model.dim
+
+    def backward_attention_kept(self, i: int) -> Held:
+        """Likewise under policy "none": of the block, only what comes before `rest` is left."""
+        step, model = self.step, self.step.model
+        held = self.in_backward(i) + self.kept(i) + self.kept_before_rest()
+        upipe = step.attention.head == "upipe"
+        work = step.x + self.projections_summed() + step.staged_backward() if upipe else step.whole_backward()
+        return held + Held(gradients=step.x + step.e * model.rest, attention=step.out + work)
+
+    def backward_end(self, i: int) -> Held:
+        """Block i is done: sums of its parameters' gradients, and the same in the compute dtype."""
+        step, model = self.step, self.step.model
+        if step.checkpointing.policy == "none":
+            return self.in_backward(i) + self.kept(i) + Held(gradients=step.x + step.e * model.block)
+        rounded = step.e if step.total != step.e else 0
+        grads = Held(gradients=step.x + rounded * model.block, mlp=step.total * model.block)
+        return self.in_backward(i) + self.kept_at(i) + self.attended() + grads
+
+    def tables(self) -> Held:
+        """The embedding's gradient (with it, a tied head's, and positions'), and then its sum in float32."""
+        step, model = self.step, self.step.model
+        numbers = model.root if model.tied else model.table
+        done = self.shard(model.all - numbers)
+        first = step.e * numbers * 2 + step.x + MASTER * model.block
+        first += step.e * model.vocabulary * model.dim if model.tied else 0
+        second = (MASTER + step.e) * numbers
+        return self.state() + Held(gradients=done + max(first, second))

@@ -1,0 +1,53 @@
+"""Models and clusters by the names that people type: the planner's only table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from armillary.models import GPTConfig, LlamaConfig
+from armillary.plan.cluster.cluster import Cluster
+
+Model = LlamaConfig | GPTConfig
+
+MODELS: dict[str, Callable[[int], Model]] = {
+    "debug": lambda _: LlamaConfig.debug(),
+    "llama3-8b": lambda _: LlamaConfig.llama3_8b(),
+    "llama3-70b": lambda _: LlamaConfig.llama3_70b(),
+    "llama2-7b": lambda _: LlamaConfig.llama2_7b(),
+    "qwen3-32b": lambda _: LlamaConfig.qwen3_32b(),
+    "gpt-3b": GPTConfig.wallfacer_3b,
+    "gpt-7b": GPTConfig.wallfacer_7b,
+}
+"""From the length of a sequence, which a model with learned positions must have as many of."""
+
+
+MOST_RANKS = 2**14
+"""Of the machines that are planned for: what is looked at grows with the ranks, and no more than so many have trained
+one model."""
+
+
+def model_of(name: str, length: int) -> Model:
+    """The model of a preset.
+
+    Raises:
+        ValueError: no such preset.
+    """
+    if name not in MODELS:
+        raise ValueError(f"--model {name}: known are {', '.join(MODELS)}")
+    return MODELS[name](length)
+
+
+def cluster_of(name: str) -> Cluster:
+    """The cluster of a name such as "16xh100", or of a TOML file as `Cluster.load` reads it.
+
+    Raises:
+        ValueError: no such machine, accelerators that do not fill nodes, or a file that describes none.
+    """
+    try:
+        found = Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--cluster {name}: {why}") from error
+    if found.ranks > MOST_RANKS:
+        raise ValueError(f"--cluster {name}: {found.ranks:,} ranks; at most {MOST_RANKS:,} can be looked at")
+    return found

@@ -1,0 +1,133 @@
+"""Every way to run a model on a cluster that is worth a look: meshes, methods, what blocks keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import isqrt
+from typing import Any
+
+from armillary.models import Checkpointing
+from armillary.plan.memory.estimate import AttentionChoice
+
+PLAIN = ("ring", "token_ring", "all_gather")
+"""Methods on the sequence axis without options."""
+KEEPING = (
+    Checkpointing("none"),
+    Checkpointing("none", tiled=True),
+    Checkpointing("attention_output"),
+    Checkpointing("layer"),
+    Checkpointing("attention_output", offload=True),
+    Checkpointing("layer", offload=True),
+    Checkpointing("attention_output", offload=True, ahead=False),
+    Checkpointing("layer", offload=True, ahead=False),
+)
+"""What blocks may keep, from most and fastest to least and slowest."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks on each axis, tensor parallelism left out."""
+
+    shard: int
+    ring: int
+    ulysses: int
+
+    def __str__(self) -> str:
+        axes = (("shard", self.shard), ("ring", self.ring), ("ulysses", self.ulysses))
+        return " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "1 rank"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """As a `Job` wants them."""
+        return {"shard": self.shard, "ring": self.ring, "ulysses": self.ulysses}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run it, but for what blocks keep and where the optimizer is."""
+
+    mesh: Mesh
+    attention: AttentionChoice
+
+    def __str__(self) -> str:
+        return f"{self.attention} on {self.mesh}"
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """As fields of `ParallelConfig`."""
+        attention = self.attention
+        return {
+            **self.mesh.axes,
+            "attention": attention.name,
+            "heads_per_stage": attention.heads_per_stage,
+            "team": attention.team,
+            "placement": attention.placement,
+        }
+
+
+def candidates(heads: int, ranks: int, rows: int) -> Iterator[Candidate]:
+    """All meshes over all ranks with all methods that use them.
+
+    Args:
+        heads: of queries.
+        rows: sequences of a step, which `shard` must divide.
+    """
+    for mesh in meshes(ranks, rows, heads):
+        for attention in methods(mesh, heads):
+            yield Candidate(mesh, attention)
+
+
+def is_one_of(attention: AttentionChoice, names: Iterable[str]) -> bool:
+    """Whether it is one of the methods asked for, if any are; "usp" is ulysses+ring."""
+    wanted = ["ulysses+ring" if name == "usp" else name for name in names]
+    return not wanted or attention.name in wanted
+
+
+def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
+    """Ways to share ranks out to rows, tokens and heads."""
+    for shard in divisors(ranks):
+        for ulysses in divisors(ranks // shard):
+            if rows % shard == 0 and ulysses <= heads:
+                yield Mesh(shard, ranks // shard // ulysses, ulysses)
+
+
+def methods(mesh: Mesh, heads: int) -> Iterator[AttentionChoice]:
+    """All methods for a mesh, with each team and placement, and each number of heads for a stage."""
+    inside = list(sequence_methods(mesh.ring))
+    if mesh.ulysses == 1:
+        yield from inside
+        return
+    for choice in inside:
+        name = "" if choice.name == "local" else f"+{choice.name}"
+        yield AttentionChoice(f"ulysses{name}", team=choice.team, placement=choice.placement)
+        for count in stages(mesh.ulysses, heads):
+            yield AttentionChoice(f"upipe{name}", count, choice.team, choice.placement)
+
+
+def sequence_methods(ranks: int) -> Iterator[AttentionChoice]:
+    """Those of the sequence axis: local on one rank, else all; WallFacer from teams of 2, as with 1 it is Ring."""
+    if ranks == 1:
+        yield AttentionChoice("local")
+        return
+    for name in PLAIN:
+        yield AttentionChoice(name)
+    for team in range(2, isqrt(ranks) + 1):
+        if ranks % team**2 == 0:
+            for placement in ("collect_intra", "p2p_intra"):
+                yield AttentionChoice("wallfacer", team=team, placement=placement)
+
+
+def stages(ulysses: int, heads: int) -> list[int]:
+    """Heads for a stage, over all ranks of the head axis: the fewest, and twice as many, while there are stages."""
+    return [count for count in (ulysses, 2 * ulysses) if count < heads]
+
+
+def policies() -> Iterator[tuple[Checkpointing, bool]]:
+    """(what blocks keep, whether the optimizer is on the host)."""
+    yield from product(KEEPING, (False, True))
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

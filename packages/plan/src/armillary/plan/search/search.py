@@ -1,0 +1,163 @@
+"""`armillary-plan`: which mesh, method and checkpoints train a model fastest on a cluster, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from armillary.attention import AttentionMask
+from armillary.attention.schedule import Work
+from armillary.models import Checkpointing
+from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
+from armillary.plan.memory import Job
+from armillary.plan.memory.estimate import Estimate, estimate
+from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
+from armillary.plan.presets import Model, cluster_of, model_of
+from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
+from armillary.train.limits import Count, amount, check_limits
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """Finds the fastest way to train a model on a cluster, by arithmetic: nothing is run, and no GPU is needed."""
+
+    model: str = "llama3-8b"
+    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
+    cluster: str = "8xh100"
+    """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file that describes one."""
+    tokens: str = "128Ki"
+    """Length of a sequence."""
+    rows: Count = 1
+    """Sequences of a step, over all ranks."""
+    attention: tuple[str, ...] = ()
+    """Only these methods, as --parallel.attention has them."""
+    best: Count = 10
+    """How many to show."""
+    reserve: str = RESERVE
+    """Of each device, for what is not torch's tensors."""
+    host_reserve: str = HOST_RESERVE
+    """Of each node, likewise."""
+    plot: Path | None = None
+    """Draw the best as a PNG."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate with the checkpoints that make it fastest, or that come nearest to fitting."""
+
+    candidate: Candidate
+    checkpointing: Checkpointing
+    on_host: bool
+    time: StepTime
+    memory: Estimate
+    fits: bool
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was asked, in full, and all choices: those that fit, fastest first, and then those that don't."""
+
+    plan: SearchPlan
+    model: Model
+    cluster: Cluster
+    room: Room
+    length: int
+    choices: list[Choice] = field(default_factory=list[Choice])
+
+    @property
+    def fitting(self) -> list[Choice]:
+        """Those that fit, fastest first."""
+        return [choice for choice in self.choices if choice.fits]
+
+    def reason(self, choice: Choice) -> str:
+        """Why a choice is not the first."""
+        if not choice.fits:
+            return f"does not fit: {missing(choice.memory, self.room)}"
+        best = self.fitting[0].time
+        more = {name: part - best.parts()[name] for name, part in choice.time.parts().items()}
+        lost = sorted(((amount, name) for name, amount in more.items() if amount > 0), reverse=True)
+        behind = choice.time.seconds - best.seconds
+        if behind <= 0 or not lost:
+            return "as fast"
+        named = [f"{name} +{duration(amount)}" for amount, name in lost if amount > behind / 10][:3]
+        return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(named)}"
+
+
+def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _of: None) -> Found:
+    """Looks at all candidates.
+
+    Args:
+        progress: told how many of how many have been looked at.
+
+    Raises:
+        ValueError: an unknown name, a length or rows that no candidate takes.
+    """
+    check_limits(plan)
+    cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
+    model = model_of(plan.model, length)
+    room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
+    wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
+    if not wanted:
+        raise ValueError(
+            f"nothing to look at: {plan.rows} rows on {cluster.ranks} ranks, --attention "
+            f"{' '.join(plan.attention) or 'of any kind'}"
+        )
+    choices = list[Choice]()
+    for i, candidate in enumerate(wanted):
+        progress(i, len(wanted))
+        passes = passes_of(candidate, model, cluster, length, plan.rows)
+        choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes))
+    choices.sort(key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
+    return Found(plan, model, cluster, room, length, choices)
+
+
+def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int) -> Passes:
+    """Attention of a block, on causal zigzag sequences."""
+    mesh, attention = candidate.mesh, candidate.attention
+    work = Work.of(
+        attention.layout(length, mesh.ring),
+        AttentionMask(),
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        dtype=torch.bfloat16,
+        batch=rows // mesh.shard,
+    )
+    return Passes.of(attention.schedule(work, mesh.ring, mesh.ulysses), cluster, model.head_dim, copies=mesh.shard)
+
+
+def choose(
+    candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, room: Room, passes: Passes
+) -> Choice:
+    """With the checkpoints that are fastest of those that fit, or fullest least."""
+    found = list[Choice]()
+    for checkpointing, on_host in policies():
+        job = Job(
+            model=model,
+            axes=candidate.mesh.axes,
+            attention=candidate.attention,
+            length=length,
+            rows=rows // candidate.mesh.shard,
+            checkpointing=checkpointing,
+            on_host=on_host,
+        )
+        memory, time = estimate(job), step_time(job, passes, cluster)
+        flops = rows * length * model.flops_per_token(length)
+        mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
+        found.append(Choice(candidate, checkpointing, on_host, time, memory, room.share(memory) <= 1, mfu))
+    return min(found, key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
+
+
+def duration(seconds: float) -> str:
+    """For people: 2.1 h, 35 s, 120 ms."""
+    for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

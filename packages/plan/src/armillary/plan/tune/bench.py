@@ -1,0 +1,148 @@
+"""A block of the model on a candidate's mesh, and the seconds that its forward and backward take."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention import AttentionMask
+from armillary.core import SequenceLayout, build_mesh
+from armillary.core.mesh import world_size
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.plan.search.candidates import Candidate
+from armillary.train.build import patience, precision, shard_model
+from armillary.train.check import check
+from armillary.train.config import Config
+from armillary.train.model import model_config
+from armillary.train.parallel import choose_axes
+
+VOCABULARY = 256
+"""Tokens that the measured model knows. Embedding and loss cost all candidates the same, and are kept small."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a candidate takes, on the rank where that is most.
+
+    Args:
+        seconds, least: of forward and backward of a block: the median over passes, and the fastest.
+        memory: bytes of the device; None on the CPU.
+    """
+
+    seconds: float
+    least: float
+    memory: int | None = None
+
+
+@dataclass
+class Bench:
+    """One block as the trainer would have it, with tokens and labels [B, T] of this rank."""
+
+    model: Llama | GPT
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    layout: SequenceLayout
+
+    @classmethod
+    def of(cls, config: Config, candidate: Candidate, device: torch.device) -> Bench:
+        """Every rank must call it.
+
+        Raises:
+            ValueError: the candidate does not fit the model, the rows or the length; on every rank.
+        """
+        config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
+        check(config)
+        mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
+        sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
+        model, attention = shard_model(sizes, config, mesh, precision(config, device))
+        layout = attention.layout(config.data.sequence_length, config.data.layout)
+        model.to_empty(device="cpu" if config.optimizer.on_host else device)
+        initialize(model, config.train.seed)
+        positions = layout.positions(attention.shard).to(device)
+        tokens = torch.randint(VOCABULARY, (config.rows_per_batch, len(positions)), device=device)
+        return cls(model, tokens, tokens.roll(1, dims=1), positions, layout)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        head = partial(linear_token_loss, labels=self.labels)
+        mask = AttentionMask()
+        total, count = self.model(self.tokens, positions=self.positions, mask=mask, layout=self.layout, head=head)
+        (total / count).backward()
+        self.model.zero_grad()
+
+    def seconds(self) -> float:
+        """Of a step that all ranks begin together, here."""
+        device = self.tokens.device
+        dist.barrier()
+        wait_for(device)
+        began = time.perf_counter()
+        self.step()
+        wait_for(device)
+        return time.perf_counter() - began
+
+
+def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> Timing:
+    """Of so many passes, after one that does not count. Every rank must call it; all get the same.
+
+    Raises:
+        ValueError: as `Bench.of`.
+    """
+    forget(device)
+    bench = Bench.of(config, candidate, device)
+    bench.step()
+    seconds = [bench.seconds() for _ in range(iterations)]
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    *seconds, most = largest([*seconds, float(memory)], device)
+    return Timing(median(seconds), min(seconds), int(most) if memory else None)
+
+
+def compare(config: Config, candidates: Sequence[Candidate], device: torch.device, rounds: int) -> list[float]:
+    """Seconds of several, in turns, so that what disturbs the machine disturbs all: each round begins with another."""
+    forget(device)
+    benches = [Bench.of(config, candidate, device) for candidate in candidates]
+    for bench in benches:
+        bench.step()
+    found: list[list[float]] = [[] for _ in benches]
+    for i in range(rounds):
+        for j in range(len(benches)):
+            turn = (i + j) % len(benches)
+            found[turn].append(benches[turn].seconds())
+    return [median(largest(seconds, device)) for seconds in found]
+
+
+def one_block(sizes: LlamaConfig | GPTConfig) -> LlamaConfig | GPTConfig:
+    """A model with one block of these sizes; where the first blocks have no window, without one."""
+    if isinstance(sizes, LlamaConfig):
+        window = None if sizes.window_from else sizes.window
+        return replace(sizes, layers=1, vocab_size=VOCABULARY, window=window, window_from=0)
+    return replace(sizes, layers=1, vocab_size=VOCABULARY)
+
+
+def largest(values: list[float], device: torch.device) -> list[float]:
+    """Of each value, that of the rank where it is largest."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def forget(device: torch.device) -> None:
+    """Gives back what candidates before have left, and begins to count bytes anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,81 @@
+"""What is asked for on the command line: the trainer's flags, and how to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from armillary.attention.build import names
+from armillary.data.parsing import parse
+from armillary.plan.presets import cluster_of
+from armillary.train.command import Source, read_source
+from armillary.train.config import Config, LogConfig, ParallelConfig
+from armillary.train.limits import check_limits
+
+PROGRAM = "armillary-tune"
+
+
+@dataclass(frozen=True)
+class Order(Source):
+    """Measures on this machine which mesh and which attention method train a model fastest, and writes them to a file
+    for `armillary-train --parallel.tuned FILE`.
+
+    Start it with torchrun on as many ranks as the run will have, with the run's own flags. All meshes of shard x ring x
+    ulysses are looked at, whatever the flags say of these; replicate and tp stay as they are. What was measured is
+    kept: the same command goes on.
+    """
+
+    out: Path = Path("tuned.json")
+    """The file; one that rank 0 sees will do."""
+    iterations: int = 3
+    """Forward and backward passes of each candidate that are measured, after one that is not."""
+    attention: tuple[str, ...] = ()
+    """Only these methods, as --parallel.attention has them; usp is ulysses+ring."""
+    cluster: str | None = None
+    """Leave out what the planner predicts not to fit or to be slow on this cluster: 8xh100, ..., or a TOML file. By
+    default all are measured."""
+    slower: float = 1.5
+    """With a cluster: measure what is predicted to take at most so many times as long as the fastest."""
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def read_order(argv: Sequence[str]) -> Order:
+    """The order, its configuration stripped of what does not matter here.
+
+    Raises:
+        ValueError: as `read_command`; numbers or methods that will not do.
+    """
+    source, _, config = read_source(argv, PROGRAM)
+    order = parse(argv, Order, PROGRAM, Order(source.recipe, source.config, run=config))
+    check_order(order)
+    parallel = order.run.parallel
+    kept = ParallelConfig(replicate=parallel.replicate, tp=parallel.tp, compiler=parallel.compiler)
+    return replace(order, run=replace(order.run, parallel=kept, log=LogConfig()))
+
+
+def check_order(order: Order) -> None:
+    """Refuses what cannot be measured."""
+    check_limits(order.run)
+    parallel = order.run.parallel
+    if parallel.tuned is not None:
+        raise ValueError(f"--parallel.tuned {parallel.tuned}: is for armillary-train; the file to write is --out")
+    if order.iterations < 1:
+        raise ValueError(f"--iterations {order.iterations}: must be at least 1")
+    if not 1 <= order.slower < inf:
+        raise ValueError(f"--slower {order.slower}: must be at least 1, which leaves the fastest alone")
+    if unknown := [name for name in order.attention if name not in names()]:
+        raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
+    if order.out.is_dir() or order.out.suffix != ".json":
+        raise ValueError(f"--out {order.out}: must be a file that ends in .json")
+    if order.cluster is not None:
+        cluster_of(order.cluster)
+    if order.cluster is not None and parallel.replicate * parallel.tp > 1:
+        raise ValueError(
+            f"--cluster {order.cluster}: the planner knows neither --parallel.replicate {parallel.replicate} nor "
+            f"--parallel.tp {parallel.tp}; leave out the one or the others"
+        )

@@ -1,0 +1,49 @@
+"""What attention holds while it works, counted on live tensors: UPipe's stages against Ulysses, teams against rings."""
+
+import pytest
+
+from armillary.attention import Ring, Ulysses, UPipe, WallFacer
+from armillary.models import LlamaConfig
+from armillary.plan.memory import attention_intermediates, before_attention
+
+
+def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> float:
+    def build(mesh):
+        return UPipe(mesh["ulysses"], heads_per_stage=stage, prefetch=prefetch)
+
+    return attention_intermediates(build, {"ulysses": 8}, heads, key_heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "stage", "saved"),
+    [(64, 64, 8, 0.875), (64, 8, 8, 0.778), (64, 8, 16, 0.667), (32, 8, 8, 0.6), (64, 64, 64, 0)],
+)
+def test_a_stage_holds_its_share_of_what_ulysses_does(heads, key_heads, stage, saved):
+    """(2 S + 2 min(K, S)) / (2 H + 2 K), to the half percent that a kernel's lse and rows of weights take."""
+    closed, whole = 2 * stage + 2 * min(key_heads, stage), 2 * heads + 2 * key_heads
+    assert closed <= upipe(heads, key_heads, stage) < closed * 1.01
+    assert 1 - closed / whole == pytest.approx(saved, abs=1e-3)
+    assert attention_intermediates(lambda mesh: Ulysses(mesh["ulysses"]), {"ulysses": 8}, heads, key_heads) >= whole
+
+
+def test_bringing_the_next_stage_early_costs_what_is_said():
+    assert 48 <= upipe(64, 8, 8, prefetch=True) < 48.5  # 4 S + 2 min(K, S): all keys are in one round
+    assert 80 <= upipe(64, 64, 8, prefetch=True) < 80.5  # 4 S + 6 min(K, S): there are new keys each time
+
+
+def ring(mesh):
+    return Ring(mesh["ring"])
+
+
+def teams_of_four(mesh):
+    return WallFacer(mesh["ring"], team=4)
+
+
+@pytest.mark.parametrize(("build", "team", "paper"), [(ring, 1, 68), (teams_of_four, 4, 77)])
+def test_what_is_kept_and_gathered_is_what_the_wallfacer_paper_counts(build, team, paper):
+    """Model M of arXiv 2407.00611: 64 checkpoints, the gradient from above, and 3 C for q, k and v. Here 3 blocks."""
+    layers = 3
+    model = LlamaConfig(vocab_size=256, dim=6656, layers=layers, heads=52, kv_heads=52, hidden_dim=256)
+    found = before_attention(model, {"ring": 64}, build, 65_536)
+    assert found.handed == 3 * team and round(found.checkpoints) == layers
+    assert 64 + 1 + found.handed == paper

@@ -1,0 +1,103 @@
+"""What methods send at any number of ranks: WallFacer's model M to the byte, and the command that prints it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from armillary.attention.build import names
+from armillary.plan.cli import main
+from armillary.plan.comm_time.bytes import BytesPlan, Choice, Row, Sent, choices, plan_bytes
+
+UNIT = 1024 * 6656 * 2
+"""Bytes of one [T, E] of model M on one of 64 ranks: 13 / 1024 GiB."""
+LSE = 1024 * 52 * 4
+SMALL = BytesPlan(tokens="480", heads=8, kv_heads=4, head_dim=8, ranks=8, rows=2, of_ranks=(0, 5))
+
+
+def figures(rows: list[Row]) -> dict[tuple[str, tuple[int, ...], str], Sent]:
+    return {(str(row.choice), row.ranks, row.phase): row.counted for row in rows}
+
+
+@pytest.fixture(scope="module")
+def model_m() -> list[Row]:
+    return plan_bytes(BytesPlan(attention=("ring", "wallfacer", "usp"), team=(4,)))
+
+
+def test_model_m_is_counted_to_the_byte(model_m):
+    found = figures(model_m)
+    assert found["ring", (0, 1), "forward"] == Sent(63 * 2 * UNIT, 0)
+    assert found["ring", (0, 1), "backward"] == Sent(63 * (3 * UNIT + LSE + 2 * UNIT), 0)  # queries, and dq wide
+    collective = 3 * (3 * UNIT + UNIT + LSE)
+    assert found["wallfacer C=4", (0,), "forward"] == Sent(3 * 4 * 2 * UNIT, collective)
+    assert found["wallfacer C=4", (1,), "forward"] == Sent(4 * 4 * 2 * UNIT, collective)
+    assert found["usp", (0, 1), "forward"] == Sent(15 * 2 * UNIT, 3 * UNIT)
+
+
+def test_model_m_beside_what_the_paper_says(model_m):
+    gib = {key: (sent.p2p / 2**30, sent.collective / 2**30) for key, sent in figures(model_m).items()}
+    assert gib["ring", (0, 1), "forward"] == (pytest.approx(1.5996, abs=5e-5), 0)
+    assert gib["wallfacer C=4", (0,), "forward"] == (pytest.approx(0.3047, abs=5e-5), pytest.approx(0.1529, abs=5e-5))
+    assert gib["wallfacer C=4", (1,), "forward"] == (0.40625, pytest.approx(0.1523 + 0.0006, abs=5e-5))
+    paper = {str(row.choice): row.published for row in model_m if row.phase == "forward"}
+    assert paper["usp"] is None and paper["ring"] and paper["wallfacer C=4"]
+    assert paper["ring"].total == 1.625 * 2**30
+    assert round(paper["wallfacer C=4"].collective / 2**30, 3) == 0.152
+    assert round(paper["wallfacer C=4"].p2p / 2**30, 3) == 0.406
+    assert paper["wallfacer C=4"].total / 2**30 == pytest.approx(0.558, abs=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [("bfloat16", False), ("float64", True)])
+def test_closed_forms_are_what_is_counted(dtype, causal):
+    every = tuple(name for name in names() if name != "local")
+    for row in plan_bytes(replace(SMALL, causal=causal, dtype=dtype, attention=every)):
+        assert row.counted == row.closed and row.counted.total > 0, row
+
+
+def test_what_is_shown_unless_asked_for():
+    assert [str(choice) for choice in choices(BytesPlan())] == [
+        "ring",
+        "token_ring",
+        *(f"wallfacer C={team}" for team in (2, 4, 8)),
+        "all_gather",
+        "usp",
+    ]
+    found = list(choices(BytesPlan(ranks=4, kv_heads=13)))
+    assert Choice("ulysses", 1, 4) in found and Choice("usp", 4, 1) in found and Choice("wallfacer", 4, 1, 2) in found
+
+
+def test_a_rank_alone_sends_nothing():
+    rows = plan_bytes(replace(SMALL, ranks=1, of_ranks=()))
+    assert all(row.counted == row.closed == Sent(0, 0) and row.published is None for row in rows)
+
+
+def test_the_command(capsys):
+    flags = ["--tokens", "64Ki", "--ranks", "16", "--attention", "ring", "wallfacer", "--team", "2"]
+    main(["bytes", *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "N 64Ki, H 52, K 52, D 128, B 1, bfloat16, full mask, 16 ranks"
+    assert " ".join(lines[3].split()) == "method ranks phase p2p collective all closed form messages paper"
+    assert " ".join(lines[4].split()) == "ring 0, 1 forward 1.52344 0.00000 1.52344 1.52344 15 1.62500"
+    assert " ".join(lines[8].split()).startswith("wallfacer C=2 1 forward 0.81250 0.20392 1.01642 1.01642 ")
+    main(["bytes", *flags, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["ranks"] == 16
+    first = found["rows"][0]
+    assert first["counted"] == first["closed"] == {"p2p": 15 * 4 * 2 * UNIT, "collective": 0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--attention nonsense", "no attention method 'nonsense'"),
+        ("--attention wallfacer --team 3", "team=3: its square must divide the 64 ranks"),
+        ("--attention ring --of-ranks 64", "there is no rank 64 of 64"),
+        ("--attention usp --ulysses 5", "--ulysses 5 does not divide 64 ranks"),
+        ("--kv-heads 5", "52 query heads cannot share 5 key/value heads"),
+        ("--heads 0", "--heads 0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(flags, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bytes", *flags.split()])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""The closed-form estimate of a step's memory, against the simulation and against common sense."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from armillary.attention import AttentionMask, UPipe, WallFacer
+from armillary.attention.call import Call, Saved
+from armillary.attention.kernels import Scores
+from armillary.attention.method import key_heads_of
+from armillary.models import Checkpointing, GPTConfig, LlamaConfig
+from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
+from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.memory.estimate import methods as of
+from armillary.plan.memory.estimate.methods import Sizes
+
+U8, R8 = {"ulysses": 8}, {"ring": 8}
+LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)
+QWEN = replace(LlamaConfig.qwen3_32b(), layers=2)
+GPT = replace(GPTConfig.wallfacer_7b(max_positions=2**17), layers=2)
+LAYER, OUTPUT = Checkpointing("layer"), Checkpointing("attention_output")
+
+
+def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, on_host=True, **options):
+    attention = AttentionChoice(name, options.pop("heads_per_stage", None), options.pop("team", None))
+    return Job(
+        model=model,
+        axes=axes,
+        attention=attention,
+        length=length,
+        checkpointing=checkpointing,
+        on_host=on_host,
+        **options,
+    )
+
+
+# -- against the simulation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job(length=2**20, checkpointing=replace(LAYER, offload=True, ahead=False)),
+        job(replace(LLAMA, layers=1), {"ring": 2, "ulysses": 4}, "upipe+ring", heads_per_stage=8, on_host=False),
+        job(name="ulysses", checkpointing=replace(LAYER, offload=True), on_host=False),
+        job(axes={"ring": 2, "ulysses": 4}, name="usp", checkpointing=OUTPUT, on_host=False),
+        job(axes={"ring": 16}, name="wallfacer", team=2),
+        job(replace(LLAMA, layers=1), axes={"ring": 4}, name="token_ring"),
+        job(QWEN, axes=R8, name="all_gather", checkpointing=replace(OUTPUT, offload=True)),
+        job(GPT, axes=R8, name="wallfacer", team=2, length=2**17, on_host=False),
+        job(GPT, axes=R8, name="ring", length=2**17, checkpointing=Checkpointing("none"), on_host=False),
+    ],
+    ids=lambda job: f"{job.attention.name}-{job.checkpointing.policy}-{job.length}",
+)
+def test_it_agrees_with_the_simulation(job):
+    found, said = simulate(job), estimate(job)
+    assert said.device == pytest.approx(found.device, rel=0.05)
+    assert said.host == pytest.approx(found.host, rel=0.05)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "team"),
+    [
+        *(("ring", ranks, None) for ranks in (2, 8)),
+        *(("token_ring", ranks, None) for ranks in (2, 8)),
+        *(("wallfacer", ranks, team) for ranks, team in ((8, 2), (32, 4))),
+        *(("all_gather", ranks, None) for ranks in (8,)),
+        ("local", 1, None),
+    ],
+)
+def test_each_method_allocates_what_its_formula_says(name, ranks, team, heads):
+    x, keys = sizes(*heads), heads[0] > heads[1]
+    said = {
+        "local": lambda: (of.local_forward(x), of.local_backward(x)),
+        "ring": lambda: (of.ring_forward(x, ranks), of.ring_backward(x, ranks, keys)),
+        "token_ring": lambda: (of.token_ring_forward(x, ranks), of.token_ring_backward(x, ranks)),
+        "wallfacer": lambda: (of.wallfacer_forward(x, ranks, team), of.wallfacer_backward(x, ranks, team, keys)),
+        "all_gather": lambda: (of.all_gather_forward(x, ranks), of.all_gather_backward(x, ranks)),
+    }[name]()
+    assert said == pytest.approx(measured(AttentionChoice(name, team=team), ranks, *heads), rel=0.04)
+
+
+TOKENS, DIM = 8192, 128
+
+
+def sizes(heads, key_heads):
+    head = TOKENS * DIM * 2
+    return Sizes(heads * head, key_heads * head, heads * TOKENS * 4, 2, heads / key_heads)
+
+
+def measured(attention, ranks, heads, key_heads):
+    """What forward and backward of a method alone hold at most."""
+    with fake_world(ring=ranks) as mesh:
+        method = attention(mesh)
+        layout = method.layout(TOKENS * ranks)
+        call = Call(
+            AttentionMask(causal=True), layout, layout, Scores(1.0), key_heads_of(heads, key_heads), SimulatedFlash()
+        )
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q, out, dout = (torch.empty(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(3))
+            k, v = (torch.empty(1, TOKENS, key_heads, DIM, dtype=torch.bfloat16) for _ in range(2))
+            lse = torch.empty(1, TOKENS, heads)
+            with LiveBytes() as forward:
+                method.forward(q, k, v, call)
+            with LiveBytes() as backward:
+                method.backward(dout, Saved(q, k, v, out, lse), call)
+    return forward.device.peak, backward.device.peak
+
+
+# -- without it -------------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    ("upipe", U8),
+    ("ulysses", U8),
+    ("usp", {"ring": 2, "ulysses": 4}),
+    ("upipe+ring", {"ring": 2, "ulysses": 4}),
+    ("ulysses+wallfacer", {"ring": 4, "ulysses": 2}),
+    ("ring", R8),
+    ("token_ring", R8),
+    ("wallfacer", R8),
+    ("all_gather", R8),
+]
+POLICIES = [Checkpointing(), Checkpointing(tiled=True), LAYER, OUTPUT, replace(OUTPUT, offload=True)]
+
+
+@pytest.mark.parametrize(("name", "axes"), CHOICES)
+def test_parts_add_up_and_longer_sequences_take_more(name, axes):
+    for model, checkpointing in product((LlamaConfig.llama3_8b(), GPT), POLICIES):
+        said = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
+        for x in said:
+            assert x.device == sum(x.device_breakdown.values()) == max(x.moments.values())
+            assert x.host == sum(x.host_breakdown.values())
+        assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(said))
+
+
+@pytest.mark.parametrize("model", [LlamaConfig.llama3_8b(), LlamaConfig.qwen3_32b(), GPT], ids=["llama", "qwen", "gpt"])
+def test_fewer_heads_a_stage_take_less(model):
+    stages = [estimate(job(model, heads_per_stage=n)).device for n in (8, 16, 32)]
+    assert stages == sorted(stages)
+    assert stages[-1] <= estimate(job(model, name="ulysses")).device
+
+
+def test_offloading_moves_checkpoints_to_the_host():
+    model = LlamaConfig.llama3_8b()
+    kept = 32 * 2**20 // 8 * 4096 * 2
+    here, there = (estimate(job(model, length=2**20, checkpointing=replace(LAYER, offload=x))) for x in (False, True))
+    assert there.host_breakdown["checkpoints"] == kept
+    assert here.device - there.device == pytest.approx(kept * 30 / 32)  # this block's and, ahead, the next one's
+
+
+def test_on_the_host_are_four_numbers_for_each_parameter():
+    model = LlamaConfig.llama3_8b()
+    here, there = estimate(job(on_host=False, model=model)), estimate(job(model=model))
+    assert there.host == pytest.approx(16 * model.parameters() / 8)
+    assert here.host == 0
+    assert here.device > there.device + 12 * model.parameters() / 8
+
+
+def test_eight_million_tokens_of_llama_on_eight_ranks_fit_with_upipe_alone():
+    options = {"length": 2**23, "checkpointing": replace(LAYER, offload=True, ahead=False)}
+    upipe, ulysses = (estimate(job(LlamaConfig.llama3_8b(), name=name, **options)) for name in ("upipe", "ulysses"))
+    assert upipe.device < 75 * 2**30 < ulysses.device
+
+
+def test_attention_as_data_builds_the_method():
+    with fake_world(ring=4, ulysses=2) as mesh:
+        method = AttentionChoice("upipe+wallfacer", heads_per_stage=4, team=2)(mesh)
+    assert isinstance(method, UPipe)
+    assert isinstance(method.inner, WallFacer)
+    assert (method.heads_per_stage, method.inner.teams.team) == (4, 2)
+
+
+def test_attention_that_could_be_anything_is_refused():
+    with pytest.raises(ValueError, match="must be an AttentionChoice"):
+        estimate(replace(job(), attention=lambda mesh: None))

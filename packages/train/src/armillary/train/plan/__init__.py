@@ -1,1 +1,0 @@
-"""Planning a run before there is a machine for it."""

@@ -1,5 +1,0 @@
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from armillary.train.tune.cli import main
-
-record(main)()  # an error goes where torchrun looks for the cause of a failure
