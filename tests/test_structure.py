@@ -16,13 +16,12 @@ SOURCES = {
 CYCLES = [
     "attention.bridge attention.dtensor attention.head_axis attention.local attention.method attention.projected "
     "attention.traced attention.traced_projected attention.upipe",
-    "core.cluster core.machines",
     "train.build train.checkpoint train.checkpoint.checkpoints train.checkpoint.restoring train.checkpoint.saving "
     "train.checkpoint.settings train.checkpoint.state",
 ]
 SHARED_NAMES = (
     "2 Attention, 4 Block, 2 Choice, 2 Decoder, 2 Entry, 2 Found, 2 MLP, 2 Method, 2 Options, 2 Parts, 2 Piece, "
-    "2 Prediction, 2 Ranks, 2 Rotation, 3 Row, 2 Run, 2 Screen, 2 Sent, 2 Sharding, 2 Source, 2 Span, 2 Stages, "
+    "2 Prediction, 2 Ranks, 2 Rotation, 3 Row, 2 Run, 2 Screen, 2 Sent, 2 Sharding, 2 Source, 2 Span, "
     "2 Step, 2 Vocabulary, 3 Work"
 )
 METHODS_OVER_THEIR_DRIVER = (

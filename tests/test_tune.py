@@ -7,7 +7,6 @@ from launches import Launch, agent
 
 import armillary.plan.tune
 from armillary.train.command import read_command
-from armillary.train.tune.choice import with_choice
 
 SMALL = ["--model.dim", "32", "--model.layers", "1", "--data.sequence-length", "64"]
 TUNER = armillary.plan.tune.__file__.replace("__init__", "__main__")
@@ -21,9 +20,8 @@ def test_a_mesh_is_tuned_for_the_trainer(tmp_path):
     lines = printed[printed.index("2 candidates") :].splitlines()
     assert lines[1].startswith("1/2 ring on ring 2: ") and lines[2].startswith("2/2 ulysses on ulysses 2: ")
     (chosen,) = (line for line in lines if line.startswith("chosen: "))
-    assert chosen.endswith("; train with --parallel.tuned tuned.json")
+    assert chosen.endswith("; train with --config tuned.toml")
     choice = json.loads((tmp_path / "tuned.json").read_text())["choice"]["mesh"]
-    command, _ = read_command([*SMALL, "--parallel.tuned", str(tmp_path / "tuned.json")])
+    command, _ = read_command(["--config", str(tmp_path / "tuned.toml")])
     assert {name: getattr(command.run.parallel, name) for name in choice} == choice
-    resolved = with_choice(command.run, 2, "float32")
-    assert resolved.parallel == replace(command.run.parallel, tuned=None)
+    assert command.run == replace(read_command(SMALL)[0].run, parallel=command.run.parallel)

@@ -43,11 +43,11 @@ def main() -> None:
 def tuned(iterations: int) -> dict[str, Any]:
     """What the tuner's file says in the end."""
     with TemporaryDirectory() as folder, EmulatedCluster(Cluster.named(CLUSTER)) as emulated:
-        out = Path(folder) / "tuned.json"
+        out = Path(folder) / "tuned.toml"
         flags = [*MODEL, *DATA, "--iterations", str(iterations), "--out", str(out), "--attention", *METHODS]
         program = [sys.executable, "-m", "armillary.plan.tune", *flags]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
-        return json.loads(out.read_text())
+        return json.loads(out.with_suffix(".json").read_text())
 
 
 def write(runs: list[dict[str, Any]]) -> str:

@@ -34,7 +34,7 @@ def test_presets_know_their_nodes():
     for name in ("tpu", "12xh100", "0xh100", "xh100", "8x", "h100"):
         with pytest.raises(ValueError, match=f"no cluster {name!r}; known: 8xh100, .*emulated-"):
             Cluster.named(name)
-    assert all(machine.nodes == 1 for machine in MACHINES.values())
+    assert all(Cluster.named(f"{machine.ranks_per_node}x{kind}").nodes == 1 for kind, machine in MACHINES.items())
 
 
 def test_the_busiest_port_decides():
@@ -120,7 +120,7 @@ def test_files_say_it_in_full_or_by_what_differs(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('like = "8xh100"\nnode = 2', r"unknown keys \['node'\], missing keys \[\]; known: name, nodes"),
+        ('like = "8xh100"\nnode = 2', r"unknown keys \['node'\], missing keys \[\]; known: name, ranks_per_node"),
         ("nodes = 2", r"missing keys \['ranks_per_node', 'accelerator'"),
         ('like = "8xh100"\n[between]\nspeed = 2', r"unknown keys \['between.speed'\]"),
         ('like = "8xh100"\n[between]\nbandwidth = "fast"', "'fast' is no whole number"),

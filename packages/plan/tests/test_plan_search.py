@@ -19,7 +19,7 @@ from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
-from armillary.plan.search.command_line import command_line, config_of
+from armillary.plan.search.command_line import RECIPES, command_line, config_of, write_choice
 from armillary.plan.search.search import SearchPlan, passes_of, search
 from armillary.train.command import read_command
 
@@ -226,16 +226,20 @@ def test_the_best_fit_and_every_loser_has_a_reason():
     assert 0.3 < found.fitting[0].mfu < 0.6
 
 
-def test_the_command_line_trains_what_was_planned():
+def test_the_command_line_and_the_file_train_what_was_planned(tmp_path):
     for model, attention in (("llama3-8b", ()), ("gpt-3b", ("wallfacer",)), ("qwen3-32b", ("upipe",))):
         found = search(SearchPlan(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
         config = config_of(found, found.choices[0])
-        line = command_line(config, found.cluster)
+        line = command_line(found, found.choices[0])
         assert line.startswith(
             "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500 --nproc-per-node 8"
         )
         flags = line.split("-m armillary.train ")[1].removesuffix(" --data.path DATA")
-        assert read_command(flags.split())[0].run == config
+        assert flags.startswith(f"--recipe {RECIPES[model]} ") and read_command(flags.split())[0].run == config
+        out = tmp_path / f"{model}.toml"
+        write_choice(found, out)
+        assert read_command(["--config", str(out)])[0].run == config
+        assert command_line(found, found.choices[0], out).endswith(f" --config {out} --data.path DATA")
         # A model of billions does not train for the 80 steps of the debug recipe, or at its rate.
         assert config.optimizer.lr <= 1e-4 and config.train.steps == 1000 and config.optimizer.warmup_steps >= 20
 
@@ -268,7 +272,11 @@ def test_what_cannot_be_searched_is_refused_in_one_line(capsys, argv, said):
     assert stop.value.code == 2 and said in error and error.count("\n") == 1
 
 
-def test_where_nothing_fits_it_says_what_is_missing(capsys):
-    main(["--model", "llama3-70b", "--tokens", "2M", "--cluster", "8xh100"])
+def test_where_nothing_fits_it_says_what_is_missing(capsys, tmp_path):
+    flags = ["--model", "llama3-70b", "--tokens", "2M", "--cluster", "8xh100"]
+    main(flags)
     shown = capsys.readouterr().out
     assert "does not fit: " in shown and "nothing fits: give more accelerators" in shown
+    with pytest.raises(SystemExit):
+        main([*flags, "--out", str(tmp_path / "best.toml")])
+    assert "best.toml: nothing fits, so there is nothing to write" in capsys.readouterr().err

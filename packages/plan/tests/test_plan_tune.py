@@ -1,7 +1,6 @@
-"""The tuner: what it measures, keeps, goes on with and chooses, and the trainer that takes its choice."""
+"""The tuner: what it measures, keeps, goes on with and chooses, and the file with its choice for the trainer."""
 
 import io
-import json
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -13,7 +12,6 @@ import torch
 
 from armillary.models import Checkpointing
 from armillary.models.block import Block
-from armillary.plan.dry_run import predict
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.tune import bench, tuner
@@ -21,6 +19,7 @@ from armillary.plan.tune.bench import Timing
 from armillary.plan.tune.command import Order, read_order
 from armillary.plan.tune.file import Measured, Tuned, read, write
 from armillary.plan.tune.prune import Prediction, looked_at, parted, predictor, pruned
+from armillary.plan.tune.question import question_of
 from armillary.train import (
     Config,
     DataConfig,
@@ -30,12 +29,11 @@ from armillary.train import (
     TrainConfig,
     prepare,
     process_group,
+    recipes,
     train,
 )
 from armillary.train.command import read_command
 from armillary.train.config import LogConfig, ValidationConfig
-from armillary.train.tune.choice import with_choice
-from armillary.train.tune.question import question_of
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
@@ -52,7 +50,7 @@ class Killed(BaseException):
 
 
 def order(folder: Path, config: Config = SMALL, **options: Any) -> Order:
-    return Order(out=folder / "tuned.json", attention=METHODS, run=config, iterations=1, **options)
+    return Order(out=folder / "tuned.toml", attention=METHODS, run=config, iterations=1, **options)
 
 
 def tuned_by(order: Order, *args: Any) -> tuple[Tuned, str]:
@@ -83,7 +81,7 @@ def test_it_chooses_the_fastest_of_what_it_measured(worlds, tmp_path):
     assert shown[0] == f"{count} candidates"
     assert [line.split()[0] for line in shown[1 : 1 + count]] == [f"{i}/{count}" for i in range(1, count + 1)]
     assert shown[1].startswith(f"1/{count} ring on ring 4: ") and shown[1].endswith("s (the best)")
-    assert shown[-1] == f"chosen: {tuned.choice}; train with --parallel.tuned {tmp_path}/tuned.json"
+    assert shown[-1] == f"chosen: {tuned.choice}; train with --config {tmp_path}/tuned.toml"
     assert all(printed == "" for _, printed in results[1:])
 
 
@@ -105,7 +103,7 @@ def test_a_block_is_measured_as_the_trainer_has_it(worlds):
 
 def test_replicate_and_tp_stay_as_they_are(tmp_path):
     flags = ["--parallel.tp", "2", "--parallel.replicate", "2", "--parallel.ring", "7", "--parallel.attention", "ring"]
-    kept = read_order(flags).run.parallel
+    kept = read_order(flags).measured_run.parallel
     assert kept == ParallelConfig(tp=2, replicate=2)
     config = replace(SMALL, parallel=kept)
     assert looked_at(replace(order(tmp_path, config), attention=()), 16) == list(candidates(heads=2, ranks=4, rows=2))
@@ -216,8 +214,7 @@ def hopeless(*_: object) -> Timing:
 def test_where_nothing_can_be_run_there_is_no_choice(worlds, tmp_path):
     for message in worlds(2).run(refusal, order(tmp_path), hopeless):
         assert message == "none of 2 candidates could be run, such as ring on ring 2: nothing works"
-    with pytest.raises(ValueError, match="none of its candidates could be run"):
-        read_command(["--parallel.tuned", str(tmp_path / "tuned.json")])
+    assert not (tmp_path / "tuned.toml").exists()
 
 
 # -- noise --------------------------------------------------------------------------------------------------------
@@ -317,16 +314,17 @@ def test_orders_that_will_not_do_are_refused(flags, said):
     assert said in str(error.value)
 
 
-# -- the trainer --------------------------------------------------------------------------------------------------
+# -- the choice ---------------------------------------------------------------------------------------------------
 
 
 CHOSEN = Candidate(Mesh(1, 2, 2), AttentionChoice("upipe+ring", 2))
 
 
-def file_of(folder: Path, config: Config = SMALL, choice: Candidate | None = CHOSEN, **fields: Any) -> Path:
-    tuned = Tuned(question_of(config, 4, "float32"), complete=True, choice=choice)
-    write(folder / "tuned.json", replace(tuned, **fields))
-    return folder / "tuned.json"
+def chosen(folder: Path, config: Config = SMALL, recipe: str | None = None) -> Path:
+    """The file of a choice."""
+    asked = replace(order(folder, config), recipe=recipe)
+    tuner.write_files(asked, Tuned(question_of(config, 4, "float32"), complete=True, choice=CHOSEN))
+    return asked.out
 
 
 def trained(config: Config, folder: Path) -> tuple[list[float], dict[str, int]]:
@@ -337,112 +335,51 @@ def trained(config: Config, folder: Path) -> tuple[list[float], dict[str, int]]:
     return losses, {name: getattr(run.config.parallel, name) for name in ("shard", "ring", "ulysses")}
 
 
-def test_the_trainer_takes_the_choice_and_its_configuration_starts_the_same_run_again(worlds, tmp_path):
-    tuned = replace(SMALL, parallel=ParallelConfig(tuned=file_of(tmp_path)))
+def test_the_trainer_takes_the_choice_and_is_told_everything_else_too(worlds, tmp_path):
+    path = chosen(tmp_path)
+    command, told = read_command(["--config", str(path)])
     written_out = ParallelConfig(ring=2, ulysses=2, attention="upipe+ring", heads_per_stage=2)
-    (losses, axes), *others = worlds(4).run(trained, tuned, tmp_path / "a")
-    assert axes == {"shard": 1, "ring": 2, "ulysses": 2} and all(found == (losses, axes) for found in others)
-    assert worlds(4).run(trained, replace(SMALL, parallel=written_out), tmp_path / "b")[0] == (losses, axes)
-    (tmp_path / "tuned.json").unlink()
-    command, _ = read_command(["--config", str(tmp_path / "a/config.json")])
-    assert command.run.parallel == written_out
-    kept = [json.loads((tmp_path / run / "config.json").read_text()) for run in "ab"]
-    assert kept[0]["parallel"] == kept[1]["parallel"]
-
-
-def test_the_choice_goes_over_recipe_and_file_and_is_told(tmp_path):
-    path = file_of(tmp_path)
-    (tmp_path / "run.toml").write_text('[parallel]\nshard = 2\nring = 1\nattention = "ulysses"\n')
-    argv = ["--config", str(tmp_path / "run.toml"), "--parallel.tuned", str(path), "--parallel.ring", "2"]
-    command, told = read_command(argv)
-    expected = ParallelConfig(ring=2, ulysses=2, attention="upipe+ring", heads_per_stage=2, tuned=path)
-    assert command.run.parallel == expected
+    assert command.run == replace(SMALL, parallel=written_out)
     assert "  parallel.ring             none -> 2" in told
+    (losses, axes), *others = worlds(4).run(trained, command.run, tmp_path / "run")
+    assert len(losses) == 3 and axes == {"shard": 1, "ring": 2, "ulysses": 2}
+    assert all(found == (losses, axes) for found in others)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--parallel.ring", "4"], "--parallel.ring 4: --parallel.tuned {path} has chosen 2; leave out one of them"),
-        (["--parallel.heads-per-stage", "4"], "--parallel.heads-per-stage 4: --parallel.tuned {path} has chosen 2"),
-        (["--parallel.attention", "usp"], "--parallel.attention usp: --parallel.tuned {path} has chosen upipe+ring"),
-        (["--parallel.replicate", "2"], "--parallel.replicate 2: --parallel.tuned {path} has chosen 1"),
-    ],
-)
-def test_flags_that_say_something_else_are_refused(tmp_path, flags, said):
-    path = file_of(tmp_path)
-    with pytest.raises(ValueError) as error:
-        read_command(["--parallel.tuned", str(path), *flags])
-    assert said.format(path=path) in str(error.value)
+def test_the_file_begins_with_the_recipe_and_flags_win_over_it(tmp_path):
+    recipe = recipes.llama3_8b_1m()
+    config = replace(recipe, data=replace(recipe.data, path=(Path('a "b"'), Path("c")), weights=(1.0, 0.5)))
+    path = chosen(tmp_path, config, "llama3_8b_1m")
+    lines = path.read_text().splitlines()
+    assert lines[0] == f"# {CHOSEN}, measured by armillary-tune to be fastest on 4 ranks"
+    assert lines[1] == 'recipe = "llama3_8b_1m"' and "steps" not in path.read_text()
+    run = read_command(["--config", str(path), "--parallel.ring", "4"])[0].run
+    assert run == replace(config, parallel=run.parallel)
+    assert (run.parallel.ring, run.parallel.ulysses, run.parallel.attention) == (4, 2, "upipe+ring")
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "said"),
-    [
-        ("model", {"dim": 64}, "--model.dim 32, and here it is 64"),
-        ("model", {"layers": 3}, "--model.layers 2, and here it is 3"),
-        ("data", {"sequence_length": 51}, "--data.sequence-length 50, and here it is 51"),
-        ("data", {"rows": 8}, "--data.rows 4, and here it is 8"),
-        ("parallel", {"ring": 4}, "--parallel.ring 4: --parallel.tuned"),
-        ("checkpointing", {"policy": "layer"}, "--checkpointing.policy none, and here it is layer"),
-        ("train", {"precision": "bfloat16"}, "--train.precision float32, and here it is bfloat16"),
-    ],
-)
-def test_files_of_something_else_are_refused(tmp_path, section, changes, said):
-    config = replace(SMALL, parallel=ParallelConfig(tuned=file_of(tmp_path)))
-    config = replace(config, **{section: replace(getattr(config, section), **changes)})
-    with pytest.raises(ValueError) as error:
-        with_choice(config, 4, "float32" if section != "train" else "bfloat16")
-    assert said in str(error.value) and f"--parallel.tuned {tmp_path}/tuned.json" in str(error.value)
+def test_a_choice_that_was_removed_is_written_again(worlds, tmp_path):
+    worlds(2).run(killed_and_resumed, order(tmp_path), [])
+    before = (tmp_path / "tuned.toml").read_bytes()
+    (tmp_path / "tuned.toml").unlink()
+    assert worlds(2).run(killed_and_resumed, order(tmp_path), [])[0][0] == [[]]
+    assert (tmp_path / "tuned.toml").read_bytes() == before
 
 
-def test_a_dry_run_takes_the_choice_too(tmp_path):
-    config = replace(
-        SMALL, model=replace(SMALL.model, vocab_size=257), parallel=ParallelConfig(tuned=file_of(tmp_path))
-    )
-    assert predict(config, ranks=4).axes == {"replicate": 1, "shard": 1, "ring": 2, "ulysses": 2, "tp": 1}
-    with pytest.raises(ValueError, match="was measured with ranks 4, and here it is 2"):
-        predict(config, ranks=2)
-
-
-def test_a_file_of_other_ranks_is_refused_before_anything_is_communicated(worlds, tmp_path):
-    config = replace(SMALL, parallel=ParallelConfig(tuned=file_of(tmp_path)))
+def test_a_choice_for_other_ranks_is_refused_by_its_mesh(worlds, tmp_path):
+    config = read_command(["--config", str(chosen(tmp_path))])[0].run
     for message in worlds(2).run(start_refused, config):
-        assert message == (
-            f"--parallel.tuned {tmp_path}/tuned.json: was measured with ranks 4, and here it is 2; tune for this, or "
-            "leave it out"
-        )
+        assert "ring 2 x ulysses 2 x tp 1 = 4 ranks, but 2 are running" in message
 
 
 def start_refused(config: Config) -> str:
-    with pytest.raises(ValueError) as error, process_group(config):
-        pass
+    with pytest.raises(ValueError) as error, process_group(config) as device:
+        prepare(config, device)
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (
-            {"complete": False, "left": 5},
-            "5 candidates are left to measure; start armillary-tune as before, with --out",
-        ),
-        ({"complete": False}, "the nearest are left to compare"),
-        ({"choice": None}, "none of its candidates could be run"),
-    ],
-)
-def test_files_that_are_not_finished_are_refused(tmp_path, fields, said):
-    path = file_of(tmp_path, **fields)
-    with pytest.raises(ValueError) as error:
-        read_command(["--parallel.tuned", str(path)])
-    assert f"--parallel.tuned {path}: {said}" in str(error.value)
-
-
-def test_files_that_are_none_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_command(["--parallel.tuned", str(tmp_path / "none.json")])
-    (tmp_path / "odd.json").write_text('{"question": 3}')
-    with pytest.raises(ValueError, match=r"is no file of armillary-tune \(question: Input should be an object\)"):
-        read_command(["--parallel.tuned", str(tmp_path / "odd.json")])
-    with pytest.raises(ValueError, match="is for armillary-train; the file to write is --out"):
-        read_order(["--parallel.tuned", str(tmp_path / "odd.json")])
+def test_measurements_that_are_none_are_refused(worlds, tmp_path):
+    for text, why in (('{"question": 3}', "question: Input should be an object"), ("[" * 100_000, "")):
+        (tmp_path / "tuned.json").write_text(text)
+        for message in worlds(2).run(refusal, order(tmp_path)):
+            assert message.startswith(f"--out {tmp_path}/tuned.json: is no file of armillary-tune ({why}")

@@ -9,7 +9,8 @@ tune/        the same measured on the machine at hand
 dry_run/     memory and time of a configuration of the trainer
 """
 
-from armillary.plan.cluster.cluster import Accelerator, Cluster
+from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery, Link
+from armillary.plan.cluster.node import Accelerator
 
 __all__ = ["Accelerator", "Cluster", "Delivery", "Link"]

@@ -11,11 +11,14 @@ from rich.progress import Progress
 from armillary.core.commands import ending
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
+from armillary.plan import dry_run
 from armillary.plan.comm_time import bytes_report
 from armillary.plan.comm_time.bytes import BytesPlan, plan_bytes
+from armillary.plan.dry_run.predict import predict, read_plan
 from armillary.plan.memory import report
 from armillary.plan.memory.plan import MemoryPlan, plan_memory
 from armillary.plan.search import report as search_report
+from armillary.plan.search.command_line import write_choice
 from armillary.plan.search.plot import draw
 from armillary.plan.search.search import SearchPlan, search
 
@@ -25,6 +28,7 @@ USAGE = """usage: armillary-plan [COMMAND] [options]
 commands:
   search   which mesh, method and checkpoints train a model fastest on a cluster, and why not the others (the default)
   memory   what a training step holds on each rank, and the longest sequence that fits
+  run      memory and time of a run of the trainer, by its own flags
   bytes    what attention methods send, forward and backward, at any number of ranks
 
 None needs a GPU. armillary-plan COMMAND --help lists the options."""
@@ -52,6 +56,8 @@ def find(argv: Sequence[str]) -> None:
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("looking at meshes and methods", total=None)
         found = search(plan, lambda done, of: bar.update(task, completed=done, total=of))
+    if plan.out is not None:
+        write_choice(found, plan.out)
     if plan.plot is not None:
         print(f"drawn: {draw(found, plan.plot)}", file=sys.stderr)
     if plan.json:
@@ -72,6 +78,17 @@ def memory(argv: Sequence[str]) -> None:
         report.show(planned, Console())
 
 
+def trainer_run(argv: Sequence[str]) -> None:
+    """`armillary-plan run`."""
+    plan = read_plan(argv, f"{PROGRAM} run")
+    with Console(stderr=True).status("simulating"):
+        found = predict(plan.run, plan.cluster)
+    if plan.json:
+        print(dry_run.as_json(found))
+    else:
+        dry_run.show(found)
+
+
 def sent(argv: Sequence[str]) -> None:
     """`armillary-plan bytes`."""
     plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
@@ -81,4 +98,9 @@ def sent(argv: Sequence[str]) -> None:
     print((bytes_report.as_json if plan.json else bytes_report.as_text)(plan, rows))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"search": find, "memory": memory, "bytes": sent}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "search": find,
+    "memory": memory,
+    "run": trainer_run,
+    "bytes": sent,
+}

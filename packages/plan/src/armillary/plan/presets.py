@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
+from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
 
@@ -19,11 +20,6 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "gpt-7b": GPTConfig.wallfacer_7b,
 }
 """From the length of a sequence, which a model with learned positions must have as many of."""
-
-
-MOST_RANKS = 2**14
-"""Of the machines that are planned for: what is looked at grows with the ranks, and no more than so many have trained
-one model."""
 
 
 def model_of(name: str, length: int) -> Model:

@@ -30,8 +30,6 @@ from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.tasks import load_task, task_tokens
-from armillary.train.tune.choice import with_choice
-from armillary.train.tune.question import dtype_name
 
 
 @dataclass
@@ -60,7 +58,6 @@ class Run:
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
     """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
-    config = resolved(config)
     check(config)
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
@@ -79,7 +76,6 @@ def prepare(config: Config, device: torch.device) -> Run:
         ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
             first step.
     """
-    config = resolved(config)
     check_alike("the configuration", settings(config))
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
     stores = open_stores(config.data, config.model.pretrained)
@@ -99,15 +95,6 @@ def prepare(config: Config, device: torch.device) -> Run:
     fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation, tasks)
-
-
-def resolved(config: Config) -> Config:
-    """The configuration with what a file of the tuner chose for these ranks, if it names one. Communicates nothing.
-
-    Raises:
-        ValueError: the file will not do for this run.
-    """
-    return with_choice(config, world_size(), dtype_name(precision(config, choose_device(config.train))))
 
 
 def patience(config: Config) -> timedelta:

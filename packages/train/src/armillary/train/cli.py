@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.under_way):
         command, told = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
-            from armillary.plan.dry_run import show_dry_run  # not on every rank of every run: it takes seconds
+            from armillary.train.dry_run import show_dry_run  # not on every rank of every run
 
-            show_dry_run(command.run, command.ranks, command.cluster, command.mfu, command.json)
+            show_dry_run(command.run, command.ranks, command.json)
             return
         watchdog = Watchdog(command.run.train)
         try:

@@ -17,7 +17,6 @@ from armillary.data.parsing import parse, parse_known
 from armillary.train import recipes
 from armillary.train.config import Config
 from armillary.train.overlay import differences, overlaid, read_settings
-from armillary.train.tune.choice import check_typed, chosen
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
@@ -32,7 +31,8 @@ class Source:
     """debug (which is the default), llama3_8b_128k, llama3_8b_1m, llama3_8b_5m, llama3_70b_128k, gpt_wallfacer_3b,
     gpt_wallfacer_7b or finetune; or your own, as my.module:function."""
     config: Path | None = None
-    """TOML file with sections as below, and maybe recipe = "..."; or the config.json of an earlier run."""
+    """TOML file with sections as below, and maybe recipe = "...", such as armillary-plan and armillary-tune write; or
+    the config.json of an earlier run."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,9 @@ class Command(Source):
     """
 
     dry_run: bool = False
-    """Show mesh, shapes, memory and time of a step by prediction, and stop."""
+    """Show mesh, shards and shapes of a step, and stop. Memory and time: `armillary-plan run`."""
     ranks: int | None = None
-    """Of a dry run; by default torchrun's, else the cluster's, else what the axes multiply to."""
-    cluster: str | None = None
-    """Of a dry run: 8xh100, 16xh200, 8xa100-80, ...; by default as many H100s as ranks, where these fill nodes of 8."""
-    mfu: float = 0.4
-    """Share of the peak FLOP/s that a dry run reckons with."""
+    """Of a dry run; by default torchrun's, else what the axes multiply to."""
     json: bool = False
     """A dry run prints JSON."""
     trace: Path | None = None
@@ -60,17 +56,11 @@ class Command(Source):
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """The command, and lines that tell its configuration: the recipe, and what differs from it.
 
-    What a file of the tuner chose goes over recipe and file, and nothing that is typed may differ from it.
-
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
     """
     source, recipe, config = read_source(argv, PROGRAM)
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
-    if (path := command.run.parallel.tuned) is not None:
-        config = replace(config, parallel=chosen(config.parallel, path))
-        command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
-        check_typed(command.run.parallel, config.parallel, path)
     check_dry(command)
     if command.trace is not None:
         log = replace(command.run.log, trace=command.trace)
@@ -81,7 +71,7 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
 def check_dry(command: Command) -> None:
     """Refuses what only a dry run takes where there is none."""
     plain = Command()
-    given = [name for name in ("ranks", "cluster", "mfu", "json") if getattr(command, name) != getattr(plain, name)]
+    given = [name for name in ("ranks", "json") if getattr(command, name) != getattr(plain, name)]
     if given and not command.dry_run:
         raise ValueError(f"--{given[0]} is of a dry run; add --dry-run, or leave it out")
 

@@ -71,8 +71,6 @@ class ParallelConfig:
     """Ranks of a team of wallfacer (C); by default the largest that fits. Its square must divide ring."""
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """Of wallfacer: whether the ranks of a team are neighbours, or those of a ring."""
-    tuned: Path | None = None
-    """File of armillary-tune: axes and attention method, with its options, are what it chose."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default blocks are not compiled."""
 

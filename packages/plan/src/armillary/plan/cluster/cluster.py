@@ -4,109 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from math import inf
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from armillary.core.files import parse_toml
-from armillary.core.quantity import LARGEST, quantity
 from armillary.core.network import Send
+from armillary.core.quantity import quantity
+from armillary.plan.cluster.machines import EMULATED, MACHINES
 from armillary.plan.cluster.network import Delivery, Level, Link, deliveries
+from armillary.plan.cluster.node import Accelerator, Node
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """What one rank computes with.
+class Cluster(Node):
+    """Machines that are all alike.
 
     Args:
-        name: for people.
-        memory: bytes, as its driver reports them.
-        flops: dense FLOP/s in bfloat16, the peak that MFU is counted by.
-        memory_bandwidth: bytes a second of its own memory.
-        host_bandwidth: bytes a second to and from the machine's memory, each way.
-        matmul, attention, attention_backward: shares of the peak that large products and attention kernels attain.
-        step: seconds that each step of a method costs beside its kernels: launches and merges.
+        nodes: how many.
 
     Raises:
-        ValueError: a number that is not above 0.
+        ValueError: as `Node`.
     """
 
-    name: str
-    memory: int
-    flops: float
-    memory_bandwidth: float
-    host_bandwidth: float
-    matmul: float = 0.65
-    attention: float = 0.55
-    attention_backward: float = 0.45
-    step: float = 60e-6
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in ("name", "step") and not 0 < value < inf:
-                raise ValueError(f"accelerator {self.name}: {each.name}={value} must be above 0, and finite")
-        if not 0 <= self.step < inf:
-            raise ValueError(f"accelerator {self.name}: step={self.step} must not be below 0, and finite")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Nodes of accelerators that are all alike, and what they reach each other by.
-
-    Args:
-        name: for people.
-        nodes: how many machines.
-        ranks_per_node: accelerators of each.
-        accelerator: each of them.
-        host_memory: bytes of each machine.
-        within: between accelerators of a machine: each has a port into a switch, each pair a link of its own, or all
-            share a bus.
-        between: between machines: a network card for each rank, one for each machine (per "group"), or a link for each
-            pair of ranks.
-        switch: where a machine's accelerators hang in groups of `switch_ranks` on switches of their own (PCIe), what
-            those of one switch reach each other by; `within` is between switches then.
-
-    Raises:
-        ValueError: a number below 1, or switches that do not divide the machine.
-    """
-
-    name: str
     nodes: int
-    ranks_per_node: int
-    accelerator: Accelerator
-    host_memory: int
-    within: Link
-    between: Link
-    switch: Link | None = None
-    switch_ranks: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "host_memory", "switch_ranks"):
-            value = getattr(self, name)
-            if not 1 <= value <= LARGEST or value != int(value):
-                wanted = "a whole number" if 1 < value <= LARGEST else "at least 1"
-                raise ValueError(f"{self.name}: {name}={value} must be {wanted}")
-        if self.ranks_per_node % self.switch_ranks:
-            raise ValueError(
-                f"{self.name}: switch_ranks={self.switch_ranks} must divide ranks_per_node={self.ranks_per_node}"
-            )
 
     @property
     def ranks(self) -> int:
         """Accelerators of all machines."""
         return self.nodes * self.ranks_per_node
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of each accelerator."""
-        return self.accelerator.memory
-
-    @property
-    def host_memory_per_rank(self) -> int:
-        """Bytes of a machine's memory for each of its accelerators."""
-        return self.host_memory // self.ranks_per_node
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -124,22 +50,28 @@ class Cluster:
         return max((delivery.seconds for delivery in self.deliveries(sends)), default=0.0)
 
     @classmethod
+    def of(cls, machine: Node, nodes: int, name: str) -> Cluster:
+        """So many machines that are all alike."""
+        given: dict[str, Any] = {each.name: getattr(machine, each.name) for each in fields(machine)}
+        given |= {"nodes": nodes, "name": name}
+        return cls(**given)
+
+    @classmethod
     def named(cls, name: str) -> Cluster:
         """A preset: "8xh100", "64xh100-ethernet", "8xl20" or "emulated-..."; see `armillary.plan.cluster.machines`.
 
         Raises:
             ValueError: no such machine, or accelerators that do not fill nodes.
         """
-        from armillary.plan.cluster.machines import EMULATED, MACHINES  # they are clusters themselves
-
         if name in EMULATED:
-            return EMULATED[name]
+            count, machine = EMULATED[name]
+            return cls.of(machine, count, machine.name)
         found = re.fullmatch(r"(\d+)x(.+)", name)
         if found and found[2] in MACHINES:
             machine = MACHINES[found[2]]
-            nodes, rest = divmod(int(found[1]), machine.ranks_per_node)
-            if nodes and not rest:
-                return replace(machine, name=f"{found[1]} x {machine.name}", nodes=nodes)
+            count, rest = divmod(int(found[1]), machine.ranks_per_node)
+            if count and not rest:
+                return cls.of(machine, count, f"{found[1]} x {machine.name}")
         known = [f"{machine.ranks_per_node}x{kind}" for kind, machine in MACHINES.items()]
         raise ValueError(f"no cluster {name!r}; known: {', '.join(known)} and multiples of them; {', '.join(EMULATED)}")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from armillary.plan.cluster.cluster import Accelerator, Cluster
 from armillary.plan.cluster.network import Link, Wiring
+from armillary.plan.cluster.node import Accelerator, Node
 
 GB, GiB, TB = 10**9, 2**30, 10**12
 
@@ -40,12 +40,8 @@ HOST_BRIDGES = Link(bandwidth=17.5e9, latency=20e-6, disturbs=1.0, crowding=1.6)
 """From switch to switch through a machine's processors. What table 3 of USP (arXiv 2405.07719) comes to: a ring attains
 17 GB/s a rank, an all-to-all of four ranks some 3, of eight about 1, and neither is hidden behind computation."""
 
-_H100 = Cluster(
-    name="H100 80 GB", nodes=1, ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR
-)
-_A100 = Cluster(
-    name="A100 80 GB", nodes=1, ranks_per_node=8, accelerator=A100_80, host_memory=TB, within=NVLINK_3, between=HDR
-)
+_H100 = Node(name="H100 80 GB", ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR)
+_A100 = Node(name="A100 80 GB", ranks_per_node=8, accelerator=A100_80, host_memory=TB, within=NVLINK_3, between=HDR)
 _A100_40 = replace(_A100, name="A100 40 GB", accelerator=A100_40)
 _SLOW = "over Ethernet"
 
@@ -61,9 +57,8 @@ MACHINES = {
     "a100-40x16-ethernet": replace(
         _A100_40, name=f"A100 40 GB, 16 a machine, {_SLOW}", ranks_per_node=16, between=ETHERNET
     ),
-    "l20": Cluster(
+    "l20": Node(
         name="L20 48 GB on PCIe",
-        nodes=1,
         ranks_per_node=8,
         accelerator=L20,
         host_memory=TB,
@@ -108,9 +103,8 @@ def _wire(megabytes: float, ranks: int, per: Wiring = "rank") -> Link:
     return Link(bandwidth=megabytes * 1e6, latency=_LATENCY, per=per, message=software, turns=_TURNS, buffer=_SOCKET)
 
 
-_NODES = Cluster(
+_NODE = Node(
     name="emulated: 4 nodes of 4, a card each rank",
-    nodes=4,
     ranks_per_node=4,
     accelerator=CORE,
     host_memory=4 * GiB,
@@ -119,26 +113,29 @@ _NODES = Cluster(
 )
 
 EMULATED = {
-    "emulated-4x4-card-per-rank": _NODES,
-    "emulated-4x4-card-per-node": replace(
-        _NODES,
-        name="emulated: 4 nodes of 4, a card each node",
-        between=_wire(2, ranks=16, per="group"),
+    "emulated-4x4-card-per-rank": (4, _NODE),
+    "emulated-4x4-card-per-node": (
+        4,
+        replace(_NODE, name="emulated: 4 nodes of 4, a card each node", between=_wire(2, ranks=16, per="group")),
     ),
-    "emulated-2x4-card-per-node": replace(
-        _NODES,
-        name="emulated: 2 nodes of 4, a card each node",
-        nodes=2,
-        within=_wire(8, ranks=8),
-        between=_wire(2, ranks=8, per="group"),
+    "emulated-2x4-card-per-node": (
+        2,
+        replace(
+            _NODE,
+            name="emulated: 2 nodes of 4, a card each node",
+            within=_wire(8, ranks=8),
+            between=_wire(2, ranks=8, per="group"),
+        ),
     ),
-    "emulated-1x8-mesh": replace(
-        _NODES,
-        name="emulated: 8 ranks, a link each pair",
-        nodes=1,
-        ranks_per_node=8,
-        within=_wire(2, ranks=8, per="pair"),
-        between=_wire(2, ranks=8),
+    "emulated-1x8-mesh": (
+        1,
+        replace(
+            _NODE,
+            name="emulated: 8 ranks, a link each pair",
+            ranks_per_node=8,
+            within=_wire(2, ranks=8, per="pair"),
+            between=_wire(2, ranks=8),
+        ),
     ),
 }
-"""Networks slow enough to be made of network namespaces on one machine."""
+"""How many machines, and which: networks slow enough to be made of network namespaces on one machine."""

@@ -20,7 +20,7 @@ from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.plan.memory import SimulatedFlash, fake_world
-from armillary.plan.presets import MOST_RANKS
+from armillary.train.dry_run import MOST_RANKS
 from armillary.train.limits import Count, CountOrNone, amount, check_limits
 
 PHASES = ("forward", "backward")

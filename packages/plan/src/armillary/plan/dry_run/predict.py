@@ -1,168 +1,122 @@
-"""Mesh, shapes, memory and time of a configuration's steps, from a model without data on ranks that do not exist."""
+"""Memory and time of a step that a configuration of the trainer asks for."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
+import tyro
 
-from armillary.core.mesh import check_axes
 from armillary.core.quantity import quantity
+from armillary.data.parsing import parse
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
-from armillary.plan.memory import Job, fake_world
-from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.plan.memory.estimate.held import Held
+from armillary.plan.comm_time.step_time import StepTime, step_time
+from armillary.plan.memory import Job, StepMemory, simulate
+from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room
-from armillary.plan.presets import MOST_RANKS, cluster_of
-from armillary.train.build import build_model, precision
-from armillary.train.check import check
+from armillary.plan.presets import cluster_of
+from armillary.plan.search.candidates import Candidate, Mesh
+from armillary.plan.search.search import passes_of
+from armillary.train.command import Source, read_source
 from armillary.train.config import Config
-from armillary.train.parallel import choose_axes
-from armillary.train.rows import open_stores, vocabulary_size
-from armillary.train.tasks import task_tokens
-from armillary.train.tune.choice import with_choice
-from armillary.train.tune.question import dtype_name
+from armillary.train.dry_run import DryRun, dry_run
+from armillary.train.dry_run.predict import precision_of
+
+
+@dataclass(frozen=True)
+class RunPlan(Source):
+    """Tells what a run of the trainer takes, from its own flags: mesh, shapes, memory and time of a step."""
+
+    cluster: str = "8xh100"
+    """8xh100, 16xh200, 8xa100-80, ..., or a TOML file that describes one. The run has a rank for each accelerator."""
+    json: bool = False
+    """Print JSON."""
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def read_plan(argv: Sequence[str], program: str) -> RunPlan:
+    """The plan, from a command line with a recipe, a file and flags as the trainer takes them. Errors as in `parse`."""
+    source, _, config = read_source(argv, program)
+    return parse(argv, RunPlan, program, RunPlan(source.recipe, source.config, run=config))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run, as rank 0 will have it.
+    """A run on a cluster, as rank 0 will have it.
 
     Args:
-        axes: ranks on each mesh axis.
-        cluster: None: the CPU, or machines that nobody named.
-        shapes: of a part of a step, by what it is.
-        parameters: numbers of the whole model.
-        local_parameters: those that rank 0 holds.
-        largest: parameters with most numbers.
-        memory: by closed formulas; None where these do not hold (tensor parallelism).
-        room: bytes that there are; None without a cluster.
-        flops: of a step over all ranks.
-        seconds: of a step; None without a cluster.
-        mfu: that was assumed for this.
+        memory: of a step; None under tensor parallelism, which is not simulated.
+        bound: whether `memory` is more than CUDA holds: where blocks keep all that autograd wants, the CPU's kernels,
+            which are simulated, keep up to 1.4 times as much.
+        time: None with replicas and under tensor parallelism, whose messages are not planned for.
         limit: seconds that the configuration allows a step.
     """
 
-    axes: dict[str, int]
-    cluster: Cluster | None
-    model: LlamaConfig | GPTConfig
-    precision: str
-    shapes: dict[str, tuple[int, ...]]
-    parameters: int
-    local_parameters: int
-    largest: list[Parameter]
-    tokens_per_step: int
-    memory: Estimate | None
-    room: Room | None
-    flops: float
-    seconds: float | None
-    mfu: float
+    run: DryRun
+    cluster: Cluster
+    room: Room
+    memory: StepMemory | None
+    bound: bool
+    time: StepTime | None
     limit: float
 
     @property
     def fits(self) -> bool | None:
         """Whether memory suffices; None where that is not known."""
-        if self.memory is None or self.room is None:
-            return None
-        return self.room.share(self.memory) <= 1
+        return None if self.memory is None else self.room.share(self.memory) <= 1
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the cluster's peak that the model's FLOPs are, by the predicted time."""
+        peak = self.cluster.ranks * self.cluster.accelerator.flops
+        return None if self.time is None else self.run.flops / (self.time.seconds * peak)
 
 
-def predict(config: Config, ranks: int | None = None, cluster: str | None = None, mfu: float = 0.4) -> Prediction:
-    """What a run of this configuration will be. Needs no process group, GPU or, with a given vocabulary, data.
-
-    Args:
-        ranks: by default torchrun's, else the cluster's, else what the axes multiply to.
-        cluster: such as "16xh100"; by default as many H100s as ranks, where these fill nodes of 8.
-        mfu: share of the peak FLOP/s that is reached.
+def predict(config: Config, cluster: str) -> Prediction:
+    """What a step takes of memory and time.
 
     Raises:
-        ValueError: a configuration that could not be trained, ranks that are not the cluster's, or an mfu that is no
-            share.
+        ValueError: a configuration that could not be trained, or no such cluster.
     """
-    check(config)
-    if not 0 < mfu <= 1:
-        raise ValueError(f"--mfu {mfu}: must be above 0, and at most 1")
-    ranks = ranks_of(config, ranks, cluster)
-    machines = machines_of(config, ranks, cluster)
-    dtype = precision(config, torch.device("cpu" if machines is None else "cuda"))
-    config = with_choice(config, ranks, dtype_name(dtype))
-    axes = choose_axes(config.parallel, ranks)
-    check_axes(axes, ranks)
-    with fake_world(**axes) as mesh:
-        model, attention = build_model(config, mesh, vocabulary(config), dtype)
-    job = job_of(config, axes, model.config, dtype)
-    local = sum(local_part(parameter).numel() for parameter in model.parameters())
-    tokens = config.data.rows * config.data.sequence_length
-    flops = tokens * model.config.flops_per_token(config.data.sequence_length)
-    peak = None if machines is None else machines.accelerator.flops
+    machines = cluster_of(cluster)
+    found = dry_run(config, machines.ranks)
+    job = job_of(config, found.axes, found.model, precision_of(config))
+    alone = found.axes["tp"] == 1
     return Prediction(
-        axes=axes,
+        run=found,
         cluster=machines,
-        model=model.config,
-        precision=dtype_name(dtype),
-        shapes=shapes_of(job, attention),
-        parameters=model.config.parameters(),
-        local_parameters=local,
-        largest=largest_of(model),
-        tokens_per_step=tokens,
-        memory=memory_of(config, job, local) if axes["tp"] == 1 else None,
-        room=None if machines is None else Room.of(machines, quantity(RESERVE), quantity(HOST_RESERVE)),
-        flops=flops,
-        seconds=None if peak is None else flops / (ranks * peak * mfu),
-        mfu=mfu,
+        room=Room.of(machines, quantity(RESERVE), quantity(HOST_RESERVE)),
+        memory=memory_of(config, job, found.local_parameters) if alone else None,
+        bound=config.checkpointing.policy == "none",
+        time=time_of(config, job, machines) if alone and found.axes["replicate"] == 1 else None,
         limit=60 * config.train.timeout_minutes,
     )
 
 
-def ranks_of(config: Config, ranks: int | None, cluster: str | None) -> int:
-    """How many ranks a run is to have."""
-    if ranks is None and "WORLD_SIZE" in os.environ:
-        ranks = int(os.environ["WORLD_SIZE"])
-    if ranks is None and cluster is not None:
-        return cluster_of(cluster).ranks
-    if ranks is None:
-        return prod(choose_axes(config.parallel, 1).values())
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")
-    return ranks
-
-
-def machines_of(config: Config, ranks: int, cluster: str | None) -> Cluster | None:
-    """The cluster that was named, or one that may be meant."""
-    if cluster is None:
-        return None if ranks % 8 or config.train.device == "cpu" else Cluster.named(f"{ranks}xh100")
-    found = cluster_of(cluster)
-    if found.ranks != ranks:
-        raise ValueError(f"--cluster {cluster} has {found.ranks} ranks, and the run {ranks}; make them the same")
-    return found
-
-
-def vocabulary(config: Config) -> int:
-    """V. The data are opened if there are any, or if nothing else tells it."""
-    known = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
-    if known is not None and not config.data.path:
-        return known
-    stores = open_stores(config.data, config.model.pretrained)
-    return vocabulary_size(stores, config.model, task_tokens(config.data))
-
-
-def memory_of(config: Config, job: Job, local_parameters: int) -> Estimate:
+def memory_of(config: Config, job: Job, local_parameters: int) -> StepMemory:
     """What a step holds. Gradients of earlier parts of it are there all the while, in 4 bytes a number: a bound, since
     some of them are counted in any case."""
-    found = estimate(job)
+    found = simulate(job)
     if config.train.accumulation == 1:
         return found
-    more = Held(gradients=4 * local_parameters)
-    if job.on_host:
-        host = (Held(found.host_breakdown) + more).whole()
-        return replace(found, host=sum(host.values()), host_breakdown=host)
-    device = (Held(found.device_breakdown) + more).whole()
-    return replace(found, device=sum(device.values()), device_breakdown=device)
+    more = 4 * local_parameters
+    where, sizes = ("host", found.host_breakdown) if job.on_host else ("device", found.device_breakdown)
+    total, sizes = getattr(found, where) + more, sizes | {"gradients": sizes.get("gradients", 0) + more}
+    return replace(found, **{where: total, f"{where}_breakdown": sizes})
+
+
+def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
+    """Seconds of a step, of which each part is as long as another."""
+    assert isinstance(job.attention, AttentionChoice)
+    mesh = Mesh(job.axes["shard"], job.axes["ring"], job.axes["ulysses"])
+    rows = job.rows * mesh.shard
+    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows)
+    parts, once = config.train.accumulation, step_time(job, passes, cluster)
+    times = {name: parts * seconds for name, seconds in once.parts().items()}
+    return StepTime(**times | {"optimizer": once.optimizer})
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from armillary.models import GPTConfig
-from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.choice import flags, recipe_of, write
 from armillary.plan.presets import Model
 from armillary.plan.search.search import Choice, Found
-from armillary.train import recipes
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.model import OF_GPT, SIZES
-from armillary.train.overlay import flag, flat
 
-RECIPES: dict[str, Callable[[], Config]] = {
-    "debug": recipes.debug,
-    "llama3-8b": recipes.llama3_8b_128k,
-    "llama3-70b": recipes.llama3_70b_128k,
-    "llama2-7b": recipes.llama3_8b_128k,
-    "qwen3-32b": recipes.llama3_70b_128k,
-    "gpt-3b": recipes.gpt_wallfacer_3b,
-    "gpt-7b": recipes.gpt_wallfacer_7b,
+RECIPES = {
+    "debug": "debug",
+    "llama3-8b": "llama3_8b_128k",
+    "llama3-70b": "llama3_70b_128k",
+    "llama2-7b": "llama3_8b_128k",
+    "qwen3-32b": "llama3_70b_128k",
+    "gpt-3b": "gpt_wallfacer_3b",
+    "gpt-7b": "gpt_wallfacer_7b",
 }
 """How a model of each preset is trained."""
 
@@ -34,7 +31,7 @@ def config_of(found: Found, choice: Choice) -> Config:
 
     Learning rate, steps and when to save are those of the recipe for such a model, which trains on from published
     weights; its mesh, checkpoints and rows are not."""
-    recipe = RECIPES[found.plan.model]()
+    recipe = recipe_of(RECIPES[found.plan.model])
     return replace(
         recipe,
         model=sizes_of(found.model),
@@ -52,30 +49,34 @@ def sizes_of(model: Model) -> ModelConfig:
     names = [name for name in (OF_GPT if gpt else SIZES) if name not in ("family", "pretrained")]
     sizes: dict[str, Any] = {name: getattr(model, name) for name in (*names, "vocab_size")}
     if not isinstance(model, GPTConfig):
-        sizes["rope_theta"] = model.rope_theta
+        sizes |= {"rope_theta": model.rope_theta, "rope_scaling": "none"}
         sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim
     sizes["family"] = "gpt" if gpt else "llama"
     return ModelConfig(**sizes)
 
 
-def flags(config: Config) -> list[str]:
-    """What to type after `armillary-train` for this configuration, as it differs from the default recipe."""
-    before = dict(flat(Config()))
-    return [word for name, value in flat(config) if value != before[name] for word in words(name, value)]
+def write_choice(found: Found, path: Path) -> None:
+    """Writes the first choice to a file for `armillary-train --config`.
+
+    Raises:
+        ValueError: nothing fits, or the file cannot be written.
+    """
+    if not found.fitting:
+        raise ValueError(f"--out {path}: nothing fits, so there is nothing to write")
+    best = found.fitting[0]
+    about = f"{best.candidate}, predicted by armillary-plan to be fastest on {found.cluster.name}"
+    write(path, RECIPES[found.plan.model], config_of(found, best), about)
 
 
-def words(name: str, value: Any) -> list[str]:
-    """A field as it is typed."""
-    if isinstance(value, bool):
-        section, _, key = flag(name).rpartition(".")
-        return [f"--{section}.{'' if value else 'no-'}{key}"]
-    values = value if isinstance(value, tuple) else (value,)
-    return [f"--{flag(name)}", *(str(item) for item in values)]
+def command_line(found: Found, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
+    """For every node: torchrun, which starts a process for each accelerator and finds the others at HEAD_NODE.
 
-
-def command_line(config: Config, cluster: Cluster, data: Path | str = "DATA") -> str:
-    """For every node: torchrun, which starts a process for each accelerator and finds the others at HEAD_NODE."""
+    Args:
+        config: the file that has the choice; by default all of it stands in flags.
+    """
+    cluster = found.cluster
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
     start = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
     start += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
-    return " ".join([*start, shlex.join([*flags(config), "--data.path", str(data)])])
+    told = flags(RECIPES[found.plan.model], config_of(found, choice)) if config is None else ["--config", str(config)]
+    return " ".join([*start, shlex.join([*told, "--data.path", str(data)])])

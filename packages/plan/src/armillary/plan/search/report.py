@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from armillary.core.quantity import gib
-from armillary.plan.search.command_line import command_line, config_of
+from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import Choice, Found, duration
 
 
@@ -19,7 +20,7 @@ def as_json(found: Found) -> str:
     """All choices, with every part of their times."""
     return json.dumps(
         {
-            "plan": {**asdict(found.plan), "plot": found.plan.plot and str(found.plan.plot)},
+            "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(found.plan).items()},
             "model": asdict(found.model),
             "cluster": asdict(found.cluster),
             "room": asdict(found.room),
@@ -45,7 +46,7 @@ def as_fields(found: Found, choice: Choice) -> dict[str, Any]:
         "device": choice.memory.device,
         "host": choice.memory.host,
         "reason": None if choice.fits and choice is found.fitting[0] else found.reason(choice),
-        "command": command_line(config_of(found, choice), found.cluster),
+        "command": command_line(found, choice),
     }
 
 
@@ -62,7 +63,7 @@ def show(found: Found, console: Console) -> None:
     console.print(table(found, best))
     console.print(*parts(best[0]), sep="\n", highlight=False)
     console.print(rest(found), highlight=False, soft_wrap=True)
-    console.print(f"\n{command_line(config_of(found, best[0]), found.cluster)}", highlight=False, soft_wrap=True)
+    console.print(f"\n{command_line(found, best[0], found.plan.out)}", highlight=False, soft_wrap=True)
 
 
 def heading(found: Found) -> list[str]:

@@ -43,6 +43,8 @@ class SearchPlan:
     """Of each node, likewise."""
     plot: Path | None = None
     """Draw the best as a PNG."""
+    out: Path | None = None
+    """Write the best to this TOML file, for armillary-train --config."""
     json: bool = False
     """Print JSON."""
 

@@ -3,7 +3,6 @@
 command.py     the command line
 question.py    what is asked: all that measurements depend on
 file.py        the file: question, measurements and choice
-choice.py      the trainer's side: a configuration with what the file chose
 prune.py       candidates, and which of them the planner thinks worth measuring
 bench.py       a block of the model on a candidate's mesh, and its seconds
 tuner.py       one candidate after the other, and the nearest again in turns

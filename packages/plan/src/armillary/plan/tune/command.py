@@ -23,15 +23,16 @@ PROGRAM = "armillary-tune"
 @dataclass(frozen=True)
 class Order(Source):
     """Measures on this machine which mesh and which attention method train a model fastest, and writes them to a file
-    for `armillary-train --parallel.tuned FILE`.
+    for `armillary-train --config FILE`.
 
     Start it with torchrun on as many ranks as the run will have, with the run's own flags. All meshes of shard x ring x
     ulysses are looked at, whatever the flags say of these; replicate and tp stay as they are. What was measured is
     kept: the same command goes on.
     """
 
-    out: Path = Path("tuned.json")
-    """The file; one that rank 0 sees will do."""
+    out: Path = Path("tuned.toml")
+    """The file: the run with the fastest mesh and method. Measurements go into one of the same name that ends in .json.
+    Files that rank 0 sees will do."""
     iterations: int = 3
     """Forward and backward passes of each candidate that are measured, after one that is not."""
     attention: tuple[str, ...] = ()
@@ -43,9 +44,21 @@ class Order(Source):
     """With a cluster: measure what is predicted to take at most so many times as long as the fastest."""
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
+    @property
+    def measured_run(self) -> Config:
+        """The run, stripped of what does not matter to measurements."""
+        parallel = self.run.parallel
+        kept = ParallelConfig(replicate=parallel.replicate, tp=parallel.tp, compiler=parallel.compiler)
+        return replace(self.run, parallel=kept, log=LogConfig())
+
+    @property
+    def measurements(self) -> Path:
+        """The file that holds them."""
+        return self.out.with_suffix(".json")
+
 
 def read_order(argv: Sequence[str]) -> Order:
-    """The order, its configuration stripped of what does not matter here.
+    """The order.
 
     Raises:
         ValueError: as `read_command`; numbers or methods that will not do.
@@ -53,25 +66,21 @@ def read_order(argv: Sequence[str]) -> Order:
     source, _, config = read_source(argv, PROGRAM)
     order = parse(argv, Order, PROGRAM, Order(source.recipe, source.config, run=config))
     check_order(order)
-    parallel = order.run.parallel
-    kept = ParallelConfig(replicate=parallel.replicate, tp=parallel.tp, compiler=parallel.compiler)
-    return replace(order, run=replace(order.run, parallel=kept, log=LogConfig()))
+    return replace(order, recipe=source.recipe)
 
 
 def check_order(order: Order) -> None:
     """Refuses what cannot be measured."""
     check_limits(order.run)
     parallel = order.run.parallel
-    if parallel.tuned is not None:
-        raise ValueError(f"--parallel.tuned {parallel.tuned}: is for armillary-train; the file to write is --out")
     if order.iterations < 1:
         raise ValueError(f"--iterations {order.iterations}: must be at least 1")
     if not 1 <= order.slower < inf:
         raise ValueError(f"--slower {order.slower}: must be at least 1, which leaves the fastest alone")
     if unknown := [name for name in order.attention if name not in names()]:
         raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
-    if order.out.is_dir() or order.out.suffix != ".json":
-        raise ValueError(f"--out {order.out}: must be a file that ends in .json")
+    if order.out.is_dir() or order.out.suffix != ".toml":
+        raise ValueError(f"--out {order.out}: must be a file that ends in .toml")
     if order.cluster is not None:
         cluster_of(order.cluster)
     if order.cluster is not None and parallel.replicate * parallel.tp > 1:

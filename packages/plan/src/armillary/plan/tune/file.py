@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from armillary.plan.search.candidates import Candidate
-from armillary.train.tune.question import Question
+from armillary.plan.tune.question import Question
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def looked_at(order: Order, ranks: int) -> list[Candidate]:
     Raises:
         ValueError: there are none.
     """
-    config = order.run
+    config = order.measured_run
     fixed = config.parallel.replicate * config.parallel.tp
     heads = model_config(config.model, VOCABULARY, config.data.sequence_length).heads // config.parallel.tp
     rows = config.data.rows // (config.parallel.replicate * config.train.accumulation)
@@ -87,7 +87,7 @@ def parted(predictions: Sequence[Prediction], slower: float) -> tuple[list[Candi
 
 def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Candidate], Prediction]:
     """The planner, asked about the order's model on its cluster."""
-    config, cluster = order.run, cluster_of(order.cluster or "")
+    config, cluster = order.measured_run, cluster_of(order.cluster or "")
     if cluster.ranks != ranks:
         raise ValueError(f"--cluster {order.cluster} has {cluster.ranks} ranks, and {ranks} are running")
     room = Room.of(cluster, quantity(RESERVE), quantity(HOST_RESERVE))

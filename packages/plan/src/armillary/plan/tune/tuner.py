@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from armillary.core.mesh import world_size
+from armillary.plan import choice
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune import bench
 from armillary.plan.tune.bench import Timing
@@ -17,12 +18,12 @@ from armillary.plan.tune.command import Order
 from armillary.plan.tune.file import Measured, Tuned, read, write
 from armillary.plan.tune.groups import Groups
 from armillary.plan.tune.prune import looked_at, pruned
+from armillary.plan.tune.question import Question, difference, dtype_name, question_of
 from armillary.plan.tune.screen import Screen
 from armillary.train.alike import check_alike, settings
 from armillary.train.build import precision
 from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.config import Config
-from armillary.train.tune.question import Question, difference, dtype_name, question_of
 from armillary.train.watchdog import about_others
 
 NEAR = 1.05
@@ -53,7 +54,7 @@ def tune(order: Order, measure: Measure = bench.measure, compare: Compare = benc
     Raises:
         ValueError: what is asked for cannot be measured, the file is that of another question, or nothing could be run.
     """
-    with Groups.watched(order.run) as groups:
+    with Groups.watched(order.measured_run) as groups:
         tuner, tuned = Tuner.start(order, groups, measure, compare)
         with tuner.screen:
             return tuner.run(tuned)
@@ -73,7 +74,7 @@ class Tuner:
     @classmethod
     def start(cls, order: Order, groups: Groups, measure: Measure, compare: Compare) -> tuple[Tuner, Tuned]:
         """The tuner, and what rank 0 finds in the file."""
-        config = order.run
+        config = order.measured_run
         with groups.group("starting") as (device, ranks):
             check_alike("the configuration", settings(config) | options(order))
             dtype = precision(config, device)
@@ -90,7 +91,7 @@ class Tuner:
             tuned = self.choose(tuned)
         if tuned.choice is None:
             raise ValueError(f"none of {len(tuned.measured)} candidates could be run, such as {failed(tuned)}")
-        self.screen.say(f"chosen: {tuned.choice}; train with --parallel.tuned {self.order.out}")
+        self.screen.say(f"chosen: {tuned.choice}; train with --config {self.order.out}")
         return tuned
 
     def look_at(self, candidate: Candidate, number: int, tuned: Tuned) -> Tuned:
@@ -113,7 +114,7 @@ class Tuner:
     def tried(self, candidate: Candidate, device: torch.device, ranks: Ranks) -> Measured:
         """Its seconds, or why there are none."""
         order = self.order
-        timing, reason = attempt(lambda: self.measure(order.run, candidate, device, order.iterations), ranks)
+        timing, reason = attempt(lambda: self.measure(order.measured_run, candidate, device, order.iterations), ranks)
         if timing is None:
             return Measured(candidate, reason=reason)
         return Measured(candidate, timing.seconds, timing.least, memory=timing.memory)
@@ -136,7 +137,7 @@ class Tuner:
         """All measurements, with those of the nearest in turns; as they were where these cannot be run together."""
         self.screen.compares(len(near))
         wanted, rounds = [each.candidate for each in near], 2 * self.order.iterations
-        again, reason = attempt(lambda: self.compare(self.order.run, wanted, device, rounds), ranks)
+        again, reason = attempt(lambda: self.compare(self.order.measured_run, wanted, device, rounds), ranks)
         if again is None:
             self.screen.say(f"not compared: {reason}")
             return tuned.measured
@@ -144,8 +145,8 @@ class Tuner:
         return tuple(replace(each, again=times.get(each.candidate)) for each in tuned.measured)
 
     def keep(self, ranks: Ranks, tuned: Tuned) -> None:
-        """Writes the file, on rank 0."""
-        ranks.on_first(lambda: write(self.order.out, tuned))
+        """Writes the files, on rank 0."""
+        ranks.on_first(lambda: write_files(self.order, tuned))
 
 
 R = TypeVar("R")
@@ -176,10 +177,26 @@ def opened(order: Order, dtype: torch.dtype) -> tuple[list[Candidate], Tuned]:
         ValueError: as `looked_at`, `pruned` and `found`.
     """
     ranks = world_size()
-    tuned = found(order.out, question_of(order.run, ranks, dtype_name(dtype)))
+    tuned = found(order.measurements, question_of(order.measured_run, ranks, dtype_name(dtype)))
     wanted, left_out = pruned(order, ranks, dtype, looked_at(order, ranks))
     tuned = replace(tuned, left_out=tuple(each for each in left_out if not tuned.known(each.candidate)))
-    return wanted, counted(tuned, wanted)
+    tuned = counted(tuned, wanted)
+    if tuned.choice is not None:
+        write_files(order, tuned)  # the choice may have been removed
+    return wanted, tuned
+
+
+def write_files(order: Order, tuned: Tuned) -> None:
+    """Writes what is known, and once there is a choice the run with it.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    write(order.measurements, tuned)
+    if tuned.choice is not None:
+        chosen = replace(order.run, parallel=replace(order.run.parallel, **tuned.choice.parallel))
+        about = f"{tuned.choice}, measured by armillary-tune to be fastest on {tuned.question['ranks']} ranks"
+        choice.write(order.out, order.recipe or "debug", chosen, about)
 
 
 def found(path: Path, question: Question) -> Tuned:

@@ -11,7 +11,7 @@ from armillary.train.parallel import choose_axes
 if TYPE_CHECKING:
     from armillary.train.build import Run
 
-ELSEWHERE = ("train.output", "parallel.tuned")
+ELSEWHERE = ("train.output",)
 """Places, which change nothing."""
 
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from torch import float32
 
-from armillary.attention.head_axis import split_heads
-from armillary.attention.method import key_heads_of
-from armillary.attention.stages import stages
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
 from armillary.plan.memory.estimate import methods
@@ -17,6 +14,7 @@ from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.methods import Sizes
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulate import Job
+from armillary.train.dry_run.stages import HeadStages
 
 MASTER = float32.itemsize
 """Bytes of a number in master weights, in gradients, and in each of the two moments that AdamW keeps."""
@@ -94,13 +92,11 @@ class Step:
         return self.e if self.piece >= self.tokens else MASTER
 
     @property
-    def stages(self) -> Stages:
+    def stages(self) -> HeadStages:
         """The stages in which heads come."""
         every = -(-self.model.heads // self.ulysses) * self.ulysses
-        wanted = every
-        if self.attention.head == "upipe":
-            wanted = min(self.attention.heads_per_stage or self.ulysses, every)
-        return Stages.of(self.model.heads, self.model.key_heads, self.ulysses, wanted)
+        wanted = self.attention.heads_per_stage or self.ulysses if self.attention.head == "upipe" else every
+        return HeadStages.of(self.model.heads, self.model.key_heads, self.ulysses, min(wanted, every))
 
     def call(self, queries: int, keys: int) -> Sizes:
         """What attention is about with so many heads of each rank of the head axis: of all its tokens, so U times."""
@@ -167,28 +163,3 @@ class Step:
         x, model = self.call(self.stages.queries, self.stages.keys), self.model
         before = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
         return 2 * x.q + 2 * x.k + x.lse + before
-
-
-@dataclass(frozen=True)
-class Stages:
-    """How heads come to the first rank of the head axis.
-
-    Args:
-        queries, keys: heads of a stage.
-        turns: stages of a round, which share keys.
-        several: whether there is more than one stage.
-        rounds: whether there is more than one round.
-    """
-
-    queries: int
-    keys: int
-    turns: int
-    several: bool
-    rounds: bool
-
-    @classmethod
-    def of(cls, heads: int, key_heads: int, ranks: int, heads_per_stage: int) -> Stages:
-        of_query = key_heads_of(heads, key_heads)
-        plan = [s.shares[0] for s in stages(of_query, split_heads(of_query, ranks).queries, heads_per_stage)]
-        turns = next(i for i, share in enumerate(plan) if share.last) + 1
-        return cls(len(plan[0].queries), len(plan[0].keys), turns, len(plan) > 1, turns < len(plan))

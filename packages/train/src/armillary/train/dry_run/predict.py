@@ -1,0 +1,105 @@
+"""A run before it is started: its model on the mesh it would have, and a step in numbers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from armillary.core.fake_world import fake_world
+from armillary.core.mesh import check_axes
+from armillary.models import GPTConfig, LlamaConfig
+from armillary.train.build import build_model, precision
+from armillary.train.check import check
+from armillary.train.config import Config
+from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
+from armillary.train.parallel import choose_axes
+from armillary.train.rows import open_stores, vocabulary_size
+from armillary.train.tasks import task_tokens
+
+MOST_RANKS = 2**14
+"""What is looked at grows with the ranks, and no more than so many have trained one model."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run, as rank 0 will have it.
+
+    Args:
+        axes: ranks on each mesh axis.
+        precision: of forward and backward, on GPUs unless the configuration asks for the CPU.
+        shapes: of a part of a step, by what it is.
+        parameters: numbers of the whole model.
+        local_parameters: those that rank 0 holds.
+        largest: parameters with most numbers.
+        flops: of a step over all ranks.
+    """
+
+    axes: dict[str, int]
+    model: LlamaConfig | GPTConfig
+    precision: str
+    shapes: dict[str, tuple[int, ...]]
+    parameters: int
+    local_parameters: int
+    largest: list[Parameter]
+    tokens_per_step: int
+    flops: float
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.axes.values())
+
+
+def dry_run(config: Config, ranks: int | None = None) -> DryRun:
+    """What a run of this configuration will be. Needs no process group, GPU or, with a given vocabulary, data.
+
+    Args:
+        ranks: by default torchrun's, else what the axes multiply to.
+
+    Raises:
+        ValueError: a configuration that could not be trained on so many ranks.
+    """
+    check(config)
+    axes = axes_of(config, ranks)
+    dtype = precision_of(config)
+    with fake_world(**axes) as mesh:
+        model, attention = build_model(config, mesh, vocabulary(config), dtype)
+    tokens = config.data.rows * config.data.sequence_length
+    return DryRun(
+        axes=axes,
+        model=model.config,
+        precision=str(dtype).removeprefix("torch."),
+        shapes=shapes_of(config, axes, model.config, attention),
+        parameters=model.config.parameters(),
+        local_parameters=sum(local_part(parameter).numel() for parameter in model.parameters()),
+        largest=largest_of(model),
+        tokens_per_step=tokens,
+        flops=tokens * model.config.flops_per_token(config.data.sequence_length),
+    )
+
+
+def precision_of(config: Config) -> torch.dtype:
+    """That of GPUs, unless the configuration asks for the CPU."""
+    return precision(config, torch.device("cpu" if config.train.device == "cpu" else "cuda"))
+
+
+def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
+    """Ranks on each mesh axis, of as many as a run is to have."""
+    if ranks is None:
+        ranks = int(os.environ.get("WORLD_SIZE", prod(choose_axes(config.parallel, 1).values())))
+    elif not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")
+    axes = choose_axes(config.parallel, ranks)
+    check_axes(axes, ranks)
+    return axes
+
+
+def vocabulary(config: Config) -> int:
+    """V. The data are opened if there are any, or if nothing else tells it."""
+    known = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
+    if known is not None and not config.data.path:
+        return known
+    stores = open_stores(config.data, config.model.pretrained)
+    return vocabulary_size(stores, config.model, task_tokens(config.data))

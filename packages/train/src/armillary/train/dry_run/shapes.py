@@ -1,0 +1,71 @@
+"""Shapes on a rank: of a step's tensors, and of the largest parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from armillary.attention import Method
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.train.config import Config
+from armillary.train.dry_run.stages import HeadStages
+
+LARGEST = 6
+"""Parameters that are shown."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, or several of equal shape in as many blocks, whose number stands as * in the name."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+def shapes_of(
+    config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, attention: Method
+) -> dict[str, tuple[int, ...]]:
+    """Tensors of a part of a step, and queries and keys as the attention kernel has them at a time."""
+    rows, tp, ranks = config.rows_per_batch, axes["tp"], axes["ulysses"]
+    tokens = len(attention.layout(config.data.sequence_length).positions(attention.shard))
+    shapes = {
+        "tokens": (rows, tokens),
+        "hidden": (rows, tokens, model.dim),
+        "queries": (rows, tokens, model.heads // tp, model.head_dim),
+        "keys, values": (rows, tokens, model.kv_heads // tp, model.head_dim),
+    }
+    if tp == 1 and ranks > 1:
+        stage = stages_of(config, model, ranks)
+        shapes["queries in attention"] = (rows, tokens * ranks, stage.queries, model.head_dim)
+        shapes["keys in attention"] = (rows, tokens * ranks, stage.keys, model.head_dim)
+    return shapes
+
+
+def stages_of(config: Config, model: LlamaConfig | GPTConfig, ranks: int) -> HeadStages:
+    """All heads at once, but for UPipe."""
+    every = -(-model.heads // ranks) * ranks
+    upipe = config.parallel.attention.partition("+")[0] == "upipe"
+    wanted = config.parallel.heads_per_stage or ranks if upipe else every
+    return HeadStages.of(model.heads, model.kv_heads, ranks, min(wanted, every))
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def largest_of(model: Llama | GPT) -> list[Parameter]:
+    """Those with most numbers, like ones of all blocks as one."""
+    counts = Counter(
+        (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(local_part(parameter).shape))
+        for name, parameter in model.named_parameters()
+    )
+    found = [Parameter(name, count, shape, local) for (name, shape, local), count in counts.items()]
+    return sorted(found, key=lambda p: -p.count * prod(p.shape))[:LARGEST]

@@ -1,0 +1,112 @@
+"""Dry runs of the trainer: every recipe on ranks that do not exist, sharded; mesh, shapes, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.models import Llama, LlamaConfig
+from armillary.train import Config, ModelConfig, ParallelConfig, recipes
+from armillary.train.cli import main
+from armillary.train.dry_run import dry_run
+
+RANKS = {
+    "debug": 4,
+    "llama3_8b_128k": 8,
+    "llama3_8b_1m": 8,
+    "llama3_8b_5m": 8,
+    "llama3_70b_128k": 32,
+    "gpt_wallfacer_3b": 8,
+    "gpt_wallfacer_7b": 8,
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_recipe_is_sharded_over_its_ranks(name):
+    found = dry_run(getattr(recipes, name)(), RANKS[name])
+    assert found.ranks == RANKS[name]
+    assert abs(found.local_parameters * found.ranks / found.parameters - 1) < 0.02
+
+
+def test_the_finetuning_recipe_takes_an_8b(tmp_path):
+    model = Llama(replace(LlamaConfig.llama31_8b(), layers=1, vocab_size=8, hidden_dim=8))
+    model.save_pretrained(tmp_path, dtype=torch.bfloat16)  # for its config.json
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"num_hidden_layers": 32, "vocab_size": 128_256, "intermediate_size": 14_336}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = dry_run(recipes.finetune(tmp_path), 8)
+    assert found.model.parameters() == LlamaConfig.llama3_8b().parameters() and found.model.max_positions == 131_072
+    assert found.axes == {"replicate": 1, "shard": 1, "ring": 4, "ulysses": 2, "tp": 1}
+
+
+def said(capsys, *flags: str) -> str:
+    main(["--dry-run", *flags])
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_tells_mesh_and_shapes_and_where_memory_and_time_are_told(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = said(capsys, "--recipe", "llama3_8b_128k", "--model.layers", "2")
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert rows[0] == "LLaMA, 1,486,901,248 parameters, bfloat16"
+    assert rows[1] == "mesh: replicate 1 x shard 1 x ring 1 x ulysses 8 x tp 1 = 8 ranks"
+    for row in (
+        "tokens 1 x 16,384",
+        "queries 1 x 16,384 x 32 x 128",
+        "queries in attention 1 x 131,072 x 4 x 128",
+        "keys in attention 1 x 131,072 x 1 x 128",
+        "model.layers.*.mlp.down_proj.weight 2 4,096 x 14,336 512 x 14,336",
+        "all 1,486,901,248 185,862,656",
+    ):
+        assert row in rows
+    assert rows[-2].startswith("a step: 1,048,576 tokens, ") and rows[-2].endswith(" FLOPs")
+    assert rows[-1].startswith("memory and time of a step: armillary-plan run")
+    assert list(tmp_path.iterdir()) == []  # nothing is written
+
+
+def test_a_dry_run_for_machines_is_json(capsys):
+    flags = ["--model.vocab-size", "257", "--parallel.shard", "4", "--ranks", "16", "--json"]
+    found = json.loads(said(capsys, *flags))
+    assert found["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
+    assert found["shapes"]["tokens"] == [1, 256]
+    assert found["parameters"] == LlamaConfig.debug().parameters()
+
+
+def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_its_share():
+    config = Config(ModelConfig(vocab_size=257), ParallelConfig(ulysses=2, ring=1, attention="upipe"))
+    assert dry_run(config).shapes["queries in attention"] == (4, 1024, 1, 16)
+    shared = dry_run(replace(config, parallel=ParallelConfig(tp=2)), ranks=4)
+    assert shared.shapes["queries"] == (4, 512, 4, 16) and "queries in attention" not in shared.shapes
+
+
+def test_parts_of_a_step_have_their_shapes():
+    config = Config(ModelConfig(vocab_size=257), ParallelConfig(ring=2, ulysses=1))
+    parts = replace(config, data=replace(config.data, rows=8), train=replace(config.train, accumulation=2))
+    assert dry_run(parts).shapes == dry_run(config).shapes
+
+
+def test_torchruns_ranks_are_taken_and_the_first_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "= 4 ranks" in said(capsys, "--model.vocab-size", "257")
+    monkeypatch.setenv("RANK", "1")
+    assert said(capsys, "--model.vocab-size", "257") == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--parallel.ring 3 --ranks 8", "= 6 ranks, but 8 are running"),
+        ("--ranks 0", "--ranks 0: must be at least 1"),
+        ("--ranks 32 --parallel.ulysses 16 --parallel.ring 2", "8 query heads cannot be split over 16 ranks"),
+        ("--data.path nowhere", "nowhere"),
+        ("--model.pretrained nowhere", "cannot read nowhere/config.json"),
+        ("--optimizer.lr -1", "--optimizer.lr -1.0: must be above 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["--dry-run", "--model.vocab-size", "257", *flags.split()])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("armillary-train: ") and error.count("\n") == 1
+    assert message in error
