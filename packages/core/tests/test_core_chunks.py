@@ -44,6 +44,16 @@ def test_totals_round_once_and_leave_shares_alone():
     assert second is share and torch.equal(share, torch.tensor([1.0, 2.0, 3.0]).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_share_that_is_wide_already_is_not_added_to_in_place(dtype):
+    share = torch.ones(3, dtype=dtype)
+    totals = Totals([torch.zeros_like(share), torch.zeros_like(share)])
+    for _ in range(3):
+        totals.add([share, share])  # one tensor, as autograd gives for two parameters that are added
+    assert all(torch.equal(total, 3 * torch.ones(3, dtype=dtype)) for total in totals.result())
+    assert torch.equal(share, torch.ones(3, dtype=dtype))
+
+
 def test_what_is_computed_again_draws_the_same_numbers_and_leaves_no_trace():
     draws, device = RNGReplay(), torch.device("cpu")
     with draws.at("a", device):
