@@ -21,7 +21,7 @@ CYCLES = [
 ]
 SHARED_NAMES = (
     "2 Attention, 4 Block, 2 Choice, 2 Decoder, 2 Entry, 2 Found, 2 MLP, 2 Method, 2 Options, 2 Parts, 2 Piece, "
-    "2 Prediction, 2 Ranks, 2 Rotation, 3 Row, 2 Run, 2 Screen, 2 Sent, 2 Sharding, 2 Source, 2 Span, "
+    "2 Prediction, 2 Ranks, 2 Rotation, 3 Row, 2 Run, 2 Screen, 2 Sharding, 2 Source, "
     "2 Step, 2 Vocabulary, 3 Work"
 )
 METHODS_OVER_THEIR_DRIVER = (

@@ -63,7 +63,8 @@ class CommLedger:
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
         """Bytes sent on one axis, by one kind, in one phase ("forward", "backward"); None: all.
 
-        Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter".
+        Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter". The latter goes out as an all-to-all, and is
+        summed by who receives it: in rank order, and in float32 at least.
 
         Raises:
             ValueError: a kind or a phase that there is none of, or an axis that is no name.

@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 @dataclass
-class Span:
+class TraceSpan:
     """Something that goes on for a while; a context manager, or call `finish`."""
 
     clock: Clock[Any]
@@ -71,7 +71,7 @@ class Trace:
     """
 
     device: str = "cpu"
-    spans: list[Span] = field(default_factory=list[Span])
+    spans: list[TraceSpan] = field(default_factory=list[TraceSpan])
     clock: Clock[Any] | None = None
 
     current: ClassVar[Trace | None] = None
@@ -89,10 +89,10 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         Trace.current = None
 
-    def begin(self, lane: str, name: str, category: str, facts: dict[str, Any]) -> Span:
+    def begin(self, lane: str, name: str, category: str, facts: dict[str, Any]) -> TraceSpan:
         assert self.clock is not None
         facts = {**facts, "phase": current_phase()}
-        span = Span(self.clock, lane, name, category, facts, self.clock.now())
+        span = TraceSpan(self.clock, lane, name, category, facts, self.clock.now())
         self.spans.append(span)
         return span
 
@@ -137,7 +137,7 @@ class Trace:
         return [(clock.microseconds(span.start), clock.microseconds(span.end), span) for span in ended]
 
 
-Timed = tuple[float, float, Span]
+Timed = tuple[float, float, TraceSpan]
 """(start, end, span), in microseconds."""
 
 
@@ -165,7 +165,7 @@ def span(name: str, category: str = COMPUTE, **facts: object) -> AbstractContext
     return trace.begin(COMPUTE, name, category, facts)
 
 
-def record(axis: str, kind: str, sent: int, messages: int) -> Span | None:
+def record(axis: str, kind: str, sent: int, messages: int) -> TraceSpan | None:
     """Called by each primitive just before it starts to send so many bytes, in so many messages, to other ranks.
 
     Returns:
@@ -177,7 +177,7 @@ def record(axis: str, kind: str, sent: int, messages: int) -> Span | None:
     return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": sent})
 
 
-def watched(works: Sequence[dist.Work], under_way: Span | None) -> tuple[dist.Work, ...]:
+def watched(works: Sequence[dist.Work], under_way: TraceSpan | None) -> tuple[dist.Work, ...]:
     """The works that have been started, whose span ends when the last of them has been waited for."""
     if under_way is None or not works:
         return tuple(works)
@@ -189,7 +189,7 @@ class WatchedWork:
     """A work that ends a span when it has been waited for."""
 
     work: dist.Work
-    under_way: Span
+    under_way: TraceSpan
 
     def wait(self, *timeout: Any) -> bool:
         done = self.work.wait(*timeout)

@@ -14,7 +14,7 @@ from armillary.core import compat
 from armillary.core.observe.ledger import CommLedger
 
 
-class Sent(NamedTuple):
+class Traffic(NamedTuple):
     """What a rank sends to others by one operation, and in how many messages."""
 
     bytes: int
@@ -36,15 +36,15 @@ class Dispatched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: dict[str, Sent] = {}
+        self.sent: dict[str, Traffic] = {}
 
     @staticmethod
-    def of(ledger: CommLedger) -> dict[str, Sent]:
+    def of(ledger: CommLedger) -> dict[str, Traffic]:
         """What a ledger's entries are for torch.distributed: a reduce-scatter here is an all-to-all there."""
-        found: dict[str, Sent] = {}
+        found: dict[str, Traffic] = {}
         for key, sent in ledger.entries.items():
             kind = "all_to_all" if key[1] == "reduce_scatter" else key[1]
-            _add(found, kind, Sent(sent, ledger.sends[key]))
+            _add(found, kind, Traffic(sent, ledger.sends[key]))
         return found
 
     def __torch_dispatch__(
@@ -61,39 +61,39 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _add(found: dict[str, Sent], kind: str, sent: Sent) -> None:
+def _add(found: dict[str, Traffic], kind: str, sent: Traffic) -> None:
     if sent.bytes or sent.messages:
-        before = found.get(kind, Sent(0, 0))
-        found[kind] = Sent(before.bytes + sent.bytes, before.messages + sent.messages)
+        before = found.get(kind, Traffic(0, 0))
+        found[kind] = Traffic(before.bytes + sent.bytes, before.messages + sent.messages)
 
 
-def sends(tensors: Sequence[Tensor], *_: Any) -> Sent:
-    return Sent(sum(x.nbytes for x in tensors), 1)
+def sends(tensors: Sequence[Tensor], *_: Any) -> Traffic:
+    return Traffic(sum(x.nbytes for x in tensors), 1)
 
 
-def nothing(*_: Any) -> Sent:
-    return Sent(0, 0)
+def nothing(*_: Any) -> Traffic:
+    return Traffic(0, 0)
 
 
-def all_to_all(output: Tensor, x: Tensor, boxed: Any, output_rows: list[int], rows: list[int], *_: Any) -> Sent:
+def all_to_all(output: Tensor, x: Tensor, boxed: Any, output_rows: list[int], rows: list[int], *_: Any) -> Traffic:
     group = compat.unboxed(boxed)
     rows = rows or [x.shape[0] // group.size()] * group.size()
     others = [n for rank, n in enumerate(rows) if n and rank != group.rank()]
-    return Sent(sum(others) * x[:1].nbytes, len(others))
+    return Traffic(sum(others) * x[:1].nbytes, len(others))
 
 
-def all_gather(output: Tensor, x: Tensor, boxed: Any, *_: Any) -> Sent:
+def all_gather(output: Tensor, x: Tensor, boxed: Any, *_: Any) -> Traffic:
     others = compat.unboxed(boxed).size() - 1
-    return Sent(others * x.nbytes, others)
+    return Traffic(others * x.nbytes, others)
 
 
-def all_gather_list(output: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Sent:
+def all_gather_list(output: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Traffic:
     others = compat.unboxed(boxed).size() - 1
-    return Sent(others * sum(x.nbytes for x in tensors), others)
+    return Traffic(others * sum(x.nbytes for x in tensors), others)
 
 
-def handed_over(*args: Any) -> Sent:
-    return Sent(sum(x.nbytes for x in _tensors(args)), 1)
+def handed_over(*args: Any) -> Traffic:
+    return Traffic(sum(x.nbytes for x in _tensors(args)), 1)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -104,7 +104,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-KINDS: dict[str, tuple[str, Callable[..., Sent]]] = {
+KINDS: dict[str, tuple[str, Callable[..., Traffic]]] = {
     "c10d::send": ("p2p", sends),
     "c10d::recv_": ("p2p", nothing),
     "c10d::barrier": ("barrier", nothing),
