@@ -112,7 +112,7 @@ def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
 
 
-def all_gather(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts an all-gather of flat tensors. torch 2.13 renames it, and warns of the old name from then on."""
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))

@@ -31,7 +31,7 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     sent = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
     buffer = x.new_empty((axis.size, *shape))
     under_way = record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes, axis.size - 1)
-    work = compat.all_gather(buffer.view(-1), sent.view(-1), axis.group)
+    work = compat.all_gather_single(buffer.view(-1), sent.view(-1), axis.group)
 
     def assemble() -> Tensor:
         if prod(shape[:dim]) == 1 and min(sizes) == max(sizes):
