@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.tensor import DTensor
 
+from armillary.core.health.ranks import Ranks
 from armillary.core.testing import RankFailed
 from armillary.models import Llama
 from armillary.train import (
@@ -47,7 +48,6 @@ from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checksum
 from armillary.train.checkpoint.random_state import random_state
-from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.step import train_step
 

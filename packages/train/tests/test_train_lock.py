@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from armillary.core.health.lock import Holder, LockLost, Refused, take
+from armillary.core.health.process import machine, running, start_of
 from armillary.train.checkpoint import lock as locks
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.lock import Holder, LockLost, Refused, take
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output_lock import OutputLock
-from armillary.train.checkpoint.process import machine, running, start_of
 from armillary.train.journal import Journal
 
 fork = multiprocessing.get_context("fork")

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
+from armillary.core.checkpoint_reader import METADATA, read_metadata
 from armillary.models import Llama
 from armillary.train import (
     Config,
@@ -30,7 +31,6 @@ from armillary.train import (
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.export import read_weights
 from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_back
-from armillary.train.checkpoint.reader import METADATA, read_metadata
 from armillary.train.checkpoint.state import training_state
 
 CONFIG = Config(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.core.health.stopping import StopSignal
 from armillary.models.initialize import write
 from armillary.train import (
     Config,
@@ -30,7 +31,6 @@ from armillary.train import (
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
 from armillary.train.step import StepResult, train_step
-from armillary.train.stopping import StopSignal
 from armillary.train.validation import validate
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from armillary.core.commands import FAILED, ending, record
+from armillary.core.health.stopping import StopSignal
+from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import prepare, process_group
 from armillary.train.command import PROGRAM, read_command
 from armillary.train.config import Config
-from armillary.train.stopping import StopSignal
 from armillary.train.trainer import train
-from armillary.train.watchdog import Watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> None:

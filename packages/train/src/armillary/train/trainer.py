@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from armillary.core.health.stopping import StopSignal
+from armillary.core.health.watchdog import Watchdog
 from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.build import Run
@@ -17,10 +19,8 @@ from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
 from armillary.train.schedule import told
 from armillary.train.step import StepResult, train_step
-from armillary.train.stopping import StopSignal
 from armillary.train.tracing import StepTrace
 from armillary.train.validation import validate
-from armillary.train.watchdog import Watchdog
 
 
 @dataclass

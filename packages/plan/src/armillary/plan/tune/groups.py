@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import compat
+from armillary.core.health.ranks import Ranks
+from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import patience, process_group
-from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.config import Config
-from armillary.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

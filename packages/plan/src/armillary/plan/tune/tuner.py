@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from armillary.core.health.ranks import Ranks
+from armillary.core.health.watchdog import about_others
 from armillary.core.mesh import world_size
 from armillary.plan import choice
 from armillary.plan.search.candidates import Candidate
@@ -22,9 +24,7 @@ from armillary.plan.tune.question import Question, difference, dtype_name, quest
 from armillary.plan.tune.screen import Screen
 from armillary.train.alike import check_alike, settings
 from armillary.train.build import precision
-from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.config import Config
-from armillary.train.watchdog import about_others
 
 NEAR = 1.05
 """As fast as the fastest are those that take at most so many times as long: once measured, noise may have chosen."""

@@ -13,14 +13,14 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from armillary.core.checkpoint_reader import read_metadata
 from armillary.core.commands import ending
+from armillary.core.health.ranks import errors_as_ours
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.configs import parse as parse_config
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.train.checkpoint.manifest import Damaged, Manifest
-from armillary.train.checkpoint.ranks import errors_as_ours
-from armillary.train.checkpoint.reader import read_metadata
 from armillary.train.checkpoint.state import load
 
 PROGRAM = "armillary-export"

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from uuid import uuid4
 
+from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.ranks import Ranks
 from armillary.train.config import Config
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from armillary.core.checkpoint_reader import read_metadata
+from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Damaged, Manifest
-from armillary.train.checkpoint.ranks import Ranks
-from armillary.train.checkpoint.reader import read_metadata
 from armillary.train.checkpoint.settings import changed_settings, settings
 from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
 

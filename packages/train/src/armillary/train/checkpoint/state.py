@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
+from armillary.core.checkpoint_reader import TensorPlanner, TensorReader, read_metadata
+from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
-from armillary.train.checkpoint.ranks import Ranks, errors_as_ours
-from armillary.train.checkpoint.reader import TensorPlanner, TensorReader, read_metadata
 
 if TYPE_CHECKING:
     from armillary.train.build import Run

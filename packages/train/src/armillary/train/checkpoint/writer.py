@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.manifest import Written
-from armillary.train.checkpoint.ranks import Ranks
 
 
 class CheckedFile(io.FileIO):

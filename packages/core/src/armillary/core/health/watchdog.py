@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
 from armillary.core.commands import REFUSALS
+from armillary.core.health.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
+from armillary.core.health.launcher import Launcher
 from armillary.train.config import TrainConfig
-from armillary.train.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
-from armillary.train.launcher import Launcher
 from armillary.train.overlay import one_line
 
 SILENCE = 6.0

@@ -16,10 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.train.heartbeat import Calls, Heartbeat, in_standard_library, joined, main_stack, missing, waits, where
-from armillary.train.launcher import Launcher
-from armillary.train.stopping import StopSignal
-from armillary.train.watchdog import about_others
+from armillary.core.health.heartbeat import (
+    Calls,
+    Heartbeat,
+    in_standard_library,
+    joined,
+    main_stack,
+    missing,
+    waits,
+    where,
+)
+from armillary.core.health.launcher import Launcher
+from armillary.core.health.stopping import StopSignal
+from armillary.core.health.watchdog import about_others
 
 WAITING = Heartbeat(
     7, "training", where="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}
@@ -119,7 +128,7 @@ def test_a_wait_in_pythons_own_code_is_told_by_the_line_that_waits():
         standing = pool.submit(slow.stand)
         pool.submit(slow.look, lambda frame: frame.f_back.f_code.co_name == "result")
         standing.result()
-    assert slow.seen.startswith("test_train_heartbeat.py:")
+    assert slow.seen.startswith("test_health.py:")
     assert slow.seen.endswith(" in test_a_wait_in_pythons_own_code_is_told_by_the_line_that_waits")
 
 
@@ -130,7 +139,7 @@ def test_a_wait_for_the_end_of_a_thread_is_told_by_where_that_stands():
     looking.start()
     saving.join()
     looking.join()
-    assert slow.seen.startswith("test_train_heartbeat.py:") and slow.seen.endswith(" in stand")
+    assert slow.seen.startswith("test_health.py:") and slow.seen.endswith(" in stand")
 
 
 def waits_for_a_save() -> bool:

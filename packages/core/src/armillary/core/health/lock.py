@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.train.checkpoint.process import machine, running, start_of
+from armillary.core.health.process import machine, running, start_of
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
 
