@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from armillary.core.health import lock as locks
 from armillary.core.health.lock import Holder, LockLost, Refused, take
 from armillary.core.health.process import machine, running, start_of
-from armillary.train.checkpoint import lock as locks
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output_lock import OutputLock
@@ -68,7 +68,7 @@ def test_a_folder_is_refused_while_its_run_lives_and_free_when_that_has_ended(tm
     holder = Holder.this_process()
     assert str(refusal.value) == (
         f"run {first.holder.run}, process {os.getpid()} on {holder.host}, begun {first.holder.since} works in it; wait "
-        "for that run, end it, or name another --train.output"
+        "for that run, end it, or name another folder"
     )
     first.check()
     first.release()

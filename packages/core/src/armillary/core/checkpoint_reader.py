@@ -29,10 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from armillary.core.checkpoint import LoadPlanner
-from armillary.train.checkpoint.manifest import Damaged
-from armillary.train.overlay import one_line
+from armillary.core.commands import one_line
 
 METADATA = ".metadata"
+
+
+class Damaged(Exception):
+    """A checkpoint does not hold what was written; says what differs."""
 
 
 class TensorReader(FileSystemReader):
@@ -74,7 +77,7 @@ def read_metadata(place: Path) -> Metadata:
         except OSError:
             raise
         except Exception as error:  # a broken pickle fails in any way
-            raise Damaged(f"{METADATA} is not that of a checkpoint ({one_line(error)})") from error
+            raise Damaged(f"{METADATA} is not that of a checkpoint ({one_line(str(error))})") from error
 
 
 class Record:

@@ -13,7 +13,7 @@ from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import prepare, process_group
 from armillary.train.command import PROGRAM, read_command
 from armillary.train.config import Config
-from armillary.train.trainer import train
+from armillary.train.trainer import train, watchdog_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             show_dry_run(command.run, command.ranks, command.json)
             return
-        watchdog = Watchdog(command.run.train)
+        watchdog = watchdog_of(command.run)
         try:
             run_to_its_end(command.run, watchdog, told)
         except FloatingPointError as error:  # the watchdog has said so on every rank

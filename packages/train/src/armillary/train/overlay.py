@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from armillary.core.commands import one_line
 from armillary.core.files import parse_json, parse_toml
 from armillary.core.quantity import whole
 
@@ -32,7 +33,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"--config {path}: {one_line(error)}") from error
+        raise ValueError(f"--config {path}: {one_line(str(error))}") from error
     if not isinstance(found, dict):
         raise ValueError(f"--config {path}: holds no sections")
     return dict(found)
@@ -149,7 +150,3 @@ def shown(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"
     return "none" if value is None else str(value)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

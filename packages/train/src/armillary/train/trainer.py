@@ -14,6 +14,7 @@ from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.build import Run
 from armillary.train.checkpoint import Checkpoints, OutputLock
+from armillary.train.config import Config
 from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.profiling import Profiler
 from armillary.train.report import Reporter
@@ -61,6 +62,13 @@ class Summary:
         return "\n".join([*lines, f"  checkpoint   {self.checkpoint}"])
 
 
+def watchdog_of(config: Config) -> Watchdog:
+    """One that is told what this run works on."""
+    minutes = config.train.timeout_minutes
+    flag = f"--train.timeout-minutes {minutes:g}"
+    return Watchdog(60 * minutes, flag, config.train.output / "hang", "armillary-train")
+
+
 def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = None) -> Summary:
     """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it.
 
@@ -69,7 +77,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         watchdog: is told what is worked on; by default nobody watches, and what hangs ends by the timeout of its group.
     """
     config, steps = run.config, run.config.train.steps
-    watchdog = watchdog or Watchdog(config.train)
+    watchdog = watchdog or watchdog_of(config)
     with (
         OutputLock(config.train.output, partial(print, flush=True)) as lock,
         Reporter(config, lock.fence) as report,

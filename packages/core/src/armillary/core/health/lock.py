@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from pydantic import TypeAdapter, ValidationError
-
+from armillary.core.files import parse_json
 from armillary.core.health.process import machine, running, start_of
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
@@ -62,15 +61,15 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """None: it is not there, or not written to its end."""
         try:
-            return HOLDER.validate_json(path.read_bytes())
-        except (FileNotFoundError, ValidationError):
+            found = parse_json(path.read_bytes())
+        except (FileNotFoundError, ValueError):
             return None
+        kinds = {"run": str, "host": str, "machine": str, "pid": int, "started": int, "since": str}
+        whole = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+        return cls(**{name: found[name] for name in kinds}) if whole else None
 
     def __str__(self) -> str:
         return f"run {self.run}, process {self.pid} on {self.host}, begun {self.since}"
-
-
-HOLDER = TypeAdapter(Holder)
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def check_gone(path: Path, silent: float, say: Callable[[str], None]) -> None:
         alive = changes(path, first, silent)
     if alive:
         named = Holder.read(path) or holder or "another run"
-        raise Refused(f"{named} works in it; wait for that run, end it, or name another --train.output")
+        raise Refused(f"{named} works in it; wait for that run, end it, or name another folder")
 
 
 def changes(path: Path, first: Any, silent: float) -> bool:

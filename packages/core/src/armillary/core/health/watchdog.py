@@ -15,6 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,11 +23,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
-from armillary.core.commands import REFUSALS
+from armillary.core.commands import REFUSALS, one_line
 from armillary.core.health.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
 from armillary.core.health.launcher import Launcher
-from armillary.train.config import TrainConfig
-from armillary.train.overlay import one_line
 
 SILENCE = 6.0
 """Seconds without a sign of life after which a rank is taken for dead or stopped."""
@@ -42,7 +41,7 @@ class Watchdog:
     """Sees to it that nothing waits for ever; a `with` block around all that ranks do together.
 
     It is told what is worked on (`begins`). If that takes too long, or another rank says so, every rank that still can
-    prints which rank is missing and where it stands, writes the stacks of all its threads to outputs/hang/rank-N.txt,
+    prints which rank is missing and where it stands, writes the stacks of all its threads to `folder`/rank-N.txt,
     and ends its process with exit code 1. An error that leaves the block is printed in a line with rank and step; if it
     came from communication, the ranks that are missing follow.
 
@@ -50,12 +49,16 @@ class Watchdog:
     ends after `ENDING` seconds, unless its training ends by itself.
 
     Without a `with` block it only notes what it is told.
+
+    Args:
+        limit: seconds that a step of training may take.
+        flag: what sets this limit, for whoever reads that it was too short.
+        folder: where stacks are written to.
+        program: that the ranks run, named in every line.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.limit = 60 * config.timeout_minutes
-        self.flag = f"--train.timeout-minutes {config.timeout_minutes:g}"
-        self.folder = config.output / "hang"
+    def __init__(self, limit: float, flag: str, folder: Path, program: str) -> None:
+        self.limit, self.flag, self.folder, self.program = limit, flag, folder, program
         self.step, self.phase, self.under_way = 0, "starting", False
         self._allowed, self._since = LONGER * self.limit, time.monotonic()
         self._failure: str | None = None
@@ -120,7 +123,7 @@ class Watchdog:
             self._end_without_launcher()
             time.sleep(0.1)
         if not self._over:
-            self._print(f"the store by which the ranks speak to each other is gone: {one_line(error)}")
+            self._print(f"the store by which the ranks speak to each other is gone: {one_line(str(error))}")
 
     def _end_without_launcher(self) -> None:
         """Ends the process where nobody is left who would restart it."""
@@ -187,7 +190,7 @@ class Watchdog:
     def _print(self, *lines: str) -> None:
         rank = self._heartbeats.rank
         with suppress(OSError):  # whoever has read this may be gone
-            sys.stderr.write("".join(f"[rank {rank}] armillary-train: {line}\n" for line in lines))
+            sys.stderr.write("".join(f"[rank {rank}] {self.program}: {line}\n" for line in lines))
             sys.stderr.flush()
 
 

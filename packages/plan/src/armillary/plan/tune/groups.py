@@ -15,6 +15,7 @@ from armillary.core.health.ranks import Ranks
 from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import patience, process_group
 from armillary.train.config import Config
+from armillary.train.trainer import watchdog_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Groups:
         """All ranks must enter it. Starts a group, for the store, and takes it down again."""
         with ExitStack() as stack:
             with process_group(config):
-                watchdog = stack.enter_context(Watchdog(config.train))
+                watchdog = stack.enter_context(watchdog_of(config))
                 store = compat.default_store()
             yield cls(config, watchdog, store)
 

@@ -14,6 +14,7 @@ from zlib import crc32
 
 from pydantic import TypeAdapter, ValidationError
 
+from armillary.core.checkpoint_reader import Damaged
 from armillary.core.files import parse_json
 
 MANIFEST = "manifest.json"
@@ -24,10 +25,6 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Errors of a file that is damaged. Others, such as a lack of permission, say nothing about it."""
 
 CHUNK = 2**24
-
-
-class Damaged(Exception):
-    """A checkpoint does not hold what was written; says what differs."""
 
 
 @dataclass(frozen=True)
