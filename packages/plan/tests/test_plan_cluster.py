@@ -7,8 +7,10 @@ import pytest
 from armillary.core.network import Send
 from armillary.plan import Cluster, Link
 from armillary.plan.cluster.machines import EMULATED, MACHINES
+from armillary.train.metrics import PEAK_FLOPS
 
 GB = 10**9
+KINDS = {"h200": "h200", "h100": "h100", "a100": "a100-80", "l20": "l20"}
 NODES = replace(
     Cluster.named("16xh100"),
     within=Link(bandwidth=100 * GB, latency=1e-6),
@@ -35,6 +37,11 @@ def test_presets_know_their_nodes():
         with pytest.raises(ValueError, match=f"no cluster {name!r}; known: 8xh100, .*emulated-"):
             Cluster.named(name)
     assert all(Cluster.named(f"{machine.ranks_per_node}x{kind}").nodes == 1 for kind, machine in MACHINES.items())
+
+
+def test_the_trainer_counts_mfu_by_the_same_peaks():
+    peaks = {kind.upper(): MACHINES[name].accelerator.flops for kind, name in KINDS.items()}
+    assert peaks == PEAK_FLOPS
 
 
 def test_the_busiest_port_decides():
