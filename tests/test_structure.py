@@ -16,8 +16,6 @@ SOURCES = {
 CYCLES = [
     "attention.bridge attention.dtensor attention.head_axis attention.local attention.method attention.projected "
     "attention.traced attention.traced_projected attention.upipe",
-    "train.build train.checkpoint train.checkpoint.checkpoints train.checkpoint.restoring train.checkpoint.saving "
-    "train.checkpoint.settings train.checkpoint.state",
 ]
 SHARED_NAMES = (
     "2 Attention, 4 Block, 2 Choice, 2 Decoder, 2 Entry, 2 Found, 2 MLP, 2 Method, 2 Options, 2 Parts, 2 Piece, "

@@ -1,6 +1,6 @@
 """A minimal FSDP2 trainer for sequences that are sharded over ranks."""
 
-from armillary.train.build import Run, prepare, process_group
+from armillary.train.build import prepare, process_group
 from armillary.train.config import (
     Config,
     DataConfig,
@@ -12,6 +12,7 @@ from armillary.train.config import (
     TrainConfig,
     ValidationConfig,
 )
+from armillary.train.run import Run
 from armillary.train.trainer import Summary, train
 
 __all__ = [

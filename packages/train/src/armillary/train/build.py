@@ -1,24 +1,20 @@
-"""What a run is made of, built and sharded from its configuration."""
+"""Building a run from its configuration: the process group, the model on its mesh, data and optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import AdamW
 
-from armillary.attention import AttentionMask, Method, build_attention
+from armillary.attention import Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.mesh import world_size
-from armillary.data import Batch, Batches
-from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parallel import parallelize
 from armillary.train.alike import check_alike, settings
@@ -29,30 +25,8 @@ from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
+from armillary.train.run import Run
 from armillary.train.tasks import load_task, task_tokens
-
-
-@dataclass
-class Run:
-    """Everything that a run needs, built and sharded. `data` is the axis of all ranks that hold tokens of a step."""
-
-    config: Config
-    device: torch.device
-    data: Axis
-    model: Llama | GPT
-    optimizer: AdamW
-    training: Batches
-    validation: Batches
-    tasks: dict[str, TaskRows]
-    """Rows of `validation.tasks`, by name."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Over all ranks."""
-        return self.training.tokens_per_batch * self.config.train.accumulation
-
-    def mask(self, batch: Batch) -> AttentionMask:
-        return AttentionMask(documents=batch.documents if self.config.data.document_mask else None)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from armillary.data import Batch
 from armillary.models import linear_token_loss
-from armillary.train.build import Run
 from armillary.train.optimizer import clip_gradients, set_learning_rate
+from armillary.train.run import Run
 from armillary.train.schedule import learning_rate
 
 

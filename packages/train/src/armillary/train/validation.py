@@ -9,7 +9,7 @@ import torch
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import accuracy
 from armillary.models import linear_predictions
-from armillary.train.build import Run
+from armillary.train.run import Run
 from armillary.train.step import forward, local_loss, summed
 
 

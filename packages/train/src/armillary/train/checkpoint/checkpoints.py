@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -23,9 +23,7 @@ from armillary.train.checkpoint.restoring import restore
 from armillary.train.checkpoint.saving import Background, save
 from armillary.train.checkpoint.settings import settings
 from armillary.train.checkpoint.state import State, model_description, saved_state
-
-if TYPE_CHECKING:
-    from armillary.train.build import Run
+from armillary.train.run import Run
 
 NOTICEABLE = 1.0
 """Seconds of waiting that are worth a line."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from armillary.core.checkpoint_reader import read_metadata
 from armillary.core.health.ranks import Ranks
@@ -12,9 +11,7 @@ from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Damaged, Manifest
 from armillary.train.checkpoint.settings import changed_settings, settings
 from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
-
-if TYPE_CHECKING:
-    from armillary.train.build import Run
+from armillary.train.run import Run
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from armillary.train.overlay import aligned, flag, flat, shown
 from armillary.train.parallel import choose_axes
-
-if TYPE_CHECKING:
-    from armillary.train.build import Run
+from armillary.train.run import Run
 
 ELSEWHERE = ("train.output",)
 """Places, which change nothing."""

@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,9 +23,7 @@ from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
-
-if TYPE_CHECKING:
-    from armillary.train.build import Run
+from armillary.train.run import Run
 
 State = dict[str, Any]
 
