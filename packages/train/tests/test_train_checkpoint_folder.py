@@ -13,6 +13,8 @@ from itertools import count
 
 import pytest
 
+from armillary.core.testing.refusals import refusal
+from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder, superseded
 from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, checksum, read_back
 from armillary.train.checkpoint.state import differences
@@ -112,6 +114,15 @@ def rewrite(folder: CheckpointFolder, step: int, change) -> None:
     fields.pop("crc32")
     fields = change(fields)
     manifest.write_text(json.dumps(fields | {"crc32": checksum(fields)} if isinstance(fields, dict) else fields))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_checkpoint_with_a_changed_file_is_not_exported(folder, tmp_path, name):
+    save(folder, 7)
+    path = folder.place(7) / name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    said = refusal(export, [folder.place(7), tmp_path / "exported"])
+    assert f"file {name} has other bytes than were written" in said and not (tmp_path / "exported").exists()
 
 
 def test_a_newer_format_is_refused_and_not_called_damaged(folder):

@@ -94,6 +94,7 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         ('[data]\nlayout = "spiral"', "data.layout = 'spiral': Input should be 'zigzag', 'contiguous', 'striped'"),
         ("model = 3", "model is a section, not 3"),
         ("[model]\nkv-heads = 1\nkv_heads = 2", "model.kv_heads is there twice"),
+        ("[model]\nkv_heads = 1\nkv-heads = 2", "model.kv-heads is there twice"),
         ("[checkpointing]\noffload = true", "checkpointing: offload keeps checkpoints in the host's memory"),
         ("[model", "at end of document"),
         ("recipe = 3", "recipe = 3 is no name"),
