@@ -138,10 +138,10 @@ def policies() -> list[Row]:
     rows: list[Row] = []
     options = {
         "layer": Checkpointing("layer"),
-        "layer, offloaded": Checkpointing("layer", offload=True, ahead=False),
+        "layer, offloaded": Checkpointing("layer", offload=True, prefetch=False),
         "layer, offloaded, ahead": Checkpointing("layer", offload=True),
         "attention_output": Checkpointing("attention_output"),
-        "attention_output, offloaded": Checkpointing("attention_output", offload=True, ahead=False),
+        "attention_output, offloaded": Checkpointing("attention_output", offload=True, prefetch=False),
     }
     for attention, ulysses in (("upipe", 8), ("usp", 4)):
         for name, checkpointing in options.items():

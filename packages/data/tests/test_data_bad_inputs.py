@@ -306,7 +306,7 @@ CALLS = {
     "tokens that are no bytes": (lambda _: BYTES.decode(SequenceLayout.contiguous(300, 1).positions(0)), "token 257"),
     "preparation of nothing": (lambda root: prepare(Preparation([], root / "out"), 1), "there are no inputs"),
     "preparation in no pieces": (
-        lambda root: prepare(Preparation([root / "text.txt"], root / "out", piece_bytes=0), 1),
+        lambda root: prepare(Preparation([root / "text.txt"], root / "out", chunk_bytes=0), 1),
         "size must be at least 1 byte; got 0",
     ),
     "recall of nothing": (lambda _: AssociativeRecall(64, 0, 1, keys=4, values=4), "0"),

@@ -273,7 +273,7 @@ def test_packings_are_measured_as_their_rows_say(shards):
     ):
         packed = PackedSequences(documents, layout=layout, shard=0, rows_per_batch=1, packing=packing)
         every = [packed.row(number) for number in range(packed.rows_per_epoch)]
-        held = sum(piece.length for row in every for piece in row.pieces)
+        held = sum(piece.length for row in every for piece in row.slices)
         assert (found.packing, found.waste.rows) == (packing.__name__, len(every))
         assert found.waste.padding == pytest.approx(1 - held / (len(every) * length))
         assert found.waste.dropped == pytest.approx(1 - held / total)

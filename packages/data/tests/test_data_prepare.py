@@ -37,8 +37,8 @@ def jsonl(path, texts=TEXTS, field="text"):
 
 
 def made(*inputs, output, workers=1, **options):
-    """The header of a store at `output`, from pieces of few bytes."""
-    return prepare(Preparation(inputs, output, **{"piece_bytes": 50} | options), workers)
+    """The header of a store at `output`, from chunks of few bytes."""
+    return prepare(Preparation(inputs, output, **{"chunk_bytes": 50} | options), workers)
 
 
 def tokens_of(path):
@@ -122,15 +122,15 @@ def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
 def test_any_documents_come_back_wherever_the_input_is_cut(tmp_path_factory, texts, size):
     folder = tmp_path_factory.mktemp("any")
     texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]
-    header = made(jsonl(folder / "a.jsonl", texts), output=folder / "store", piece_bytes=size)
+    header = made(jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
     assert texts_of(folder / "store") == [text.encode() for text in texts if text]
     assert header.summary["empty"] == texts.count("")
 
 
 def test_one_document_that_is_longer_than_many_pieces_is_one_document(tmp_path):
     text = "0123456789" * 2000
-    made(jsonl(tmp_path / "a.jsonl", [text, "b"]), output=tmp_path / "lines", piece_bytes=100)
-    made(write(tmp_path, **{"b.txt": text.encode()}) / "b.txt", output=tmp_path / "text", piece_bytes=100)
+    made(jsonl(tmp_path / "a.jsonl", [text, "b"]), output=tmp_path / "lines", chunk_bytes=100)
+    made(write(tmp_path, **{"b.txt": text.encode()}) / "b.txt", output=tmp_path / "text", chunk_bytes=100)
     assert texts_of(tmp_path / "lines") == [text.encode(), b"b"]
     assert texts_of(tmp_path / "text") == [text.encode()]
 
@@ -242,7 +242,7 @@ def test_two_workers_write_the_same_files_as_one(tmp_path, definition):
     write(tmp_path / "text", **{f"{i}.txt": b"caf\xe9 %d" % i * (i % 7) for i in range(60)})
     inputs = [tmp_path / "text", jsonl(tmp_path / "a.jsonl", TEXTS * 5)]
     for workers in (1, 2):
-        options = {"tokenizer": str(tmp_path / "given.json"), "workers": workers, "piece_bytes": 200}
+        options = {"tokenizer": str(tmp_path / "given.json"), "workers": workers, "chunk_bytes": 200}
         made(*inputs, output=tmp_path / f"by {workers}", **options)
     one, two = files_of(tmp_path / "by 1"), files_of(tmp_path / "by 2")
     names = {"store.json", "tokens.bin", "documents.bin", "hashes.bin", "tokenizer.json", "tokenizer_config.json"}
@@ -256,7 +256,7 @@ def test_two_workers_write_the_same_files_as_one(tmp_path, definition):
 def test_text_that_is_not_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
     source = write(tmp_path / "in", a=b"fine", b=b"caf\xe9", c=b"\xff", d="漢".encode())
-    options = {"tokenizer": str(tmp_path / "given.json"), "piece_bytes": 5}
+    options = {"tokenizer": str(tmp_path / "given.json"), "chunk_bytes": 5}
     decode = Tokenizer.from_str(definition.decode()).decode
 
     replaced = made(source, output=tmp_path / "replaced", **options).summary
@@ -279,7 +279,7 @@ def test_text_that_is_not_utf8_is_replaced_skipped_or_refused(tmp_path, definiti
 def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invalid):
     lines = [b'{"text": "first document"}\n', b'{"text": "second"}\n', b'{"text": brok}\n', b'{"text": "last"}\n']
     path = write(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
-    options = {"output": tmp_path / "store", "piece_bytes": 20, "invalid": invalid}
+    options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
     place = len(lines[0]) + len(lines[1])
     told = rf"^a.jsonl:byte {place}: Expecting value: .*; mend it, or leave such .*--invalid skip; then start over with"
     for _ in range(2):  # what is done is kept, so the second time it is refused at once
@@ -295,7 +295,7 @@ def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invali
 def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
     lines = b'{"text": "a"}\n{"text": null}\n\n{"other": 1}\n[]\n{"text": ""}\n{"text": "b"}\n{"text": "cut'
     path = write(tmp_path, **{"a.jsonl": lines}) / "a.jsonl"
-    found = made(path, output=tmp_path / "store", invalid="skip", piece_bytes=7).summary
+    found = made(path, output=tmp_path / "store", invalid="skip", chunk_bytes=7).summary
     assert texts_of(tmp_path / "store") == [b"a", b"b"]
     assert (found["documents"], found["skipped"], found["empty"]) == (2, 4, 1)
     assert found["first_skipped"] == "a.jsonl:byte 14"

@@ -45,11 +45,11 @@ def lines(tmp_path):
 
 
 def planned(source, output, **options):
-    return Preparation([source], output, **{"piece_bytes": 150} | options)
+    return Preparation([source], output, **{"chunk_bytes": 150} | options)
 
 
 def counted(plan, workers=1):
-    """How many pieces were still to do."""
+    """How many chunks were still to do."""
     steps = []
     prepare(plan, workers, lambda now: steps.append(now.bytes_done))
     return len(steps) - 1  # the first report is of the tokenizer
@@ -60,7 +60,7 @@ def files_of(folder):
 
 
 def stopping(after, what=Stop):
-    """A report that raises when so many pieces are done."""
+    """A report that raises when so many chunks are done."""
     calls = count()
 
     def report(now):
@@ -80,11 +80,11 @@ def run(work):
 
 @pytest.fixture
 def reference(lines, tmp_path):
-    """The files of the store that is never stopped, made from as many pieces as `pieces`."""
+    """The files of the store that is never stopped, made from as many chunks as `chunks`."""
     plan = planned(lines, tmp_path / "reference")
-    pieces = counted(plan)
-    assert pieces > 10
-    return files_of(plan.output), pieces
+    chunks = counted(plan)
+    assert chunks > 10
+    return files_of(plan.output), chunks
 
 
 # -- stops that Python sees -------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def test_killed_before_any_change_on_disk_the_next_run_finishes(tmp_path, overwr
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill of a process loses nothing that waits for the disk
     new, old = jsonl(tmp_path / "a.jsonl", TEXTS[:3]), jsonl(tmp_path / "b.jsonl", ["old"])
-    plan = planned(new, tmp_path / "there" / "store", overwrite=overwrite, piece_bytes=50)
-    expected = prepare(planned(new, tmp_path / "reference", piece_bytes=50), 1)
+    plan = planned(new, tmp_path / "there" / "store", overwrite=overwrite, chunk_bytes=50)
+    expected = prepare(planned(new, tmp_path / "reference", chunk_bytes=50), 1)
     kinds = set()
     for calls in count():
         if overwrite:
@@ -488,5 +488,5 @@ def test_a_tokenizer_is_trained_on_a_bounded_share_of_the_input(tmp_path, monkey
     monkeypatch.setattr(run_module, "TRAINED_ON", 1000)
     for name in "abc":
         (tmp_path / name).write_text("word " * 4000)
-    found = sources.pieces([tmp_path], size=5000)
+    found = sources.chunks([tmp_path], size=5000)
     assert 1000 <= sum(map(len, run_module._sample(found))) <= 1002

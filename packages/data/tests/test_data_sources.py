@@ -1,4 +1,4 @@
-"""Documents from files: every record in exactly one piece, in an order that the input alone decides."""
+"""Documents from files: every record in exactly one chunk, in an order that the input alone decides."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from armillary.data import Document, read_documents
 from armillary.data.prepare.readers import Invalid
-from armillary.data.prepare.sources import documents, fingerprint, pieces
+from armillary.data.prepare.sources import chunks, documents, fingerprint
 
 TEXTS = ["one", "two two", "", "vier\nlines\n", "f\u00fcnf", "six " * 30]
 
@@ -42,7 +42,7 @@ def parquet(path, texts=TEXTS, rows=2, **columns):
 
 
 def read(*inputs, **options):
-    return [document for piece in pieces(inputs, **options) for document in documents(piece)]
+    return [document for chunk in chunks(inputs, **options) for document in documents(chunk)]
 
 
 def texts_of(found):
@@ -60,9 +60,9 @@ def test_a_folder_gives_what_read_documents_gives_whatever_the_size_of_pieces(tm
 
 def test_neighbours_share_a_piece_and_a_large_file_has_its_own(tmp_path):
     write(tmp_path, a=b"1" * 4, b=b"2" * 4, c=b"3" * 30, d=b"4" * 4)
-    found = pieces([tmp_path], size=10)
-    assert [[file.name for file in piece.files] for piece in found] == [["a", "b"], ["c"], ["d"]]
-    assert [piece.bytes for piece in found] == [8, 30, 4]
+    found = chunks([tmp_path], size=10)
+    assert [[file.name for file in chunk.files] for chunk in found] == [["a", "b"], ["c"], ["d"]]
+    assert [chunk.bytes for chunk in found] == [8, 30, 4]
     assert (found[1].name, found[1].path) == ("c", tmp_path / "c")
 
 
@@ -104,8 +104,8 @@ def test_a_format_that_is_asked_for_holds_for_every_file(tmp_path):
 
 
 def test_a_piece_can_be_read_in_another_process(tmp_path):
-    for piece in pieces([jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet")], size=20):
-        assert list(documents(pickle.loads(pickle.dumps(piece)))) == list(documents(piece))
+    for chunk in chunks([jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet")], size=20):
+        assert list(documents(pickle.loads(pickle.dumps(chunk)))) == list(documents(chunk))
 
 
 # -- JSONL ------------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_records_are_named_by_their_first_byte(tmp_path, size):
 def test_packed_jsonl_is_one_piece(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(jsonl(tmp_path / "plain.jsonl").read_bytes()))
-    assert len(pieces([path], size=1)) == 1
+    assert len(chunks([path], size=1)) == 1
     assert texts_of(read(path)) == TEXTS
     assert read(path)[1].name == "a.jsonl.gz:byte 16"
 
@@ -185,7 +185,7 @@ def test_the_field_of_the_text_can_be_named(tmp_path):
 @pytest.mark.parametrize("size, count", [(1, 3), (1 << 20, 1)])
 def test_parquet_is_cut_by_row_groups(tmp_path, size, count):
     path = parquet(tmp_path / "a.parquet")
-    assert len(pieces([path], size=size)) == count
+    assert len(chunks([path], size=size)) == count
     found = read(path, size=size)
     assert texts_of(found) == TEXTS
     assert [document.name for document in found] == [f"a.parquet:row {row}" for row in range(6)]
@@ -206,7 +206,7 @@ def test_a_saved_dataset_is_cut_by_rows(tmp_path, size):
     assert texts_of(found[:-1]) == TEXTS
     assert [document.name for document in found] == [f"saved:row {row}" for row in range(7)]
     assert found[-1] == Invalid("saved:row 6", "the text is null")
-    cut = pieces([tmp_path / "saved"], size=size)
+    cut = chunks([tmp_path / "saved"], size=size)
     assert (cut[0].start, cut[-1].stop) == (0, 7)
     assert (len(cut) == 1) == (size == 1 << 20)
 
@@ -223,9 +223,9 @@ def test_a_column_that_is_missing_or_holds_no_strings_is_refused(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS, "n": range(6)}).save_to_disk(tmp_path / "saved")
     for source in (path, tmp_path / "saved"):
         with pytest.raises(ValueError, match=f"{source} has no column 'body'; its columns of strings are: text"):
-            pieces([source], text_field="body")
+            chunks([source], text_field="body")
     with pytest.raises(ValueError, match=r"a.parquet: column 'id' is of type int64; its columns of strings are: text"):
-        pieces([path], text_field="id")
+        chunks([path], text_field="id")
 
 
 def test_splits_and_datasets_further_down_are_to_be_chosen(tmp_path):
@@ -233,10 +233,10 @@ def test_splits_and_datasets_further_down_are_to_be_chosen(tmp_path):
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
     write(tmp_path, note=b"text")
     with pytest.raises(ValueError, match=r"both holds the splits .*; give one of them: \S*both/train, \S*both/test"):
-        pieces([tmp_path / "both"])
+        chunks([tmp_path / "both"])
     (tmp_path / "both" / "dataset_dict.json").unlink()
     with pytest.raises(ValueError, match=rf"{tmp_path} has a saved dataset in it; give it as .*: \S*both/test"):
-        pieces([tmp_path])
+        chunks([tmp_path])
     assert texts_of(read(tmp_path / "both" / "train")) == TEXTS
 
 
@@ -246,7 +246,7 @@ def test_without_the_package_the_way_to_install_it_is_said(tmp_path, monkeypatch
     parquet(tmp_path / "parquet.parquet")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=re.escape(f"pip install 'armillary-data[{extra}]'")):
-        pieces([tmp_path / ("datasets" if extra == "datasets" else "parquet.parquet")])
+        chunks([tmp_path / ("datasets" if extra == "datasets" else "parquet.parquet")])
 
 
 # -- the fingerprint --------------------------------------------------------------------------------------------------
@@ -256,19 +256,19 @@ def test_a_fingerprint_is_the_same_until_the_input_or_its_pieces_change(tmp_path
     write(tmp_path, a=b"text", b=b"more")
     jsonl(tmp_path / "c.jsonl")
     os.utime(tmp_path / "a", ns=(0, 0))
-    first = fingerprint(pieces([tmp_path]))
-    assert re.fullmatch("[0-9a-f]{64}", first) and first == fingerprint(pieces([tmp_path]))
-    changed = [fingerprint(pieces([tmp_path], **o)) for o in ({"size": 50}, {"text_field": "x"}, {"format": "text"})]
+    first = fingerprint(chunks([tmp_path]))
+    assert re.fullmatch("[0-9a-f]{64}", first) and first == fingerprint(chunks([tmp_path]))
+    changed = [fingerprint(chunks([tmp_path], **o)) for o in ({"size": 50}, {"text_field": "x"}, {"format": "text"})]
     os.utime(tmp_path / "a", ns=(0, 1))
-    changed.append(fingerprint(pieces([tmp_path])))
+    changed.append(fingerprint(chunks([tmp_path])))
     (tmp_path / "b").rename(tmp_path / "bb")
-    changed.append(fingerprint(pieces([tmp_path])))
+    changed.append(fingerprint(chunks([tmp_path])))
     assert len({first, *changed}) == 6
 
 
 def test_the_fingerprint_of_a_saved_dataset_sees_its_files(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    cut = pieces([tmp_path / "saved"])
+    cut = chunks([tmp_path / "saved"])
     first = fingerprint(cut)
     os.utime(next((tmp_path / "saved").glob("*.arrow")), ns=(0, 0))
     assert fingerprint(cut) != first
@@ -287,26 +287,26 @@ def test_an_input_without_text_is_named(tmp_path, make):
     with pytest.raises(
         ValueError, match=rf"{re.escape(str(path))} holds no text; give a file of text, JSONL or Parquet"
     ):
-        pieces([path])
+        chunks([path])
 
 
 def test_wrong_arguments_and_missing_paths_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"there are no inputs; give a file of text"):
-        pieces([])
+        chunks([])
     with pytest.raises(ValueError, match=r"size must be at least 1 byte; got 0"):
-        pieces([tmp_path], size=0)
+        chunks([tmp_path], size=0)
     with pytest.raises(ValueError, match=r"format='csv' is not one of 'auto', 'text', 'jsonl', 'parquet'"):
-        pieces([tmp_path], format="csv")
+        chunks([tmp_path], format="csv")
     with pytest.raises(ValueError, match=r"nowhere cannot be read \(No such file or directory\); give a file"):
-        pieces([tmp_path / "nowhere"])
+        chunks([tmp_path / "nowhere"])
 
 
 def test_files_that_cannot_be_cut_or_unpacked_are_named(tmp_path):
     write(tmp_path, **{"a.jsonl.zst": b"x", "b.parquet": b"not parquet"})
     with pytest.raises(ValueError, match=r"a.jsonl.zst is packed with zstd; unpack it"):
-        pieces([tmp_path / "a.jsonl.zst"])
+        chunks([tmp_path / "a.jsonl.zst"])
     with pytest.raises(ValueError, match=r"b.parquet cannot be read as Parquet"):
-        pieces([tmp_path / "b.parquet"])
+        chunks([tmp_path / "b.parquet"])
 
 
 @pytest.mark.parametrize("second", ["a", "", "link"])
@@ -314,7 +314,7 @@ def test_a_file_that_two_inputs_name_is_refused(tmp_path, second):
     write(tmp_path, a=b"text")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with pytest.raises(ValueError, match=r" is given twice, first as \S*/a; give each file once"):
-        pieces([tmp_path / "a", tmp_path / second])
+        chunks([tmp_path / "a", tmp_path / second])
 
 
 def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(tmp_path, monkeypatch):
@@ -328,17 +328,17 @@ def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(
 
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "secret" and access(path, mode))
     with pytest.raises(ValueError, match=r"secret cannot be read \(Permission denied\)"):
-        pieces([tmp_path])
+        chunks([tmp_path])
     monkeypatch.setattr(os, "access", access)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
-        pieces([tmp_path])
+        chunks([tmp_path])
 
 
 def test_a_file_that_vanishes_or_breaks_later_is_named(tmp_path):
     packed = gzip.compress(b'{"text": "a"}\n' * 1000)
     write(tmp_path, a=b"text", **{"b.jsonl.gz": packed[: len(packed) // 2]})
-    text, broken = pieces([tmp_path])
+    text, broken = chunks([tmp_path])
     (tmp_path / "a").unlink()
     with pytest.raises(ValueError, match=r"a cannot be read \(No such file or directory\)"):
         list(documents(text))

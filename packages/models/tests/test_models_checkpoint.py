@@ -11,22 +11,22 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
-from armillary.models import Checkpointing, Llama, LlamaConfig, in_pieces, initialize, linear_token_loss
+from armillary.models import Checkpointing, Llama, LlamaConfig, in_chunks, initialize, linear_token_loss
 from armillary.models.block import Context
 from armillary.models.layers.chunked import TokenFunction
 from armillary.models.layers.projections import HeadProjections
-from armillary.models.layers.rope import Rotation
+from armillary.models.layers.rope import RotaryEmbedding
 
 SIZES = {"vocab_size": 50, "dim": 32, "layers": 3, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
 TOKENS = torch.arange(2 * 37).view(2, 37) % 50
 
 POLICIES = [
-    Checkpointing("none", tiled=True, piece=7),
+    Checkpointing("none", tiled=True, chunk=7),
     Checkpointing("layer"),
-    Checkpointing("layer", piece=8),
-    Checkpointing("layer", offload=True, piece=8),
-    Checkpointing("layer", offload=True, ahead=False),
-    Checkpointing("attention_output", piece=5),
+    Checkpointing("layer", chunk=8),
+    Checkpointing("layer", offload=True, chunk=8),
+    Checkpointing("layer", offload=True, prefetch=False),
+    Checkpointing("attention_output", chunk=5),
     Checkpointing("attention_output", offload=True),
 ]
 
@@ -172,7 +172,7 @@ def test_gradients_that_somebody_else_holds_are_not_overwritten():
 def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
     model = build(Checkpointing(policy), torch.float64, layers=1)
     x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    rotation = Rotation.at(torch.arange(8), 8, 1e4, torch.float64)
+    rotation = RotaryEmbedding.at(torch.arange(8), 8, 1e4, torch.float64)
     return model.model.layers[0], x, Context(x.shape[1], rotation, AttentionMask(), None)
 
 
@@ -201,7 +201,7 @@ def test_gradients_that_are_views_of_somebody_elses_are_not_overwritten(policy, 
 def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
     def found(policy: str) -> Tensor:
         block, x, _ = block_and_input(policy)
-        context = Context(1, Rotation.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
+        context = Context(1, RotaryEmbedding.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
         block.shift = nn.Parameter(torch.zeros(1, 1, 32, dtype=torch.float64))
         rest = block.rest
         block.rest = lambda x, out: rest(x, out) + block.shift
@@ -213,7 +213,9 @@ def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
 
 def test_nothing_goes_to_the_host_that_nobody_will_differentiate(monkeypatch):
     made = []
-    monkeypatch.setattr("armillary.models.activation_checkpoint.policy.Kept", lambda *args: made.append(args))
+    monkeypatch.setattr(
+        "armillary.models.activation_checkpoint.policy.OffloadedTensors", lambda *args: made.append(args)
+    )
     model = build(Checkpointing("layer", offload=True), torch.float32)
     with torch.no_grad():
         model(TOKENS)
@@ -235,7 +237,7 @@ def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int
 
     block = model.model.layers[0]
     x = torch.randn(1, 64, 32, requires_grad=True)
-    context = Context(64, Rotation.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
+    context = Context(64, RotaryEmbedding.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
     with saved_tensors_hooks(note, lambda x: x):
         block(x, context)
     shapes = [tuple(x.shape) for x in saved.values() if x.numel() >= 64]
@@ -268,8 +270,8 @@ def test_what_cannot_be_done_is_refused():
         Checkpointing("all")
     with pytest.raises(ValueError, match="policy 'none' has none to keep"):
         Checkpointing("none", offload=True)
-    with pytest.raises(ValueError, match="pieces of 0 tokens"):
-        Checkpointing(piece=0)
+    with pytest.raises(ValueError, match="chunks of 0 tokens"):
+        Checkpointing(chunk=0)
     model = Llama(LlamaConfig(**SIZES), lambda q, k, v, *, mask, layout: q)
     with pytest.raises(ValueError, match="function is no armillary method"):
         Checkpointing("layer").apply(model)
@@ -278,25 +280,25 @@ def test_what_cannot_be_done_is_refused():
 # -- token-wise functions ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [1, 5, 16, 100, None])
-def test_a_tokenwise_function_has_its_own_value_and_gradients(piece):
+@pytest.mark.parametrize("chunk", [1, 5, 16, 100, None])
+def test_a_tokenwise_function_has_its_own_value_and_gradients(chunk):
     module = nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4)).double()
     x, y = (torch.randn(2, 16, n, dtype=torch.float64, requires_grad=True) for n in (6, 4))
     function: TokenFunction = lambda x, y: module(x) * y.sin()  # noqa: E731
     wanted, dout = [x, y, *module.parameters()], torch.randn(2, 16, 4, dtype=torch.float64)
-    plain, pieces = function(x, y), in_pieces(function, (x, y), module, piece)
-    assert relative_error(pieces, plain) < 1e-14
-    pairs = zip(*(torch.autograd.grad(out, wanted, dout) for out in (pieces, plain)), strict=True)
+    plain, chunks = function(x, y), in_chunks(function, (x, y), module, chunk)
+    assert relative_error(chunks, plain) < 1e-14
+    pairs = zip(*(torch.autograd.grad(out, wanted, dout) for out in (chunks, plain)), strict=True)
     assert max(itertools.starmap(relative_error, pairs)) < 1e-13
 
 
-def test_many_pieces_round_a_weights_gradient_once():
-    """Summed in bfloat16, the shares of 512 pieces would be off by far more than one matrix multiplication is."""
+def test_many_chunks_round_a_weights_gradient_once():
+    """Summed in bfloat16, the shares of 512 chunks would be off by far more than one matrix multiplication is."""
     torch.manual_seed(0)
     linear = nn.Linear(16, 16, bias=False).bfloat16()
     x, dout = torch.randn(1, 512, 16).bfloat16() + 0.5, torch.randn(1, 512, 16).bfloat16() + 0.5
     exact = torch.einsum("bto,bti->oi", dout.double(), x.double())
-    (got,) = torch.autograd.grad(in_pieces(linear, (x,), linear, piece=1), linear.parameters(), dout)
+    (got,) = torch.autograd.grad(in_chunks(linear, (x,), linear, chunk=1), linear.parameters(), dout)
     (once,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
     assert relative_error(got.double(), exact) < 1.1 * relative_error(once.double(), exact)
 
@@ -315,6 +317,6 @@ def test_blocks_with_dropout_are_computed_again_with_what_was_dropped(policy):
 
 def test_what_dropout_drops_is_dropped_in_the_recomputation_too():
     x = torch.randn(2, 16, 4, dtype=torch.float64, requires_grad=True)
-    out = in_pieces(partial(F.dropout, p=0.5), (x,), nn.Identity(), piece=3)
+    out = in_chunks(partial(F.dropout, p=0.5), (x,), nn.Identity(), chunk=3)
     (dx,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(dx == 0, out == 0) and 0 < (out == 0).sum() < out.numel()

@@ -67,7 +67,7 @@ def test_every_layer_and_mask_shares_a_few_graphs(name, attention):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (6 if name == "windows" else 3)
 
 
-@pytest.mark.parametrize("policy", [Checkpointing("layer"), Checkpointing("attention_output", piece=7)], ids=str)
+@pytest.mark.parametrize("policy", [Checkpointing("layer"), Checkpointing("attention_output", chunk=7)], ids=str)
 def test_what_follows_attention_is_compiled_where_blocks_are_run_in_parts(policy):
     fresh()
     model, twin = pair(replace(SMALL, layers=2), staged(), policy)

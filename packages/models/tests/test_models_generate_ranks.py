@@ -13,7 +13,7 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.core.testing.rank import mesh
 from armillary.models import GPT, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
-from armillary.models.generation.cache import Holdings, extended, room
+from armillary.models.generation.cache import CacheLayout, extended, room
 from armillary.models.generation.decode_collectives import axes_of
 from armillary.models.parallel import parallelize
 
@@ -312,7 +312,7 @@ def test_room_is_enough_for_the_longest_text_and_hardly_more(sizes, more):
     "prompt", [None, SequenceLayout.zigzag(22, 3), SequenceLayout([[range(1, 9)], [range(1)], [range(9, 11)]])]
 )
 def test_every_token_has_one_holder_and_few_runs(prompt):
-    ranks = [Holdings(3, shard, prompt, 50) for shard in range(3)]
+    ranks = [CacheLayout(3, shard, prompt, 50) for shard in range(3)]
     for holdings in ranks:
         for _ in range(50):
             holdings.add()

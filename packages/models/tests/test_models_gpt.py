@@ -56,7 +56,7 @@ def test_a_shard_needs_its_positions_alone():
 
 
 @pytest.mark.parametrize(
-    "options", [Checkpointing("none", tiled=True, piece=4), Checkpointing("layer", piece=6)], ids=str
+    "options", [Checkpointing("none", tiled=True, chunk=4), Checkpointing("layer", chunk=6)], ids=str
 )
 @pytest.mark.parametrize("stage", [None, 2])
 def test_checkpoint_policies_change_no_gradient(options, stage):

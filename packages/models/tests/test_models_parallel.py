@@ -160,9 +160,9 @@ def compare(case: Case, wide: dict[str, Tensor], alone: dict[str, Tensor]) -> li
     return faults
 
 
-KEEP = Checkpointing("attention_output", piece=3)
+KEEP = Checkpointing("attention_output", chunk=3)
 LAYER = Checkpointing("layer")
-TILED = Checkpointing(tiled=True, piece=5)
+TILED = Checkpointing(tiled=True, chunk=5)
 # Methods are proven in the attention package: here are a few, over every mesh axis and with every kind of block.
 GROUPS = {
     "8 ranks": [

@@ -8,7 +8,7 @@ from test_models_linear_loss import Allocations
 from test_models_vocabulary import axis_of, rows_of
 
 from armillary.core import interleaved_shard
-from armillary.models import linear_predictions
+from armillary.models import linear_argmax
 
 
 def inputs(tokens, vocabulary, dtype=torch.float32):
@@ -24,7 +24,7 @@ def inputs(tokens, vocabulary, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_tokens_are_those_of_whole_logits_where_labels_stand(dtype):
     hidden, weight, labels, expected = inputs(50, 31, dtype)
-    found = linear_predictions(hidden, weight, labels)
+    found = linear_argmax(hidden, weight, labels)
     assert torch.equal(found, expected) and found.dtype == torch.int64
     assert 0 < (found != -100).sum() < found.numel()
 
@@ -32,14 +32,14 @@ def test_tokens_are_those_of_whole_logits_where_labels_stand(dtype):
 def test_no_tensor_is_as_large_as_the_logits():
     hidden, weight, labels, expected = inputs(3000, 20_000)
     with Allocations() as seen:
-        found = linear_predictions(hidden, weight, labels)
+        found = linear_argmax(hidden, weight, labels)
     assert torch.equal(found, expected)
     assert seen.largest < 2 * 3000 * 20_000 / 5
 
 
 def test_where_nothing_is_asked_nothing_is_predicted():
     hidden, weight, labels, _ = inputs(5, 7)
-    assert linear_predictions(hidden, weight, labels.fill_(-1), ignore=-1).tolist() == [[-1] * 5] * 2
+    assert linear_argmax(hidden, weight, labels.fill_(-1), ignore=-1).tolist() == [[-1] * 5] * 2
 
 
 def over_ranks(tokens, vocabulary, ties):
@@ -47,9 +47,7 @@ def over_ranks(tokens, vocabulary, ties):
     if ties:  # all tokens are as likely: the first of them counts, on whatever rank it is
         weight, expected = torch.ones_like(weight), torch.zeros_like(labels).where(labels != -100, -100)
     axis = axis_of()
-    found = linear_predictions(
-        interleaved_shard(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary
-    )
+    found = linear_argmax(interleaved_shard(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary)
     return torch.equal(found, expected)
 
 
@@ -64,5 +62,5 @@ def test_every_rank_gets_those_of_the_whole_vocabulary(worlds):
 def test_what_does_not_fit_is_refused():
     hidden, weight, labels, _ = inputs(5, 7)
     with pytest.raises(ValueError, match=r"hidden \[B, T, E\], weight \[V, E\].* are needed; got \(2, 5, 8\)"):
-        linear_predictions(hidden, weight, labels[:, :4])
+        linear_argmax(hidden, weight, labels[:, :4])
     assert not dist.is_initialized()

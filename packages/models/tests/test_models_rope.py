@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from armillary.models.layers.rope import Rotation
+from armillary.models.layers.rope import RotaryEmbedding
 
 D, THETA = 16, 500_000.0
 
@@ -15,7 +15,7 @@ def frequencies() -> list[float]:
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return Rotation.at(positions, D, THETA, x.dtype)(x)
+    return RotaryEmbedding.at(positions, D, THETA, x.dtype)(x)
 
 
 def test_it_is_complex_multiplication_of_dim_i_with_dim_i_plus_half():
@@ -39,7 +39,7 @@ def test_scores_depend_on_the_distance_alone():
 
 def test_five_million_is_exact_in_float32_where_float32_angles_are_not():
     position = 5_000_000
-    rotation = Rotation.at(torch.tensor([position]), D, THETA, torch.bfloat16)
+    rotation = RotaryEmbedding.at(torch.tensor([position]), D, THETA, torch.bfloat16)
     cos = torch.tensor([math.cos(position * f) for f in frequencies()])
     sin = torch.tensor([math.sin(position * f) for f in frequencies()])
     assert rotation.cos.dtype == rotation.sin.dtype == torch.float32

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from armillary.models.layers.rope import Rotation
+from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling, plain_frequencies
 
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -53,7 +53,7 @@ def test_llama31_leaves_fast_pairs_and_slows_slow_ones_eightfold():
 
 def test_cosines_and_sines_are_multiplied_by_the_amplitude():
     scaling, positions = YarnScaling(**YARN), torch.tensor([0, 3, 5_000_000])
-    rotation = Rotation.at(positions, 16, 1e4, torch.float64, scaling)
+    rotation = RotaryEmbedding.at(positions, 16, 1e4, torch.float64, scaling)
     angles = positions[:, None, None] * scaling.frequencies(16, 1e4)
     assert scaling.amplitude > 1.1
     torch.testing.assert_close(rotation.cos, angles.cos() * scaling.amplitude, rtol=0, atol=0)

@@ -43,7 +43,7 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
 @pytest.mark.parametrize(
     "job",
     [
-        job(length=2**20, checkpointing=replace(LAYER, offload=True, ahead=False)),
+        job(length=2**20, checkpointing=replace(LAYER, offload=True, prefetch=False)),
         job(replace(LLAMA, layers=1), {"ring": 2, "ulysses": 4}, "upipe+ring", heads_per_stage=8, on_host=False),
         job(name="ulysses", checkpointing=replace(LAYER, offload=True), on_host=False),
         job(axes={"ring": 2, "ulysses": 4}, name="usp", checkpointing=OUTPUT, on_host=False),
@@ -161,7 +161,7 @@ def test_on_the_host_are_four_numbers_for_each_parameter():
 
 
 def test_eight_million_tokens_of_llama_on_eight_ranks_fit_with_upipe_alone():
-    options = {"length": 2**23, "checkpointing": replace(LAYER, offload=True, ahead=False)}
+    options = {"length": 2**23, "checkpointing": replace(LAYER, offload=True, prefetch=False)}
     upipe, ulysses = (estimate(job(LlamaConfig.llama3_8b(), name=name, **options)) for name in ("upipe", "ulysses"))
     assert upipe.device < 75 * 2**30 < ulysses.device
 

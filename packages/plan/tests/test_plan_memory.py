@@ -263,10 +263,10 @@ def measured(job: Job) -> int:
     ("policy", "attention"),
     [
         (Checkpointing(), JOB.attention),
-        (Checkpointing(tiled=True, piece=80), in_stages),
-        (Checkpointing("layer", piece=80), in_stages),
-        (Checkpointing("attention_output", piece=80), JOB.attention),
-        (Checkpointing("layer", offload=True, ahead=False, piece=80), JOB.attention),
+        (Checkpointing(tiled=True, chunk=80), in_stages),
+        (Checkpointing("layer", chunk=80), in_stages),
+        (Checkpointing("attention_output", chunk=80), JOB.attention),
+        (Checkpointing("layer", offload=True, prefetch=False, chunk=80), JOB.attention),
     ],
     ids=["none", "tiled", "layer", "attention_output", "offload"],
 )
@@ -320,7 +320,7 @@ MODELS = {
 @pytest.mark.parametrize(("name", "policy"), list(zip(MODELS, ("none", "layer", "layer"), strict=True)))
 def test_small_models_with_the_kernel_of_the_cpu(name, policy):
     """To the byte in tensors. What the kernel takes for itself on the CPU is no tensor, and 13% of so small a step."""
-    job = replace(JOB, model=MODELS[name], kernel=CpuFlash(), checkpointing=Checkpointing(policy, piece=100))
+    job = replace(JOB, model=MODELS[name], kernel=CpuFlash(), checkpointing=Checkpointing(policy, chunk=100))
     simulated, true = simulate(job), real(job)
     assert replace(simulated, seconds=0, ops=0) == replace(true, seconds=0, ops=0)
     assert simulated.device == pytest.approx(measured(job), rel=0.15)

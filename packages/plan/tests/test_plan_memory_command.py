@@ -124,7 +124,7 @@ def test_a_plan_is_shown_as_a_table_or_json(capsys):
     found = json.loads(report.as_json(planned))
     assert found["fits"] and found["axes"] == {"shard": 1, "ring": 2, "ulysses": 4}
     assert found["memory"]["device"] == sum(found["memory"]["device_breakdown"].values()) > 0
-    assert found["plan"]["checkpointing"] == {**vars(Checkpointing("layer", offload=True, ahead=False))}
+    assert found["plan"]["checkpointing"] == {**vars(Checkpointing("layer", offload=True, prefetch=False))}
 
 
 def test_the_command_finds_the_longest_sequence(capsys, monkeypatch):

@@ -96,11 +96,11 @@ def test_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, pa
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "on_host"),
     [
-        ("usp", Checkpointing("none", tiled=True, piece=9), False),
-        ("usp", Checkpointing("layer", offload=True, piece=16), True),
+        ("usp", Checkpointing("none", tiled=True, chunk=9), False),
+        ("usp", Checkpointing("layer", offload=True, chunk=16), True),
         ("usp", Checkpointing("attention_output"), False),
-        ("upipe+ring", Checkpointing("layer", offload=True, piece=16), False),
-        ("upipe+ring", Checkpointing("attention_output", offload=True, ahead=False, piece=50), True),
+        ("upipe+ring", Checkpointing("layer", offload=True, chunk=16), False),
+        ("upipe+ring", Checkpointing("attention_output", offload=True, prefetch=False, chunk=50), True),
     ],
     ids=str,
 )

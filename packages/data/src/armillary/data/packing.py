@@ -16,7 +16,7 @@ from armillary.data.shuffle import Index, permutation
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentSlice:
     """Tokens `start` to `start + length - 1` of a document."""
 
     document: int
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The rows of an epoch. Row r is made of pieces `first[r]` to `first[r + 1] - 1`, in that order.
+    """The rows of an epoch. PackedRow r is made of pieces `first[r]` to `first[r + 1] - 1`, in that order.
 
     Args:
         documents, starts, lengths: int64 [M], the pieces.
@@ -42,10 +42,10 @@ class Packed:
         """Rows, R."""
         return len(self.first) - 1
 
-    def row(self, number: int) -> list[Piece]:
+    def row(self, number: int) -> list[DocumentSlice]:
         part = slice(int(self.first[number]), int(self.first[number + 1]))
         columns = (column[part].tolist() for column in (self.documents, self.starts, self.lengths))
-        return [Piece(*piece) for piece in zip(*columns, strict=True)]
+        return [DocumentSlice(*piece) for piece in zip(*columns, strict=True)]
 
 
 Packing = Callable[[Index, int, str], Packed]

@@ -8,10 +8,10 @@ from armillary.models.generation.sampling import Sampling
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained, pretrained_config
 from armillary.models.initialize import initialize
-from armillary.models.layers.chunked import in_pieces
+from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.llama import Llama
-from armillary.models.loss.linear_argmax import linear_predictions
+from armillary.models.loss.linear_argmax import linear_argmax
 from armillary.models.loss.linear_loss import linear_token_loss
 from armillary.models.loss.token_loss import token_loss
 from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
@@ -29,9 +29,9 @@ __all__ = [
     "Sampling",
     "YarnScaling",
     "generate",
-    "in_pieces",
+    "in_chunks",
     "initialize",
-    "linear_predictions",
+    "linear_argmax",
     "linear_token_loss",
     "load_pretrained",
     "parallelize",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, label
-from armillary.models.activation_checkpoint.offload import Kept
-from armillary.models.layers.chunked import in_pieces
-from armillary.models.layers.rope import Rotation
+from armillary.models.activation_checkpoint.offload import OffloadedTensors
+from armillary.models.layers.chunked import in_chunks
+from armillary.models.layers.rope import RotaryEmbedding
 
 
 class AttentionFunction(Protocol):
@@ -56,10 +56,10 @@ class Context:
     """
 
     def __init__(
-        self, tokens: int, rotation: Rotation | None, mask: AttentionMask, layout: SequenceLayout | None
+        self, tokens: int, rotation: RotaryEmbedding | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
-        self.below: list[ref[Kept]] = []
+        self.below: list[ref[OffloadedTensors]] = []
 
     def seen_by(self, block: Any) -> Context:
         """The same for one block, with the mask that it has. Made here, where torch.compile does not trace it."""
@@ -74,12 +74,13 @@ class Context:
 class Block(nn.Module):
     """[B, T, E] -> [B, T, E]: attention, and then what follows it token by token, both added to the residual stream.
 
-    `run` is how the two are done: `plainly`, unless a checkpoint policy is set. `spread`: for each token that the block
-    is given, attention and MLP have so many, brought in by the norms before them (tensor parallelism).
+    `run` is how the two are done: `plainly`, unless an activation checkpointing policy is set. `gathered_ranks`: the
+    ranks whose tokens the norms before attention and MLP gather (tensor parallelism): for each token that the block is
+    given, attention and MLP have so many.
     """
 
     run: Callable[[Block, Tensor, Context], Tensor]
-    spread: int = 1
+    gathered_ranks: int = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class Block(nn.Module):
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
     """out [B, T, H, D], all of it differentiated by autograd."""
     projections, x = block.projections(context, normed=True), block.norm(x)
-    x = x if block.spread == 1 else x[:, : context.tokens]  # without what pads them
+    x = x if block.gathered_ranks == 1 else x[:, : context.tokens]  # without what pads them
     with label("attention"):
         if isinstance(block.attention, TakesProjections):
             return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
@@ -136,11 +137,11 @@ def plainly(block: Block, x: Tensor, context: Context) -> Tensor:
 class Decoder(nn.Module):
     """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm.
 
-    `norm_in_pieces`: the norm keeps its input alone, and is run on `piece` tokens at once.
+    `norm_in_chunks`: the norm keeps its input alone, and is run on `chunk` tokens at once.
     """
 
-    norm_in_pieces: bool = False
-    piece: int | None = None
+    norm_in_chunks: bool = False
+    chunk: int | None = None
 
     def forward(
         self,
@@ -157,7 +158,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, context.seen_by(block))
         norm = self.final_norm
-        return in_pieces(norm, (x,), norm, self.piece) if self.norm_in_pieces else norm(x)
+        return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class Decoder(nn.Module):
     def final_norm(self) -> nn.Module:
         """What the hidden states go through at the end."""
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding | None:
         """RoPE at these positions; none, unless overridden."""
         return None
 

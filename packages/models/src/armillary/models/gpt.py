@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
-from armillary.models import block
-from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
+from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unchanged
 from armillary.models.config import GPTConfig
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import HeadProjections, Projecting
-from armillary.models.layers.rope import Rotation
+from armillary.models.layers.rope import RotaryEmbedding
 
 
 class GPT(Pretrained):
@@ -65,7 +64,7 @@ class GPT(Pretrained):
         return self.transformer.wte.weight
 
 
-class Transformer(block.Decoder):
+class Transformer(Decoder):
     """Embeddings, blocks, final norm: token ids [B, T] -> hidden states [B, T, E]."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
@@ -73,7 +72,7 @@ class Transformer(block.Decoder):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.dim)
         self.wpe = nn.Embedding(config.max_positions, config.dim)
-        self.h = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.h = nn.ModuleList(GPTBlock(config, attention) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, ids: Tensor, *, layout: SequenceLayout | None = None, **options: Any) -> Tensor:
@@ -94,15 +93,15 @@ class Transformer(block.Decoder):
         return self.ln_f
 
 
-class Block(block.Block):
+class GPTBlock(Block):
     """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config, attention)
+        self.attn = GPTAttention(config, attention)
         self.ln_2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = GPTMLP(config)
 
     @property
     def attention(self) -> AttentionFunction:
@@ -123,7 +122,7 @@ class Block(block.Block):
         return x + self.mlp(self.ln_2(x))
 
 
-class Attention(Projecting):
+class GPTAttention(Projecting):
     """What multi-head attention is made of: its projections, and what attends."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
@@ -133,7 +132,7 @@ class Attention(Projecting):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, config.dim) for _ in range(3))
         self.c_proj = nn.Linear(config.dim, config.dim)
 
-    def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
+    def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
         return HeadProjections(
             query=self.q_proj,
             key=self.k_proj,
@@ -147,7 +146,7 @@ class Attention(Projecting):
         )
 
 
-class MLP(nn.Module):
+class GPTMLP(nn.Module):
     """[B, T, E] -> [B, T, E], four times as wide inside, with GELU as GPT-2 approximates it."""
 
     def __init__(self, config: GPTConfig) -> None:

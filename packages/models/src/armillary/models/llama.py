@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
-from armillary.models import block
-from armillary.models.block import AttentionFunction, Context, HeadFunction, unchanged
+from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unchanged
 from armillary.models.config import LlamaConfig
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import HeadProjections, Projecting
-from armillary.models.layers.rope import Rotation
+from armillary.models.layers.rope import RotaryEmbedding
 
 
 class Llama(Pretrained):
@@ -40,7 +39,7 @@ class Llama(Pretrained):
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config, self.heading = config, unchanged
-        self.model = Decoder(config, Local() if attention is None else attention)
+        self.model = LlamaDecoder(config, Local() if attention is None else attention)
         # A tied head is no second name for one parameter: `to_empty` would untie the two.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
@@ -87,14 +86,14 @@ class Head(nn.Linear):
         return head(input, self.weight)
 
 
-class Decoder(block.Decoder):
+class LlamaDecoder(Decoder):
     """Embedding, blocks, final norm: token ids [B, T] -> hidden states [B, T, E]. Arguments as in `Llama.forward`."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, attention, config.window_of(i)) for i in range(config.layers))
+        self.layers = nn.ModuleList(LlamaBlock(config, attention, config.window_of(i)) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -108,12 +107,12 @@ class Decoder(block.Decoder):
     def final_norm(self) -> nn.Module:
         return self.norm
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding:
         config = self.config
-        return Rotation.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
+        return RotaryEmbedding.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
 
 
-class Block(block.Block):
+class LlamaBlock(Block):
     """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
 
     Args:
@@ -124,9 +123,9 @@ class Block(block.Block):
         super().__init__()
         self.window = window
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = Attention(config, attention)
+        self.self_attn = LlamaAttention(config, attention)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
     @property
     def attention(self) -> AttentionFunction:
@@ -156,7 +155,7 @@ def narrowed(mask: AttentionMask, left: int) -> AttentionMask:
     return mask.narrowed(left)
 
 
-class Attention(Projecting):
+class LlamaAttention(Projecting):
     """What grouped-query attention with RoPE is made of: its projections, and what attends."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
@@ -171,7 +170,7 @@ class Attention(Projecting):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
-    def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
+    def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
         return HeadProjections(
             query=self.q_proj,
             key=self.k_proj,
@@ -187,7 +186,7 @@ class Attention(Projecting):
         )
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     """SwiGLU (arXiv 2002.05202): [B, T, E] -> [B, T, E]."""
 
     def __init__(self, config: LlamaConfig) -> None:

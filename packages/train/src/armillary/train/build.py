@@ -106,7 +106,7 @@ def shard_model(
         attention=attention,
         checkpointing=config.checkpointing,
         precision=precision,
-        on_host=config.optimizer.on_host,
+        cpu_offload=config.optimizer.on_host,
         compiler=parallel.compiler,
     )
     return model, attention

@@ -8,7 +8,7 @@ import torch
 
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import accuracy
-from armillary.models import linear_predictions
+from armillary.models import linear_argmax
 from armillary.train.run import Run
 from armillary.train.step import forward, local_loss, summed
 
@@ -32,7 +32,7 @@ def mean_loss(run: Run) -> float:
 def right_answers(run: Run, rows: Batches) -> float:
     """Of all ranks' questions, the share to which the likeliest token is the answer."""
     found = [
-        torch.stack(accuracy(forward(run, batch, linear_predictions), batch.labels.to(run.device)))
+        torch.stack(accuracy(forward(run, batch, linear_argmax), batch.labels.to(run.device)))
         for batch in looked_at(run, rows)
     ]
     right, asked = summed(run, torch.stack(found).sum(0)).tolist()

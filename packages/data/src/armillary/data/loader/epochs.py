@@ -11,28 +11,28 @@ import numpy as np
 
 from armillary.core.layout import Spans, cut_at
 from armillary.data.loader.batch import IGNORE
-from armillary.data.packing import Packed, Packing, Piece
+from armillary.data.packing import DocumentSlice, Packed, Packing
 from armillary.data.shuffle import Index, permutation
 from armillary.data.store import TokenStore
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PackedRow:
     """What a row of N tokens is made of; nothing is read yet.
 
     Args:
-        pieces: of documents of `store`, in order.
+        slices: of documents of `store`, in order.
         ends: boundaries of the pieces in the row (0, end of the first, ..., N); padding is one more piece, the last.
     """
 
     store: TokenStore
-    pieces: list[Piece]
+    slices: list[DocumentSlice]
     ends: tuple[int, ...]
 
     @property
     def padding(self) -> int:
         """Tokens at the end that are of no document."""
-        return self.ends[-1] - self.ends[len(self.pieces)]
+        return self.ends[-1] - self.ends[len(self.slices)]
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Epochs:
         self.rows = len(self._epoch(0)[0])
         """Rows of each epoch."""
 
-    def row(self, number: int) -> Row:
-        """Row `number`, counted from 0 over all epochs."""
+    def row(self, number: int) -> PackedRow:
+        """PackedRow `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.rows)
         packed, order = self._epoch(epoch)
         pieces = packed.row(int(order[place]))
-        pieces = [Piece(int(self._documents[p.document]), p.start, p.length) for p in pieces]
+        pieces = [DocumentSlice(int(self._documents[p.document]), p.start, p.length) for p in pieces]
         ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
-        return Row(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
+        return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
 
     def waste(self) -> Waste:
         """What this packing costs in one epoch."""
@@ -108,7 +108,7 @@ class Epochs:
         return packed, permutation(len(packed), f"rows of {key}")
 
 
-def read_shard(row: Row, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
+def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
     """Fills in what the shard with these spans holds of a row: int64 [T] each.
 
     Labels are the next tokens of the same document, read along with the tokens, or `IGNORE`. Padding is the end of
@@ -124,15 +124,15 @@ def read_shard(row: Row, spans: Spans, tokens: Index, labels: Index, starts: Ind
             at = to.stop
             if starts is not None:
                 starts[to] = row.ends[number]
-            if number < len(row.pieces):
+            if number < len(row.slices):
                 _read_part(row, number, part, tokens[to], labels[to])
             else:
                 tokens[to], labels[to] = row.store.vocabulary.end_of_document or 0, IGNORE
 
 
-def _read_part(row: Row, number: int, part: range, tokens: Index, labels: Index) -> None:
+def _read_part(row: PackedRow, number: int, part: range, tokens: Index, labels: Index) -> None:
     """Fills in tokens and labels of positions of the row that lie in one piece."""
-    piece, store = row.pieces[number], row.store
+    piece, store = row.slices[number], row.store
     shift = piece.start - row.ends[number]
     start, stop = part.start + shift, part[-1] + 1 + shift
     size = int(store.stops[piece.document] - store.starts[piece.document])

@@ -12,7 +12,7 @@ import torch
 from armillary.core import SequenceLayout
 from armillary.data.loader.batch import Batch
 from armillary.data.loader.batches import Batches
-from armillary.data.loader.epochs import Epochs, Row, Waste, read_shard
+from armillary.data.loader.epochs import Epochs, PackedRow, Waste, read_shard
 from armillary.data.packing import Packing, greedy
 from armillary.data.shuffle import interleaved, turns_until
 from armillary.data.store import TokenStore
@@ -123,7 +123,7 @@ class PackedSequences(Batches):
             raise ValueError(f"layout_for gave {layout}, not {asked.shards} shards of {asked.length} tokens in all")
         return layout
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> PackedRow:
         """What row `number` of all rows is made of."""
         source, turn = interleaved(number, self._weights)
         return self._epochs[source].row(turn)
@@ -131,8 +131,8 @@ class PackedSequences(Batches):
     def describe(self, row: int) -> str:
         made = self.row(row)
         # Not by documents' numbers: those of a part of a store are not those in its files.
-        begins = [int(made.store.starts[piece.document]) + piece.start for piece in made.pieces]
-        parts = [f"{at}..{at + piece.length - 1}" for at, piece in zip(begins, made.pieces, strict=True)]
+        begins = [int(made.store.starts[piece.document]) + piece.start for piece in made.slices]
+        parts = [f"{at}..{at + piece.length - 1}" for at, piece in zip(begins, made.slices, strict=True)]
         more = f" and {len(parts) - 8} more parts" if len(parts) > 8 else ""
         return f"{made.store.name}, tokens {', '.join(parts[:8])}{more}"
 

@@ -1,4 +1,4 @@
-"""How each kind of file is cut into pieces, without reading its text."""
+"""How each kind of file is cut into chunks, without reading its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.data.formats.arrow import load_rows
 from armillary.data.optional import optional
 from armillary.data.prepare.readers import (
     File,
-    Piece,
+    InputChunk,
     is_text,
     read_dataset,
     read_jsonl,
@@ -21,8 +21,8 @@ from armillary.data.prepare.readers import (
 )
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
-Cut = Callable[[Sequence[File], str, int], Iterable[Piece]]
-"""From files of one kind, the field of their text and a size, to pieces that hold about so many bytes of text."""
+Cut = Callable[[Sequence[File], str, int], Iterable[InputChunk]]
+"""From files of one kind, the field of their text and a size, to chunks that hold about so many bytes of text."""
 
 
 def way_to_cut(file: File, format: Format) -> Cut:
@@ -43,27 +43,27 @@ def way_to_cut(file: File, format: Format) -> Cut:
     return cut_text
 
 
-def cut_text(files: Sequence[File], field: str, size: int) -> Iterator[Piece]:
-    """Neighbours share a piece as long as they fit into it."""
+def cut_text(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+    """Neighbours share a chunk as long as they fit into it."""
     for group in _groups([file.bytes for file in files], size):
         together = tuple(files[group.start : group.stop])
-        yield Piece(read_text, together, 0, len(together), sum(file.bytes for file in together), field)
+        yield InputChunk(read_text, together, 0, len(together), sum(file.bytes for file in together), field)
 
 
-def cut_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[Piece]:
+def cut_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
     """Ranges of bytes, cut anywhere."""
     for file in files:
         for start in range(0, file.bytes, size):
             stop = min(start + size, file.bytes)
-            yield Piece(read_jsonl, (file,), start, stop, stop - start, field)
+            yield InputChunk(read_jsonl, (file,), start, stop, stop - start, field)
 
 
-def cut_packed_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[Piece]:
+def cut_packed_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
     """Whole, since a packed file can only be read from its beginning."""
-    return (Piece(read_packed_jsonl, (file,), 0, file.bytes, file.bytes, field) for file in files)
+    return (InputChunk(read_packed_jsonl, (file,), 0, file.bytes, file.bytes, field) for file in files)
 
 
-def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[Piece]:
+def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
     """Row groups, as many as fit.
 
     Raises:
@@ -72,7 +72,7 @@ def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[Piece]
     return chain.from_iterable(_cut_parquet(file, field, size) for file in files)
 
 
-def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[Piece]:
+def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
     """Rows, as if all were of the same size.
 
     Raises:
@@ -81,7 +81,7 @@ def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[Piec
     return chain.from_iterable(_cut_dataset(folder, field, size) for folder in folders)
 
 
-def _cut_parquet(file: File, field: str, size: int) -> Iterator[Piece]:
+def _cut_parquet(file: File, field: str, size: int) -> Iterator[InputChunk]:
     try:
         parquet = optional("pyarrow.parquet", "parquet").ParquetFile(file.path)
     except ValueError as error:
@@ -91,7 +91,7 @@ def _cut_parquet(file: File, field: str, size: int) -> Iterator[Piece]:
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
     sizes = [_bytes_of(group, field) for group in groups]
     for part in _groups(sizes, size) if any(group.num_rows for group in groups) else ():
-        yield Piece(read_parquet, (file,), part.start, part.stop, sum(sizes[part.start : part.stop]), field)
+        yield InputChunk(read_parquet, (file,), part.start, part.stop, sum(sizes[part.start : part.stop]), field)
 
 
 def _bytes_of(group: Any, field: str) -> int:
@@ -99,14 +99,14 @@ def _bytes_of(group: Any, field: str) -> int:
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
 
 
-def _cut_dataset(folder: File, field: str, size: int) -> Iterator[Piece]:
+def _cut_dataset(folder: File, field: str, size: int) -> Iterator[InputChunk]:
     dataset = load_rows(folder.path)
     _check_column(folder.path, field, dataset.data.schema)
     rows, total = len(dataset), dataset.data.column(field).nbytes
     step = max(1, rows * size // max(total, 1))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        yield Piece(read_dataset, (folder,), start, stop, total * stop // rows - total * start // rows, field)
+        yield InputChunk(read_dataset, (folder,), start, stop, total * stop // rows - total * start // rows, field)
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:

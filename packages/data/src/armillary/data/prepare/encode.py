@@ -1,4 +1,4 @@
-"""One piece of the input as tokens: what a worker process does."""
+"""One chunk of the input as tokens: what a worker process does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
-from armillary.data.prepare.sources import Invalid, Piece, documents
+from armillary.data.prepare.sources import InputChunk, Invalid, documents
 from armillary.data.prepare.writer import Part
 from armillary.data.shuffle import stable_hash
 from armillary.data.store import Integers
@@ -29,7 +29,7 @@ AT_ONCE = 2**20
 
 @dataclass
 class Counts:
-    """What became of the documents of some pieces; `first_*` name the first of a kind."""
+    """What became of the documents of some chunks; `first_*` name the first of a kind."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -48,25 +48,25 @@ class Counts:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns pieces into tokens, with the tokenizer in a folder; without a `tokenizer.json` there, bytes are tokens."""
+    """Turns chunks into tokens, with the tokenizer in a folder; without a `tokenizer.json` there, bytes are tokens."""
 
     folder: Path
     invalid: OnInvalid
 
-    def __call__(self, piece: Piece) -> Encoded:
+    def __call__(self, chunk: InputChunk) -> Encoded:
         """
         Raises:
             ValueError: a file that cannot be read any more, or a document that `invalid` does not let pass.
         """
         tokenizer, found = tokenizer_in(self.folder), Encoded()
-        for texts in _batches(self._texts(piece, tokenizer, found.counts)):
+        for texts in _batches(self._texts(chunk, tokenizer, found.counts)):
             found.tokens += encode_all(texts, tokenizer)
             found.hashes += map(stable_hash, texts)
         return found
 
-    def _texts(self, piece: Piece, tokenizer: Tokenizer, counts: Counts) -> Iterator[bytes]:
+    def _texts(self, chunk: InputChunk, tokenizer: Tokenizer, counts: Counts) -> Iterator[bytes]:
         """Text of the documents to keep."""
-        for document in documents(piece):
+        for document in documents(chunk):
             if isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
             elif isinstance(document, Invalid):
@@ -96,7 +96,7 @@ class Encoder:
 
 @dataclass
 class Encoded:
-    """Tokens and hashes of each document of a piece, and counts."""
+    """Tokens and hashes of each document of a chunk, and counts."""
 
     tokens: list[Integers] = field(default_factory=list[Integers])
     hashes: list[int] = field(default_factory=list[int])

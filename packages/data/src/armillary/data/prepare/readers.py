@@ -1,4 +1,4 @@
-"""The documents of one piece of the input: a reader for each kind of file."""
+"""The documents of one chunk of the input: a reader for each kind of file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class File:
     Args:
         name: what its documents are named after.
         bytes: its size on disk.
-        chosen: the user named this very file, not a folder around it; `pieces` has looked at it, or was told that it
+        chosen: the user named this very file, not a folder around it; `chunks` has looked at it, or was told that it
             is text whatever it holds.
     """
 
@@ -48,7 +48,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputChunk:
     """A part of the input that one process reads on its own. It can be pickled.
 
     Args:
@@ -59,7 +59,7 @@ class Piece:
         text_field: the field of a record that is the document.
     """
 
-    read: Callable[[Piece], Iterator[Document | Invalid]]
+    read: Callable[[InputChunk], Iterator[Document | Invalid]]
     files: tuple[File, ...]
     start: int
     stop: int
@@ -77,9 +77,9 @@ class Piece:
         return self.files[0].name
 
 
-def read_text(piece: Piece) -> Iterator[Document | Invalid]:
+def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Each file is a document, its bytes as they are."""
-    for file in piece.files:
+    for file in chunk.files:
         text = file.path.read_bytes()
         if not file.chosen and (reason := binary(text)) is not None:
             yield Invalid(file.name, f"taken as binary, since {reason}", binary=True)
@@ -87,38 +87,38 @@ def read_text(piece: Piece) -> Iterator[Document | Invalid]:
             yield Document(file.name, text)
 
 
-def read_jsonl(piece: Piece) -> Iterator[Document | Invalid]:
-    """The lines that start in the piece, so that each line of the file is in exactly one of its pieces."""
-    with piece.path.open("rb") as file:
-        if piece.start:
+def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """The lines that start in the chunk, so that each line of the file is in exactly one of its chunks."""
+    with chunk.path.open("rb") as file:
+        if chunk.start:
             # A line starts after a line break. No more is read than could hold one, however long the line is.
-            file.seek(piece.start - 1)
-            if not file.readline(piece.stop - piece.start).endswith(b"\n"):
+            file.seek(chunk.start - 1)
+            if not file.readline(chunk.stop - chunk.start).endswith(b"\n"):
                 return
-        yield from _records(file, piece, file.tell(), piece.stop)
+        yield from _records(file, chunk, file.tell(), chunk.stop)
 
 
-def read_packed_jsonl(piece: Piece) -> Iterator[Document | Invalid]:
+def read_packed_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """All lines of a .gz file. Bytes are counted as unpacked."""
-    with gzip.open(piece.path, "rb") as file:
-        yield from _records(cast(IO[bytes], file), piece, 0, None)
+    with gzip.open(chunk.path, "rb") as file:
+        yield from _records(cast(IO[bytes], file), chunk, 0, None)
 
 
-def read_parquet(piece: Piece) -> Iterator[Document | Invalid]:
+def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """The rows of some row groups, counted over the whole file."""
-    with optional("pyarrow.parquet", "parquet").ParquetFile(piece.path) as file:
-        first = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        groups = range(piece.start, piece.stop)
-        batches = file.iter_batches(ROWS, row_groups=groups, columns=[piece.text_field])
-        yield from _rows(piece.name, first, (batch.column(0) for batch in batches))
+    with optional("pyarrow.parquet", "parquet").ParquetFile(chunk.path) as file:
+        first = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
+        groups = range(chunk.start, chunk.stop)
+        batches = file.iter_batches(ROWS, row_groups=groups, columns=[chunk.text_field])
+        yield from _rows(chunk.name, first, (batch.column(0) for batch in batches))
 
 
-def read_dataset(piece: Piece) -> Iterator[Document | Invalid]:
+def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Some rows of a folder that `datasets.Dataset.save_to_disk` wrote."""
-    dataset = load_rows(piece.path).with_format("arrow")
-    starts = range(piece.start, piece.stop, ROWS)
-    tables = (dataset[start : min(start + ROWS, piece.stop)] for start in starts)
-    yield from _rows(piece.name, piece.start, (table.column(piece.text_field) for table in tables))
+    dataset = load_rows(chunk.path).with_format("arrow")
+    starts = range(chunk.start, chunk.stop, ROWS)
+    tables = (dataset[start : min(start + ROWS, chunk.stop)] for start in starts)
+    yield from _rows(chunk.name, chunk.start, (table.column(chunk.text_field) for table in tables))
 
 
 def is_text(kind: Any) -> bool:
@@ -127,11 +127,11 @@ def is_text(kind: Any) -> bool:
     return str(values) in ("string", "large_string", "string_view")
 
 
-def _records(file: IO[bytes], piece: Piece, start: int, stop: int | None) -> Iterator[Document | Invalid]:
+def _records(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
     """The record of each line from `start` on, which is where the file stands; none from a line at `stop` or later."""
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
-            yield _record(f"{piece.name}:byte {start}", line, piece.text_field)
+            yield _record(f"{chunk.name}:byte {start}", line, chunk.text_field)
         start += len(line)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, partial_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.resume import PROGRESS, alone, begin, clear_older, put_back
-from armillary.data.prepare.sources import Format, Invalid, Piece, documents, fingerprint, pieces
+from armillary.data.prepare.sources import Format, InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.prepare.workers import cpus, in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary
@@ -24,7 +24,7 @@ from armillary.data.text.tokenizer import TRAINED_END, TextTokenizer, check_voca
 from armillary.data.text.tokenizer_json import BEGIN
 
 TRAINED_ON = 2**28
-"""Bytes of text that a tokenizer is trained on at most, in pieces from all over the input."""
+"""Bytes of text that a tokenizer is trained on at most, in chunks from all over the input."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Preparation:
         text_field: of JSONL objects, and the column of Parquet files and datasets.
         invalid: what to do with text that is not UTF-8, and with broken records.
         overwrite: start anew, and replace the store that is at `output` once the new one is complete.
-        piece_bytes: text that a worker takes at a time.
+        chunk_bytes: text that a worker takes at a time.
     """
 
     inputs: Sequence[Path]
@@ -55,7 +55,7 @@ class Preparation:
     text_field: str = "text"
     invalid: OnInvalid = "replace"
     overwrite: bool = False
-    piece_bytes: int = 1 << 20
+    chunk_bytes: int = 1 << 20
 
 
 @dataclass
@@ -91,7 +91,7 @@ def prepare(
     if plan.output.is_symlink():
         plan = replace(plan, output=resolved(plan.output))  # what it points to is what is meant
     _check_places(plan)
-    found = pieces(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.piece_bytes)
+    found = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
     key = plan_key(plan, found)
     try:
         _check_writable(plan.output)
@@ -103,14 +103,14 @@ def prepare(
                     return _finished(plan.output, key)
             begin(plan.output, key, plan.overwrite)
             doing = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
-            report(Progress(doing, 0, sum(piece.bytes for piece in found)))
+            report(Progress(doing, 0, sum(chunk.bytes for chunk in found)))
             return encode(plan, found, key, choose_tokenizer(plan, found), workers, report)
     except OSError as error:
         kept = "what is done is kept: run the same command again to go on"
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {kept}") from error
 
 
-def plan_key(plan: Preparation, found: Sequence[Piece]) -> str:
+def plan_key(plan: Preparation, found: Sequence[InputChunk]) -> str:
     """Changes when anything does that the store's content depends on."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
     given = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else given_tokenizer(plan).identity
@@ -122,7 +122,7 @@ def given_tokenizer(plan: Preparation) -> TextTokenizer:
     return TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
 
 
-def choose_tokenizer(plan: Preparation, found: Sequence[Piece]) -> Tokenizer:
+def choose_tokenizer(plan: Preparation, found: Sequence[InputChunk]) -> Tokenizer:
     """Puts the tokenizer into the folder of the store, trained if need be, and reads it from there."""
     folder = partial_folder(plan.output)
     if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
@@ -136,7 +136,7 @@ def choose_tokenizer(plan: Preparation, found: Sequence[Piece]) -> Tokenizer:
 
 def encode(
     plan: Preparation,
-    found: Sequence[Piece],
+    found: Sequence[InputChunk],
     key: str,
     tokenizer: Tokenizer,
     workers: int,
@@ -150,13 +150,13 @@ def encode(
     encoder = Encoder(partial_folder(plan.output), plan.invalid)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
     with StoreWriter(plan.output, dtype) as writer:
-        progress = Progress("encoding", sum(piece.bytes for piece in found[: writer.parts]), 0, writer.tokens)
-        progress.bytes_all, progress.counts = sum(piece.bytes for piece in found), Counts(**writer.counts)
+        progress = Progress("encoding", sum(chunk.bytes for chunk in found[: writer.parts]), 0, writer.tokens)
+        progress.bytes_all, progress.counts = sum(chunk.bytes for chunk in found), Counts(**writer.counts)
         rest = found[writer.parts :]
-        for piece, encoded in zip(rest, in_order(encoder, rest, workers), strict=True):
+        for chunk, encoded in zip(rest, in_order(encoder, rest, workers), strict=True):
             progress.counts.add(encoded.counts)
             writer.add(encoded.part(tokenizer.end_of_document, dtype), asdict(progress.counts))
-            progress.bytes_done, progress.tokens = progress.bytes_done + piece.bytes, writer.tokens
+            progress.bytes_done, progress.tokens = progress.bytes_done + chunk.bytes, writer.tokens
             report(progress)
         if plan_key(plan, found) != key:
             raise ValueError("an input file has changed while it was read; start over with --overwrite")
@@ -231,12 +231,12 @@ def _finished(output: Path, key: str) -> Header:
     return header
 
 
-def _sample(found: Sequence[Piece]) -> Iterator[str]:
-    """Text from the beginning of pieces evenly spread over the input, `TRAINED_ON` bytes in all at most."""
-    chosen = found[:: -(-sum(piece.bytes for piece in found) // TRAINED_ON)]
-    for piece in chosen:
+def _sample(found: Sequence[InputChunk]) -> Iterator[str]:
+    """Text from the beginning of chunks evenly spread over the input, `TRAINED_ON` bytes in all at most."""
+    chosen = found[:: -(-sum(chunk.bytes for chunk in found) // TRAINED_ON)]
+    for chunk in chosen:
         room = -(-TRAINED_ON // len(chosen))
-        for document in documents(piece):
+        for document in documents(chunk):
             if not isinstance(document, Invalid) and room > 0:
                 yield decoded(document.text[:room])[0]
                 room -= len(document.text)

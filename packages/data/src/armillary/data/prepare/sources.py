@@ -1,4 +1,4 @@
-"""Documents from files, in pieces that processes read on their own, in an order that the input alone decides."""
+"""Documents from files, in chunks that processes read on their own, in an order that the input alone decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import cast, get_args
 
 from armillary.core.files import parse_json
 from armillary.data.prepare.chunking import Format, cut_text, way_to_cut
-from armillary.data.prepare.readers import File, Invalid, Piece
+from armillary.data.prepare.readers import File, InputChunk, Invalid
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
 LOOKED_AT = 2**20
@@ -20,18 +20,18 @@ LOOKED_AT = 2**20
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
 
-def pieces(
+def chunks(
     inputs: Sequence[Path], *, format: Format = "auto", text_field: str = "text", size: int = 8 << 20
-) -> list[Piece]:
-    """The input cut into pieces of about `size` bytes of text each, in order.
+) -> list[InputChunk]:
+    """The input cut into chunks of about `size` bytes of text each, in order.
 
     Each input is a file or a folder; a folder stands for its files at any depth, sorted by name, with the same ones
     left out as in `read_documents`. The suffix of a file says what it is:
 
-    - .jsonl and .ndjson: one object a line. A piece is a range of bytes, and owns the lines that start in it.
-      The same with .gz after it is one piece.
-    - .parquet: a piece is some row groups.
-    - anything else: text, and the file is one document. Small files share a piece, a large one has its own. A binary
+    - .jsonl and .ndjson: one object a line. A chunk is a range of bytes, and owns the lines that start in it.
+      The same with .gz after it is one chunk.
+    - .parquet: a chunk is some row groups.
+    - anything else: text, and the file is one document. Small files share a chunk, a large one has its own. A binary
       file is left out of a folder, and refused where it is named itself, unless the format is "text".
 
     A folder that `datasets.Dataset.save_to_disk` wrote is cut by rows. Names of documents in a folder are relative to
@@ -50,16 +50,16 @@ def pieces(
     found = [_files(path, format) for path in inputs]
     _refuse_twice(found)
     ordered = (file for files in found for file in files)
-    # Only neighbours share a piece, so that documents come in the order of their names.
+    # Only neighbours share a chunk, so that documents come in the order of their names.
     runs = groupby(ordered, key=lambda file: way_to_cut(file, format))
-    cut = [piece for cut, files in runs for piece in cut(list(files), text_field, size)]
+    cut = [chunk for cut, files in runs for chunk in cut(list(files), text_field, size)]
     if not cut:
         raise ValueError(f"{', '.join(map(str, inputs))} holds no text; {_ACCEPTED}")
     return cut
 
 
-def documents(piece: Piece) -> Iterator[Document | Invalid]:
-    """The documents of a piece in order, each named after its file, with `:byte 1234` or `:row 17` for a record.
+def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """The documents of a chunk in order, each named after its file, with `:byte 1234` or `:row 17` for a record.
 
     A record that gives no document is `Invalid`: JSON that does not parse, a field that is missing or null, a binary
     file in a folder. The text of a record may be empty.
@@ -68,24 +68,24 @@ def documents(piece: Piece) -> Iterator[Document | Invalid]:
         ValueError: a file that can no longer be read.
     """
     try:
-        yield from piece.read(piece)
+        yield from chunk.read(chunk)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise _refusal(piece.path, error) from error
+        raise _refusal(chunk.path, error) from error
 
 
-def fingerprint(pieces: Sequence[Piece]) -> str:
+def fingerprint(chunks: Sequence[InputChunk]) -> str:
     """64 hex digits that change when a file's name, size or time of change does, or the way it is cut.
 
     Raises:
         ValueError: a file that is no longer there.
     """
     digest = hashlib.sha256()
-    for piece in pieces:
+    for chunk in chunks:
         try:
-            stamps = [(file.name, _stamps(file.path)) for file in piece.files]
+            stamps = [(file.name, _stamps(file.path)) for file in chunk.files]
         except OSError as error:
-            raise _refusal(piece.path, error) from error
-        digest.update(repr((piece.read.__name__, piece.start, piece.stop, piece.text_field, stamps)).encode())
+            raise _refusal(chunk.path, error) from error
+        digest.update(repr((chunk.read.__name__, chunk.start, chunk.stop, chunk.text_field, stamps)).encode())
     return digest.hexdigest()
 
 

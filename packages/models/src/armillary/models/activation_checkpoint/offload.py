@@ -48,7 +48,7 @@ class HostCopy:
         return whole
 
 
-class Kept:
+class OffloadedTensors:
     """Copies of tensors in the host's memory.
 
     Args:
@@ -56,7 +56,7 @@ class Kept:
         below: what the layer before keeps, and backward needs next.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], below: Kept | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], below: OffloadedTensors | None) -> None:
         self.device = tensors[0].device
         self.below = below
         self.host = [HostCopy(x) for x in tensors]

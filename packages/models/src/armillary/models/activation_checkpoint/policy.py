@@ -29,8 +29,8 @@ from armillary.core import compat, label
 from armillary.core.accumulate import Totals
 from armillary.core.observe.ledger import phase
 from armillary.core.recompute import RNGReplay, capture_autocast
-from armillary.models.activation_checkpoint.offload import Kept
-from armillary.models.activation_checkpoint.owned import writable
+from armillary.models.activation_checkpoint.gradient_buffer import writable
+from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.block import Block, Context, Decoder, attend, plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained
@@ -46,10 +46,10 @@ class Checkpointing:
     Args:
         policy: what each block keeps.
         offload: keep it in the host's memory.
-        ahead: bring it back while the block above is differentiated; otherwise after that, which takes one [B, T, E]
+        prefetch: bring it back while the block above is differentiated; otherwise after that, which takes one [B, T, E]
             less and leaves less to hide the copying behind.
-        tiled: also under policy "none", run what follows attention in pieces that backward computes again.
-        piece: tokens that norms, projections and MLPs are run on at once; by default as `armillary.core.chunks` has it.
+        tiled: also under policy "none", run what follows attention in chunks that backward computes again.
+        chunk: tokens that norms, projections and MLPs are run on at once; by default as `armillary.core.chunks` has it.
 
     Raises:
         ValueError: an unknown policy, or offload where nothing is kept to be offloaded.
@@ -57,17 +57,17 @@ class Checkpointing:
 
     policy: Policy = "none"
     offload: bool = False
-    ahead: bool = True
+    prefetch: bool = True
     tiled: bool = False
-    piece: int | None = None
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"checkpoint policy {self.policy!r}; known: {', '.join(POLICIES)}")
         if self.offload and self.policy == "none":
             raise ValueError("offload keeps checkpoints in the host's memory, and policy 'none' has none to keep")
-        if self.piece is not None and self.piece < 1:
-            raise ValueError(f"pieces of {self.piece} tokens: at least 1 is needed")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunks of {self.chunk} tokens: at least 1 is needed")
 
     def apply(self, model: nn.Module) -> None:
         """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again. Before
@@ -87,21 +87,21 @@ class Checkpointing:
             block.run = self.runner()
         for module in model.modules():
             if isinstance(module, Decoder):
-                module.norm_in_pieces = self.tiled or self.policy != "none"
-                module.piece = self.piece
+                module.norm_in_chunks = self.tiled or self.policy != "none"
+                module.chunk = self.chunk
 
     def runner(self) -> Callable[[Block, Tensor, Context], Tensor]:
         """How to run a block."""
         if self.policy == "none":
-            return partial(run_tiled, self.piece) if self.tiled else plainly
+            return partial(run_tiled, self.chunk) if self.tiled else plainly
         return partial(run_checkpointed, self)
 
 
-def run_tiled(piece: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
+def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
     """As `plainly`, but of what follows attention, only x and out are kept."""
     out = attend(block, x, context)
     with label("mlp"):
-        return chunked.in_pieces(block.rest, (x, out), block, piece, block.spread)
+        return chunked.in_chunks(block.rest, (x, out), block, chunk, block.gathered_ranks)
 
 
 def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:
@@ -113,17 +113,17 @@ def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: C
     params = trained(block)
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         options = replace(options, offload=False)  # nothing will be differentiated
-    work = Work(options, block, context, upipe, call)
+    work = CheckpointedRun(options, block, context, upipe, call)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *params))
 
 
 def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
     """A tensor shaped as what `x` is within attention. Takes no memory."""
-    return x[:, :1].expand(-1, context.tokens, -1) if block.spread > 1 else x
+    return x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
 
 
 @dataclass
-class Work:
+class CheckpointedRun:
     """One run of a block."""
 
     options: Checkpointing
@@ -138,20 +138,22 @@ class Work:
         return self.options.policy == "attention_output"
 
     @property
-    def spread(self) -> int:
-        return self.block.spread
+    def gathered_ranks(self) -> int:
+        return self.block.gathered_ranks
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: Totals | None = None) -> Projected:
         """q, k and v, a few heads at a time, made of x, or of what is `inside`."""
-        projections = self.block.projections(self.context, normed=self.spread > 1)
+        projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = Totals() if totals is None else totals
-        return Projected(x, projections, self.options.piece, dx, totals, self.draws)
+        return Projected(x, projections, self.options.chunk, dx, totals, self.draws)
 
     def inside(self, x: Tensor) -> Tensor:
         """What q, k and v are made of: x, to be normed for each stage of heads; or all ranks' x, normed."""
-        if self.spread == 1:
+        if self.gathered_ranks == 1:
             return x
-        normed = chunked.run(self.block.norm, (x,), RNGReplay(), self.options.piece, spread=self.spread)
+        normed = chunked.forward(
+            self.block.norm, (x,), RNGReplay(), self.options.chunk, gathered_ranks=self.gathered_ranks
+        )
         return normed[:, : self.context.tokens]
 
     def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -162,12 +164,12 @@ class Work:
     def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
         """The block's result."""
         with label("mlp"):
-            return chunked.run(self.block.rest, (x, out), self.draws, self.options.piece, into, self.spread)
+            return chunked.forward(self.block.rest, (x, out), self.draws, self.options.chunk, into, self.gathered_ranks)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the block's result, out, lse). If out need not be kept, the result takes its place, piece by piece."""
-        heads, tokens = len(self.call.key_heads), x.shape[1] * self.spread
-        if self.keeps_attention or x.shape[2] % (heads * self.spread) or tokens != self.context.tokens:
+        """(the block's result, out, lse). If out need not be kept, the result takes its place, chunk by chunk."""
+        heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
+        if self.keeps_attention or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.rest(x, out, None), out, lse
         with label("checkpoints"):  # what the next block keeps
@@ -176,12 +178,12 @@ class Work:
         out, lse = self.attend(x, room)
         return self.rest(x, out, y if out is room else None), out, lse
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept | None:
+    def keep(self, tensors: Sequence[Tensor]) -> OffloadedTensors | None:
         """Puts them into the host's memory, if asked to."""
         if not self.options.offload:
             return None
         below = self.context.below
-        kept = Kept(tensors, below[0]() if below else None)
+        kept = OffloadedTensors(tensors, below[0]() if below else None)
         below[:] = [ref(kept)]
         return kept
 
@@ -193,12 +195,12 @@ class Work:
             dout = torch.empty_like(out) if attention_too else None
         with label("mlp"):
             grads = (dx if wants_dx else None, dout)
-            cut = self.options.piece, self.spread
-            chunked.differentiate(self.block.rest, (x, out), dx, grads, totals, self.draws, *cut)
+            cut = self.options.chunk, self.gathered_ranks
+            chunked.backward(self.block.rest, (x, out), dx, grads, totals, self.draws, *cut)
         if dout is None:
             return
         with label("attention"):
-            if self.spread == 1:
+            if self.gathered_ranks == 1:
                 source = self.source(x, dx if wants_dx else None, totals)
                 self.upipe.differentiate(dout, source, out, lse, self.call)
             else:
@@ -208,12 +210,12 @@ class Work:
         self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: Totals
     ) -> None:
         """Adds to dx what comes by attention, where all ranks' x was brought in for it."""
-        dinside = x.new_zeros((len(x), x.shape[1] * self.spread, x.shape[2]))
+        dinside = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
         source = self.source(self.inside(x), dinside[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
-        share, cut = torch.empty_like(dx), (self.options.piece, self.spread)
-        chunked.differentiate(self.block.norm, (x,), dinside, (share,), totals, RNGReplay(), *cut)
+        share, cut = torch.empty_like(dx), (self.options.chunk, self.gathered_ranks)
+        chunked.backward(self.block.norm, (x,), dinside, (share,), totals, RNGReplay(), *cut)
         dx += share
 
 
@@ -221,7 +223,7 @@ class CheckpointedBlock(torch.autograd.Function):
     """A block as one step of autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, work: CheckpointedRun, x: Tensor, *params: Tensor) -> Tensor:
         ctx.work, ctx.autocast = work, capture_autocast(x.device.type)
         with ctx.autocast():
             y, out, lse = work.forward(x)
@@ -235,7 +237,7 @@ class CheckpointedBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        work: Work = replace(ctx.work, draws=ctx.work.draws.again())
+        work: CheckpointedRun = replace(ctx.work, draws=ctx.work.draws.again())
         with label("gradients"):
             dx = writable(grad_outputs)
         totals = Totals(trained(work.block))
@@ -250,18 +252,18 @@ class CheckpointedBlock(torch.autograd.Function):
 def take(ctx: Any) -> Sequence[Tensor]:
     """What the block has kept, on the device."""
     saved: Sequence[Tensor] = ctx.saved_tensors[ctx.params :]
-    kept: Kept | None = ctx.kept
+    kept: OffloadedTensors | None = ctx.kept
     if kept is None:
         return saved
     tensors = kept.take()
-    if ctx.work.options.ahead:
+    if ctx.work.options.prefetch:
         kept.fetch_below()
     return tensors
 
 
 def finish(ctx: Any) -> None:
     """The block has been differentiated."""
-    kept: Kept | None = ctx.kept
+    kept: OffloadedTensors | None = ctx.kept
     if kept is not None:
         kept.fetch_below()
         if not compat.keeps_graph():

@@ -23,7 +23,7 @@ from armillary.core.layout import Spans
 from armillary.models.generation.decode_collectives import axes_of, merged
 
 
-class Holdings:
+class CacheLayout:
     """Which rank holds which token: of the prompt as its layout says, each new one whoever has the fewest.
 
     All layers of a model share it. Ranks know it of each other without asking.
@@ -82,7 +82,7 @@ def extended(last: list[range], position: int) -> list[range]:
     return [run, range(position, position + 1)]
 
 
-class Cached:
+class CachedAttention:
     """A layer's attention with a memory: `method` over the prompt, and then token by token over all that is held.
 
     Called with a layout it is given the prompt, called without one the newest of `holdings`, the same on every rank.
@@ -91,7 +91,7 @@ class Cached:
     Bytes sent for each token: at most (P - 1) B H (D e + 4), all-gather, however long the prompt.
     """
 
-    def __init__(self, method: Method, holdings: Holdings) -> None:
+    def __init__(self, method: Method, holdings: CacheLayout) -> None:
         self.method, self.holdings = method, holdings
         self.axes = axes_of(method)
         self.k: Tensor | None = None

@@ -15,11 +15,11 @@ from armillary.attention import AttentionMask, Method
 from armillary.core import SequenceLayout, all_gather_interleaved
 from armillary.models.activation_checkpoint.policy import run_tiled
 from armillary.models.block import Block, Context, plainly
-from armillary.models.generation.cache import Cached, Holdings, check_mask
+from armillary.models.generation.cache import CachedAttention, CacheLayout, check_mask
 from armillary.models.generation.decode_collectives import axes_of, from_shard
 from armillary.models.parallel.tensor import gathered_logits
 
-Run = Callable[[Block, Tensor, Context], Tensor]
+BlockRunner = Callable[[Block, Tensor, Context], Tensor]
 
 
 class Decoding:
@@ -50,8 +50,8 @@ class Decoding:
 
     def start(self, prompt: SequenceLayout | None, more: int) -> None:
         """Empty caches, with room for a prompt of this layout, over all ranks of the method, and what is to come."""
-        self.holdings = Holdings(self.method.shards, self.method.shard, prompt, more)
-        self.layers = [Cached(method, self.holdings) for method in methods_of(self.model, self.blocks)]
+        self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, more)
+        self.layers = [CachedAttention(method, self.holdings) for method in methods_of(self.model, self.blocks)]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
         """The whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
@@ -136,7 +136,7 @@ class Decoding:
         return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 
     @contextmanager
-    def _remembering(self, run: Run) -> Generator[None]:
+    def _remembering(self, run: BlockRunner) -> Generator[None]:
         """Around one forward: attention with a cache, blocks run so, no dropout, no gradients."""
         before = [(block.attention, block.run) for block in self.blocks]
         training = [module for module in self.model.modules() if module.training]

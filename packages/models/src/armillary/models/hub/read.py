@@ -26,7 +26,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in an open file, by its header."""
 
     file: Any
@@ -75,24 +75,24 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
                 local.copy_(part_of(known, found[name], box))
 
 
-def part_of(known: Mapping[str, Entry], place: Place, box: Box) -> Tensor:
+def part_of(known: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
     """A box of one of our tensors. It may lie in the file still."""
     entry = known[place.name]
     return place.turn(cut(entry, place.index(box)))
 
 
-def cut(entry: Entry, index: Box) -> Tensor:
+def cut(entry: TensorEntry, index: Box) -> Tensor:
     """The one place where tensors are read: only what is asked for."""
     return cast(Tensor, entry.file.get_slice(entry.key)[index])
 
 
 @contextmanager
-def entries(folder: Path, found: Mapping[str, Place], names: Names) -> Generator[dict[str, Entry]]:
+def entries(folder: Path, found: Mapping[str, Place], names: Names) -> Generator[dict[str, TensorEntry]]:
     """The folder's tensors by the names that our places have, in files that are open meanwhile."""
     with ExitStack() as stack:
         indexed = weight_map(folder)
         files = [WEIGHTS] if indexed is None else sorted(set(indexed.values()))
-        known: dict[str, Entry] = {}
+        known: dict[str, TensorEntry] = {}
         for file in files:
             stored = headers(folder / file, stack)
             if lost := [name for name, holder in (indexed or {}).items() if holder == file and name not in stored]:
@@ -106,20 +106,20 @@ def entries(folder: Path, found: Mapping[str, Place], names: Names) -> Generator
         yield known
 
 
-def headers(path: Path, stack: ExitStack) -> dict[str, Entry]:
+def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
     """The tensors in a file, which is closed with the stack."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt"))
-        found: dict[str, Entry] = {}
+        found: dict[str, TensorEntry] = {}
         for key in cast(Iterable[str], file.keys()):
             header = file.get_slice(key)
-            found[key] = Entry(file, key, tuple(header.get_shape()), header.get_dtype())
+            found[key] = TensorEntry(file, key, tuple(header.get_shape()), header.get_dtype())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     return found
 
 
-def differences(known: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
+def differences(known: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
     """What is wrong with names, shapes and dtypes."""
     yield from (f"{name} is missing" for name in shapes if name not in known)
     for name, entry in known.items():

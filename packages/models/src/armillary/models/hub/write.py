@@ -52,7 +52,7 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes `config` and `tensors`, and what belongs to the model in `source`. See `Pretrained.save_pretrained`."""
-    ranks = Ranks.around(tensors.values())
+    ranks = SavingRanks.around(tensors.values())
     ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
     stored = all_stored(config, tensors, dtype)
     described = describe(config, next(iter(stored)).dtype)
@@ -120,7 +120,7 @@ def name_files(parts: Sequence[list[Stored]]) -> dict[str, list[Stored]]:
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def write_round(target: Path, named: Mapping[str, list[Stored]], ranks: Ranks) -> None:
+def write_round(target: Path, named: Mapping[str, list[Stored]], ranks: SavingRanks) -> None:
     """Gathers the tensors of as many files as there are ranks, or fewer, and then writes all of them at once."""
     mine: dict[str, Tensor] = {}
     for holder, stored in enumerate(named.values()):
@@ -221,14 +221,14 @@ def index(named: Mapping[str, list[Stored]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SavingRanks:
     """Who saves: all ranks together where something is sharded, otherwise whoever asks to, alone."""
 
     rank: int
     size: int
 
     @classmethod
-    def around(cls, tensors: Any) -> Ranks:
+    def around(cls, tensors: Any) -> SavingRanks:
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         return cls(dist.get_rank(), dist.get_world_size()) if sharded else cls(0, 1)
 

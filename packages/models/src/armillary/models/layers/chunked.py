@@ -17,101 +17,105 @@ from armillary.core.recompute import RNGReplay, capture_autocast
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
 
-Some inputs, and the result, may have `spread` tokens for each one of the first input's, which then are dealt out to as
-many ranks (`armillary.core.collectives.interleaved`), and are exchanged by the function. The last of the first's may be
-short of some.
+Some inputs, and the result, may have `gathered_ranks` tokens for each one of the first input's. Those are interleaved
+over as many ranks (`armillary.core.collectives.interleaved`), and the function gathers or scatters them. The last
+of the first input's may have fewer.
 """
 
 
-def in_pieces(
-    function: TokenFunction, inputs: Sequence[Tensor], module: nn.Module, piece: int | None = None, spread: int = 1
+def in_chunks(
+    function: TokenFunction,
+    inputs: Sequence[Tensor],
+    module: nn.Module,
+    chunk: int | None = None,
+    gathered_ranks: int = 1,
 ) -> Tensor:
-    """`function(*inputs)`, differentiable, keeping the inputs alone: the rest is computed again, piece by piece.
+    """`function(*inputs)`, differentiable, keeping the inputs alone: the rest is computed again, chunk by chunk.
 
     Args:
-        inputs: [B, T, ...] each, or [B, T * spread, ...].
+        inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
         module: whose parameters `function` uses.
-        piece: tokens at once; by default as `armillary.core.chunks` has it.
+        chunk: tokens at once; by default as `armillary.core.chunks` has it.
     """
-    call = function, module, piece, spread, len(inputs)
-    return cast(Tensor, cast(Any, Tokenwise).apply(*call, *inputs, *trained(module)))
+    call = function, module, chunk, gathered_ranks, len(inputs)
+    return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained(module)))
 
 
-def run(
+def forward(
     function: TokenFunction,
     inputs: Sequence[Tensor],
     draws: RNGReplay,
-    piece: int | None = None,
+    chunk: int | None = None,
     into: Tensor | None = None,
-    spread: int = 1,
+    gathered_ranks: int = 1,
 ) -> Tensor:
-    """`function(*inputs)`, without autograd, piece by piece.
+    """`function(*inputs)`, without autograd, chunk by chunk.
 
     Args:
-        draws: random numbers (dropout), which `differentiate` draws again.
-        into: where to put the result; may share memory with an input: each piece of that is read before.
+        draws: random numbers (dropout), which `backward` draws again.
+        into: where to put the result; may share memory with an input: each chunk of that is read before.
     """
     total = inputs[0].shape[1]
-    for tokens in chunks(total, piece):
+    for tokens in chunks(total, chunk):
         with draws.at(tokens.start, inputs[0].device):
-            y = function(*(part(x, tokens, total, spread) for x in inputs))
+            y = function(*(part(x, tokens, total, gathered_ranks) for x in inputs))
         if into is None:
             each = y.shape[1] // max(1, tokens.stop - tokens.start)
             into = y.new_empty((y.shape[0], total * each, *y.shape[2:]))
-        part(into, tokens, total, spread).copy_(y)
+        part(into, tokens, total, gathered_ranks).copy_(y)
         del y
     assert into is not None
     return into
 
 
-def differentiate(
+def backward(
     function: TokenFunction,
     inputs: Sequence[Tensor],
     dy: Tensor,
     grads: Sequence[Tensor | None],
     totals: Totals,
     draws: RNGReplay,
-    piece: int | None = None,
-    spread: int = 1,
+    chunk: int | None = None,
+    gathered_ranks: int = 1,
 ) -> None:
-    """Computes `function` again, piece by piece, and its gradients.
+    """Computes `function` again, chunk by chunk, and its gradients.
 
     Args:
         dy: [B, T, E].
         grads: where the gradient of each input goes; None for one that needs none. One may be `dy` itself, of which
-            each piece is read before.
+            each chunk is read before.
         totals: what parameters' gradients are added to.
-        draws: the random numbers of `run`, `again`.
+        draws: the random numbers of `forward`, `again`.
     """
     total = inputs[0].shape[1]
-    for tokens in chunks(total, piece):
+    for tokens in chunks(total, chunk):
         parts = [
-            part(x, tokens, total, spread).detach().requires_grad_(g is not None)
+            part(x, tokens, total, gathered_ranks).detach().requires_grad_(g is not None)
             for x, g in zip(inputs, grads, strict=True)
         ]
         with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*parts)
         wanted = [part for part in parts if part.requires_grad]
         # A copy: the share of a parameter that is merely added is this very tensor, and dy may be overwritten below.
-        dy_part, sources = part(dy, tokens, total, spread).clone(), [*wanted, *totals.parameters]
+        dy_part, sources = part(dy, tokens, total, gathered_ranks).clone(), [*wanted, *totals.parameters]
         shares: list[Tensor | None] = list(torch.autograd.grad(y, sources, dy_part, allow_unused=True))
         del y, dy_part, sources
         totals.add(shares[len(wanted) :])
         for grad, share in zip((g for g in grads if g is not None), shares, strict=False):
             if share is None:
-                part(grad, tokens, total, spread).zero_()
+                part(grad, tokens, total, gathered_ranks).zero_()
             else:
-                part(grad, tokens, total, spread).copy_(share)
+                part(grad, tokens, total, gathered_ranks).copy_(share)
         del parts, wanted, shares
 
 
-def part(x: Tensor, tokens: slice, total: int, spread: int) -> Tensor:
-    """x at `tokens` of `total`, of which it has one each, or `spread` each."""
-    each = 1 if x.shape[1] == total else spread
+def part(x: Tensor, tokens: slice, total: int, gathered_ranks: int) -> Tensor:
+    """x at `tokens` of `total`, of which it has one each, or `gathered_ranks` each."""
+    each = 1 if x.shape[1] == total else gathered_ranks
     return x[:, tokens.start * each : tokens.stop * each]
 
 
-class Tokenwise(torch.autograd.Function):
+class ChunkedFunction(torch.autograd.Function):
     """A token-wise function that keeps its inputs."""
 
     @staticmethod
@@ -119,16 +123,16 @@ class Tokenwise(torch.autograd.Function):
         ctx: Any,
         function: TokenFunction,
         module: nn.Module,
-        piece: int | None,
-        spread: int,
+        chunk: int | None,
+        gathered_ranks: int,
         count: int,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.module, ctx.cut, ctx.count = function, module, (piece, spread), count
+        ctx.function, ctx.module, ctx.cut, ctx.count = function, module, (chunk, gathered_ranks), count
         ctx.autocast, ctx.draws = capture_autocast(tensors[0].device.type), RNGReplay()
         ctx.save_for_backward(*tensors)
         with ctx.autocast():
-            return run(function, tensors[:count], ctx.draws, piece, spread=spread)
+            return forward(function, tensors[:count], ctx.draws, chunk, gathered_ranks=gathered_ranks)
 
     @staticmethod
     @once_differentiable
@@ -139,7 +143,7 @@ class Tokenwise(torch.autograd.Function):
             grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
         totals = Totals(trained(ctx.module))
         with ctx.autocast():
-            differentiate(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.cut)
+            backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.cut)
         return None, None, None, None, None, *grads, *totals.result()
 
 

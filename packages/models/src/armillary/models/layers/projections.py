@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from armillary.attention import traced
 from armillary.attention.traced_projected import Parts
-from armillary.models.layers.rope import Rotation
+from armillary.models.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HeadProjections:
     heads: int
     key_heads: int
     head_dim: int
-    rotation: Rotation | None = None
+    rotation: RotaryEmbedding | None = None
     norm: nn.Module | None = None
     query_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
@@ -64,7 +64,7 @@ class HeadProjections:
             return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
         parameters = [
-            getattr(part, name)  # sharded over an axis, a module's attribute is what this rank has (`Placed`)
+            getattr(part, name)  # sharded over an axis, a module's attribute is what this rank has (`ShardedModule`)
             for module in modules
             if module is not None
             for part in module.modules()
@@ -108,11 +108,11 @@ class Projecting(nn.Module):
         self.ticket = traced.ticket(self)  # a copy is another module
 
     @abstractmethod
-    def projections(self, rotation: Rotation | None, norm: nn.Module | None) -> HeadProjections:
+    def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
         """From x [B, T, E] to q, k and v, with `norm` before them."""
 
     def projections_of(self, tensors: Sequence[Tensor]) -> HeadProjections:
-        return self.projections(Rotation(*tensors) if tensors else None, None)
+        return self.projections(RotaryEmbedding(*tensors) if tensors else None, None)
 
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:

@@ -11,7 +11,7 @@ from armillary.models.layers.rope_scaling import RopeScaling, plain_frequencies
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotaryEmbedding:
     """The angles by which the heads of T tokens are turned, as cosines and sines [T, 1, D / 2].
 
     They are [B, T, 1, D / 2] where rows have positions of their own. A scaling's amplitude is in them too. Dims i and
@@ -29,7 +29,7 @@ class Rotation:
         theta: float,
         dtype: torch.dtype,
         scaling: RopeScaling | None = None,
-    ) -> Rotation:
+    ) -> RotaryEmbedding:
         """Pair i at position p turns by p * theta^(-2i / D), or as `scaling` has it.
 
         Args:
@@ -47,9 +47,9 @@ class Rotation:
         wide = torch.promote_types(dtype, torch.float32)
         return cls(cos.to(wide), sin.to(wide))
 
-    def of_tokens(self, tokens: slice) -> Rotation:
+    def of_tokens(self, tokens: slice) -> RotaryEmbedding:
         """The angles of some of the tokens."""
-        return Rotation(self.cos[..., tokens, :, :], self.sin[..., tokens, :, :])
+        return RotaryEmbedding(self.cos[..., tokens, :, :], self.sin[..., tokens, :, :])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turns each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""

@@ -11,11 +11,11 @@ from armillary.core import Axis, all_gather_interleaved
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.models.loss.linear_loss import check, chunk_rows
-from armillary.models.loss.vocabulary_shard import Vocabulary
+from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 @torch.no_grad()
-def linear_predictions(
+def linear_argmax(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -37,7 +37,7 @@ def linear_predictions(
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     check(hidden, weight, pad_to_multiple(labels, ranks, ignore) if labels.ndim == 2 else labels, None, None, ranks)
-    rows = Vocabulary.of(len(weight), axis, vocabulary)
+    rows = VocabularyShard.of(len(weight), axis, vocabulary)
     asked = labels != ignore
     if not rows.alone:
         hidden = all_gather_interleaved(hidden, rows.axis)[:, : labels.shape[1]]
@@ -47,7 +47,7 @@ def linear_predictions(
     return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(asked, torch.cat(found))
 
 
-def likeliest(hidden: Tensor, weight: Tensor, rows: Vocabulary) -> Tensor:
+def likeliest(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
     """The likeliest token of all ranks' rows for each of hidden [C, E]: int64 [C]."""
     logits = F.linear(hidden, weight)
     if rows.alone:

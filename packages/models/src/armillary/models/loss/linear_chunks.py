@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.models.loss.vocabulary_shard import Vocabulary, at_least_one, cross_entropy_
+from armillary.models.loss.vocabulary_shard import VocabularyShard, at_least_one, cross_entropy_
 
 
 @dataclass(frozen=True)
-class Work:
+class LinearLossSpec:
     """What to do with hidden states [t, E], this rank's of T: the labels [T], and how."""
 
     labels: Tensor
@@ -24,7 +24,7 @@ class Work:
     chunk: int
     dtype: torch.dtype  # of the matmuls
     z_loss: float
-    vocabulary: Vocabulary
+    vocabulary: VocabularyShard
 
     @property
     def wide(self) -> torch.dtype:
@@ -43,22 +43,22 @@ class Work:
 
 
 def loss_and_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, wanted: Sequence[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, wanted: Sequence[bool]
 ) -> tuple[Tensor, Gradients]:
     """The sum, and its gradients by those of hidden [t, E], weight [V_r, E] and bias [V_r] that are `wanted`."""
-    gradients = Gradients.room(hidden, weight, work.wide, wanted)
-    weight, bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
-    losses = hidden.new_empty(len(hidden), dtype=work.wide)
-    for part, gathered in chunks(hidden, work):
-        losses[part] = add_chunk(part, gathered, weight, bias, work, gradients)
-    return work.vocabulary.total(losses), gradients
+    gradients = Gradients.room(hidden, weight, spec.wide, wanted)
+    weight, bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
+    losses = hidden.new_empty(len(hidden), dtype=spec.wide)
+    for part, gathered in chunks(hidden, spec):
+        losses[part] = add_chunk(part, gathered, weight, bias, spec, gradients)
+    return spec.vocabulary.total(losses), gradients
 
 
-def chunks(hidden: Tensor, work: Work) -> Generator[tuple[slice, Tensor]]:
+def chunks(hidden: Tensor, spec: LinearLossSpec) -> Generator[tuple[slice, Tensor]]:
     """Parts of hidden [t, E], and those of all ranks [C, E]. Each is gathered while the one before is worked on."""
-    parts = work.parts()
+    parts = spec.parts()
     moving = (
-        work.vocabulary.gather(hidden[part], work.vocabulary.axis.size * len(hidden[part]), work.dtype)
+        spec.vocabulary.gather(hidden[part], spec.vocabulary.axis.size * len(hidden[part]), spec.dtype)
         for part in parts
     )
     ahead = next(moving, None)
@@ -70,17 +70,17 @@ def chunks(hidden: Tensor, work: Work) -> Generator[tuple[slice, Tensor]]:
 
 
 def add_chunk(
-    part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, gradients: Gradients
+    part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, gradients: Gradients
 ) -> Tensor:
     """The losses [c] of one chunk, hidden [C, E]. A function of its own, so that buffers are gone before the next."""
     logits = F.linear(hidden, weight, bias)
-    wide = at_least_one(logits.to(work.wide))
+    wide = at_least_one(logits.to(spec.wide))
     losses = cross_entropy_(
-        wide, work.labels_of(part), work.vocabulary, ignore=work.ignore, z_loss=work.z_loss, gradient=gradients.wanted
+        wide, spec.labels_of(part), spec.vocabulary, ignore=spec.ignore, z_loss=spec.z_loss, gradient=gradients.wanted
     )
     if gradients.wanted:
         wide = wide.narrow(1, 0, logits.shape[1])
-        gradients.add(part, wide, logits.copy_(wide), hidden, weight, work.vocabulary)
+        gradients.add(part, wide, logits.copy_(wide), hidden, weight, spec.vocabulary)
     return losses
 
 
@@ -106,7 +106,7 @@ class Gradients:
         return not (self.hidden is self.weight is self.bias is None)
 
     def add(
-        self, part: slice, wide: Tensor, narrow: Tensor, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary
+        self, part: slice, wide: Tensor, narrow: Tensor, hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard
     ) -> None:
         """Adds what a chunk gives: the gradient of its logits [C, V_r], in the dtype of sums and in that of matmuls."""
         write = None if self.hidden is None else vocabulary.scatter(narrow @ weight, self.hidden[part])

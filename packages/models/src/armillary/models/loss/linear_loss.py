@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.collectives.interleaved import pad_to_multiple
-from armillary.models.loss.linear_chunks import Work, loss_and_gradients
-from armillary.models.loss.vocabulary_shard import Vocabulary, scaled
+from armillary.models.loss.linear_chunks import LinearLossSpec, loss_and_gradients
+from armillary.models.loss.vocabulary_shard import VocabularyShard, scaled
 
 Backend = Literal["own", "torch"]
 
@@ -87,12 +87,12 @@ def linear_token_loss(
     ranks = 1 if axis is None else Axis.of(axis).size
     count, labels = (labels != ignore).sum(), pad_to_multiple(labels, ranks, ignore) if labels.ndim == 2 else labels
     check(hidden, weight, labels, bias, chunk, ranks)
-    rows = Vocabulary.of(len(weight), axis, vocabulary)
+    rows = VocabularyShard.of(len(weight), axis, vocabulary)
     run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
     chunk = chunk or chunk_rows(labels.numel(), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
     rows.check_labels(labels, ignore)
-    work = Work(labels.flatten().long(), ignore, chunk, dtype, z_loss, rows)
-    total = run(hidden.flatten(0, 1), weight, bias, work)
+    spec = LinearLossSpec(labels.flatten().long(), ignore, chunk, dtype, z_loss, rows)
+    total = run(hidden.flatten(0, 1), weight, bias, spec)
     return total, count
 
 
@@ -113,31 +113,31 @@ def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks:
     return max(1, ceil(tokens / max(1, chunks)))
 
 
-Run = Callable[[Tensor, Tensor, Tensor | None, Work], Tensor]
+LossBackend = Callable[[Tensor, Tensor, Tensor | None, LinearLossSpec], Tensor]
 """From hidden [T, E], weight [V, E] and bias [V] to the sum."""
 
 
-def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Tensor:
+def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """The sum by `F.linear_cross_entropy`."""
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=work.chunk, chunking_method=None, allow_retain_graph=True)
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=spec.chunk, chunking_method=None, allow_retain_graph=True)
     total = F.linear_cross_entropy(
-        hidden.to(work.dtype),
-        weight.to(work.dtype),
-        work.labels,
-        linear_bias=None if bias is None else bias.to(work.dtype),
+        hidden.to(spec.dtype),
+        weight.to(spec.dtype),
+        spec.labels,
+        linear_bias=None if bias is None else bias.to(spec.dtype),
         reduction="sum",
-        ignore_index=work.ignore,
+        ignore_index=spec.ignore,
         options=options,
     )
-    return total.to(work.wide)
+    return total.to(spec.wide)
 
 
 @torch.compiler.disable  # Traced, it would be a graph of all chunks, one after the other.
-def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Tensor:
+def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """The sum by our own code, in `linear_chunks`."""
     # Asked here, because inside a Function grad mode is off.
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
-    return cast(Tensor, LinearLoss.apply(hidden, weight, bias, work, wanted))
+    return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, wanted))
 
 
 class LinearLoss(torch.autograd.Function):
@@ -145,9 +145,9 @@ class LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, wanted: Sequence[bool]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, wanted: Sequence[bool]
     ) -> Tensor:
-        total, gradients = loss_and_gradients(hidden, weight, bias, work, wanted)
+        total, gradients = loss_and_gradients(hidden, weight, bias, spec, wanted)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
@@ -159,7 +159,7 @@ class LinearLoss(torch.autograd.Function):
         return *(None if x is None else scaled(x, grads[0], dtype) for x, dtype in saved), None, None
 
 
-def backend_named(name: str, z_loss: float, ranks: int) -> Run:
+def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
     """The function of that name; refuses torch's where this torch lacks it, or what is asked of it."""
     if name not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {name!r}")
@@ -168,7 +168,7 @@ def backend_named(name: str, z_loss: float, ranks: int) -> Run:
             "torch's has no z_loss, and needs torch 2.13 and one rank; "
             f"got {z_loss}, torch {torch.__version__} and {ranks} ranks"
         )
-    return with_torch if name == "torch" else cast(Run, with_own)
+    return with_torch if name == "torch" else cast(LossBackend, with_own)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
-from armillary.models.loss.vocabulary_shard import Vocabulary, at_least_one, cross_entropy_, scaled
+from armillary.models.loss.vocabulary_shard import VocabularyShard, at_least_one, cross_entropy_, scaled
 
 
 def token_loss(
@@ -58,7 +58,7 @@ def token_loss(
         raise ValueError(
             f"logits [B, T, V] and labels [B, T] are needed; got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
-    rows = Vocabulary.of(logits.shape[-1], axis, vocabulary)
+    rows = VocabularyShard.of(logits.shape[-1], axis, vocabulary)
     if rows.alone:
         return whole_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), (labels != ignore).sum()
     rows.check_labels(labels, ignore)
@@ -79,7 +79,7 @@ class PartLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, ignore: int, z_loss: float, wanted: bool
+        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, ignore: int, z_loss: float, wanted: bool
     ) -> Tensor:
         gradient = at_least_one(logits.to(accumulation_dtype(logits.dtype), copy=True))
         losses = cross_entropy_(gradient, labels, vocabulary, ignore=ignore, z_loss=z_loss, gradient=wanted)

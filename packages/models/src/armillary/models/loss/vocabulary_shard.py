@@ -23,7 +23,7 @@ from armillary.core.collectives.reduce_scatter import start_reduce_scatter, star
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyShard:
     """Rows `first` to `first + rows` of `whole`, those of this rank of `axis`. With one rank nothing is ever sent.
 
     C tokens of all R ranks lie rank by rank, `shares(C)` of each; of a tensor [C, ...] this rank's own are [c, ...].
@@ -35,7 +35,7 @@ class Vocabulary:
     whole: int
 
     @classmethod
-    def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> Vocabulary:
+    def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> VocabularyShard:
         """This rank's part, as `torch.chunk` and DTensor's `Shard(0)` cut: ceil(V / R) rows each while there are any.
 
         Args:
@@ -149,7 +149,7 @@ def at_least_one(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, vocabulary: Vocabulary, *, ignore: int, z_loss: float, gradient: bool
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, ignore: int, z_loss: float, gradient: bool
 ) -> Tensor:
     """The losses [c] of this rank's own tokens, with `z_loss` times their squared log-sum-exps.
 

@@ -19,7 +19,7 @@ SHARDING = ("shard", "ring", "ulysses")
 """Axes over which parameters are sharded, as one."""
 
 
-def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, on_host: bool = False) -> None:
+def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False) -> None:
     """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses as one, copied over replicate (HSDP).
 
     Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
@@ -28,13 +28,13 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
     Args:
         mesh: with some of these axes, and any others; such as `build_mesh` makes.
         precision: of forward and backward; gradients are reduced in float32 (float64 for float64).
-        on_host: parameters and gradients stay in the host's memory, and so does what the optimizer keeps of them.
+        cpu_offload: parameters and gradients stay in the host's memory, and so does what the optimizer keeps of them.
 
     Raises:
         ValueError: the mesh has none of the axes.
     """
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=accumulation_dtype(precision))
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     over = sharding_mesh(mesh)
     for module, keep in units(model):
         fully_shard(module, mesh=over, mp_policy=policy, offload_policy=place, reshard_after_forward=not keep)

@@ -28,7 +28,7 @@ def parallelize(
     attention: Method | None = None,
     checkpointing: Checkpointing | None = None,
     precision: torch.dtype | None = torch.float32,
-    on_host: bool = False,
+    cpu_offload: bool = False,
     compiler: str | None = None,
 ) -> None:
     """Puts the model onto the mesh, in place. It is called as before, on this rank's tokens of the sequence.
@@ -51,7 +51,7 @@ def parallelize(
         checkpointing: what blocks keep for backward; all unless given.
         precision: of forward and backward under FSDP2, whose master weights and reductions are float32; None: no FSDP2,
             parameters stay whole, and it is the caller who sums gradients over ranks.
-        on_host: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
+        cpu_offload: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Where blocks are run in
             parts (a checkpoint policy), what follows attention is compiled, and attention is not. Shards of more than a
             few different layouts are run as they are, with a warning: a graph is made for a layout.
@@ -71,7 +71,7 @@ def parallelize(
         for block in blocks:
             compile_block(block, compiler)
     if precision is not None:
-        shard_parameters(model, mesh, precision, on_host)
+        shard_parameters(model, mesh, precision, cpu_offload)
 
 
 def check(

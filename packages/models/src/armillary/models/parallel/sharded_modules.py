@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from armillary.core import Axis, all_gather_interleaved, compat, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.llama import Head
 
-M = TypeVar("M", bound="Placed")
+M = TypeVar("M", bound="ShardedModule")
 
 
-class Placed(nn.Module):
+class ShardedModule(nn.Module):
     """A module whose parameters are placed on `axis`."""
 
     axis: Axis
@@ -36,16 +36,16 @@ class Placed(nn.Module):
         value = super().__getattr__(name)
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
             return value  # sharded by FSDP too, it is not to be computed with, and FSDP wants it as it is
-        return EmptyPart.apply(value, self, name) if name in self.empty else local(value)
+        return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
 
 
-class EmptyPart(torch.autograd.Function):
+class EmptyShard(torch.autograd.Function):
     """A rank's empty part of a parameter. Its backward is part of the graph, for the exchanges behind it, but it hands
     on no gradient: FSDP2 cannot reduce empty ones. The parameter gets one when the backward pass is over.
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, module: Placed, name: str) -> Tensor:
+    def forward(ctx: Any, parameter: DTensor, module: ShardedModule, name: str) -> Tensor:
         ctx.module, ctx.name = module, name
         return parameter.to_local()
 
@@ -83,13 +83,13 @@ def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mappin
     return made
 
 
-class ColumnLinear(Placed, nn.Linear):
+class ColumnParallelLinear(ShardedModule, nn.Linear):
     """Some of the outputs: weight and bias are cut by rows. Of all tokens."""
 
     plain = nn.Linear
 
 
-class RowLinear(Placed, nn.Linear):
+class RowParallelLinear(ShardedModule, nn.Linear):
     """From some of the inputs, of all tokens, to all outputs of this rank's: the weight is cut by columns."""
 
     plain = nn.Linear
@@ -99,33 +99,33 @@ class RowLinear(Placed, nn.Linear):
         return y if bias is None else y + bias
 
 
-class CopiedRMSNorm(Placed, nn.RMSNorm):
+class ReplicatedRMSNorm(ShardedModule, nn.RMSNorm):
     """On whatever this rank has."""
 
     plain = nn.RMSNorm
 
 
-class CopiedLayerNorm(Placed, nn.LayerNorm):
+class ReplicatedLayerNorm(ShardedModule, nn.LayerNorm):
     """On whatever this rank has."""
 
     plain = nn.LayerNorm
 
 
-class GatheringRMSNorm(CopiedRMSNorm):
+class GatheringRMSNorm(ReplicatedRMSNorm):
     """From this rank's tokens to all, normed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(x), self.axis)
 
 
-class GatheringLayerNorm(CopiedLayerNorm):
+class GatheringLayerNorm(ReplicatedLayerNorm):
     """From this rank's tokens to all, normed."""
 
     def forward(self, input: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(input), self.axis)
 
 
-class VocabularyEmbedding(Placed, nn.Embedding):
+class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
     """From all tokens to this rank's, embedded: each rank has some rows of the table."""
 
     plain = nn.Embedding
@@ -149,7 +149,7 @@ def first_row(rows: int, axis: Axis) -> int:
     return min(rows, axis.rank * -(-rows // axis.size))
 
 
-class DealtEmbedding(Placed, nn.Embedding):
+class InterleavedEmbedding(ShardedModule, nn.Embedding):
     """From all positions [T] or [B, T] to the embeddings of this rank's; the table is copied."""
 
     plain = nn.Embedding
@@ -160,7 +160,7 @@ class DealtEmbedding(Placed, nn.Embedding):
         return F.embedding(interleaved_shard(rows, self.axis), self.weight)
 
 
-class VocabularyHead(Placed, Head):
+class VocabularyParallelHead(ShardedModule, Head):
     """A head of some rows: what is done with the weight must know that (`on_vocabulary`)."""
 
     plain = Head

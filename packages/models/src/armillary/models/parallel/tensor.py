@@ -24,7 +24,7 @@ from armillary.models.block import HeadFunction
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel import sharded_modules
-from armillary.models.parallel.sharded_modules import Placed, place
+from armillary.models.parallel.sharded_modules import ShardedModule, place
 
 
 def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
@@ -65,8 +65,8 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
     modules = dict(model.named_modules())
     for name, style in styles.items():
         found = modules.get(name)
-        kind = style.kind.plain if isinstance(style, As) else nn.Module
-        touched = isinstance(style, As) and (type(found) is not kind or "forward" in vars(found))
+        kind = style.kind.plain if isinstance(style, ReplaceBy) else nn.Module
+        touched = isinstance(style, ReplaceBy) and (type(found) is not kind or "forward" in vars(found))
         if found is None or touched:
             shown = "not there" if found is None else f"{type(found).__name__}, not {kind.__name__} as it was built"
             raise ValueError(f"{name} is {shown}: cut a model first, and then wrap it or put adapters in")
@@ -74,17 +74,17 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
 
 
 @dataclass
-class As(ParallelStyle):
+class ReplaceBy(ParallelStyle):
     """The module becomes one of `kind`, its parameters placed; those not named are copied."""
 
-    kind: type[Placed]
+    kind: type[ShardedModule]
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return place(module, self.kind, device_mesh, self.placements)
 
 
-class Heads(ParallelStyle):
+class SplitHeads(ParallelStyle):
     """Attention has this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -93,44 +93,48 @@ class Heads(ParallelStyle):
         return module
 
 
-class Spread(ParallelStyle):
+class GatherTokens(ParallelStyle):
     """The block's norms give the tokens of all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         made: Any = module
-        made.spread = device_mesh.size()
+        made.gathered_ranks = device_mesh.size()
         return module
 
 
-COLUMN = As(sharded_modules.ColumnLinear, {"weight": Shard(0), "bias": Shard(0)})
-ROW = As(sharded_modules.RowLinear, {"weight": Shard(1)})
-TABLE = As(sharded_modules.VocabularyEmbedding, {"weight": Shard(0)})
+COLUMN = ReplaceBy(sharded_modules.ColumnParallelLinear, {"weight": Shard(0), "bias": Shard(0)})
+ROW = ReplaceBy(sharded_modules.RowParallelLinear, {"weight": Shard(1)})
+TABLE = ReplaceBy(sharded_modules.VocabularyParallelEmbedding, {"weight": Shard(0)})
 
 
 def llama_styles(model: Llama) -> dict[str, ParallelStyle]:
     """How each module of a LLaMA is cut, by name."""
     block = {
-        "": Spread(),
-        ".input_layernorm": As(sharded_modules.GatheringRMSNorm),
-        ".self_attn": Heads(),
+        "": GatherTokens(),
+        ".input_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
+        ".self_attn": SplitHeads(),
         ".self_attn.q_proj": COLUMN,
         ".self_attn.k_proj": COLUMN,
         ".self_attn.v_proj": COLUMN,
-        ".self_attn.q_norm": As(sharded_modules.CopiedRMSNorm),
-        ".self_attn.k_norm": As(sharded_modules.CopiedRMSNorm),
+        ".self_attn.q_norm": ReplaceBy(sharded_modules.ReplicatedRMSNorm),
+        ".self_attn.k_norm": ReplaceBy(sharded_modules.ReplicatedRMSNorm),
         ".self_attn.o_proj": ROW,
-        ".post_attention_layernorm": As(sharded_modules.GatheringRMSNorm),
+        ".post_attention_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
         ".mlp.gate_proj": COLUMN,
         ".mlp.up_proj": COLUMN,
         ".mlp.down_proj": ROW,
     }
     if not model.config.qk_norm:
         block = {name: style for name, style in block.items() if name[-6:] not in ("q_norm", "k_norm")}
-    head = {} if model.lm_head is None else {"lm_head": As(sharded_modules.VocabularyHead, {"weight": Shard(0)})}
+    head = (
+        {}
+        if model.lm_head is None
+        else {"lm_head": ReplaceBy(sharded_modules.VocabularyParallelHead, {"weight": Shard(0)})}
+    )
     return {
         "model.embed_tokens": TABLE,
         **{f"model.layers.*{name}": style for name, style in block.items()},
-        "model.norm": As(sharded_modules.CopiedRMSNorm),
+        "model.norm": ReplaceBy(sharded_modules.ReplicatedRMSNorm),
         **head,
     }
 
@@ -138,22 +142,22 @@ def llama_styles(model: Llama) -> dict[str, ParallelStyle]:
 def gpt_styles() -> dict[str, ParallelStyle]:
     """How each module of a GPT is cut, by name."""
     block = {
-        "": Spread(),
-        ".ln_1": As(sharded_modules.GatheringLayerNorm),
-        ".attn": Heads(),
+        "": GatherTokens(),
+        ".ln_1": ReplaceBy(sharded_modules.GatheringLayerNorm),
+        ".attn": SplitHeads(),
         ".attn.q_proj": COLUMN,
         ".attn.k_proj": COLUMN,
         ".attn.v_proj": COLUMN,
         ".attn.c_proj": ROW,
-        ".ln_2": As(sharded_modules.GatheringLayerNorm),
+        ".ln_2": ReplaceBy(sharded_modules.GatheringLayerNorm),
         ".mlp.c_fc": COLUMN,
         ".mlp.c_proj": ROW,
     }
     return {
         "transformer.wte": TABLE,
-        "transformer.wpe": As(sharded_modules.DealtEmbedding),
+        "transformer.wpe": ReplaceBy(sharded_modules.InterleavedEmbedding),
         **{f"transformer.h.*{name}": style for name, style in block.items()},
-        "transformer.ln_f": As(sharded_modules.CopiedLayerNorm),
+        "transformer.ln_f": ReplaceBy(sharded_modules.ReplicatedLayerNorm),
     }
 
 

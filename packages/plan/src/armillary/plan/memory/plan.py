@@ -48,7 +48,7 @@ class MemoryPlan:
     rows: Count = 1
     """Sequences of each rank."""
     checkpointing: Checkpointing = field(
-        default_factory=lambda: Checkpointing(policy="layer", offload=True, ahead=False)
+        default_factory=lambda: Checkpointing(policy="layer", offload=True, prefetch=False)
     )
     on_host: bool = True
     """Master weights, their gradients and the optimizer's state in the host's memory."""

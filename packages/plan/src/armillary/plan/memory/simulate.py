@@ -98,7 +98,7 @@ class Rehearsal:
         method.kernel = job.kernel
         with torch.device("meta"):
             model = Llama(job.model, method) if isinstance(job.model, LlamaConfig) else GPT(job.model, method)
-        parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, on_host=job.on_host)
+        parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, cpu_offload=job.on_host)
         return cls(job, model, method.layout(job.length), method.shard)
 
     def run(self, block: int = CUDA_BLOCK) -> StepMemory:

@@ -20,8 +20,8 @@ KEEPING = (
     Checkpointing("layer"),
     Checkpointing("attention_output", offload=True),
     Checkpointing("layer", offload=True),
-    Checkpointing("attention_output", offload=True, ahead=False),
-    Checkpointing("layer", offload=True, ahead=False),
+    Checkpointing("attention_output", offload=True, prefetch=False),
+    Checkpointing("layer", offload=True, prefetch=False),
 )
 """What blocks may keep, from most and fastest to least and slowest."""
 

@@ -54,7 +54,7 @@ def llama3_8b_1m() -> Config:
         LLAMA3_8B,
         length=1_048_576,
         parallel=ParallelConfig(ring=1, ulysses=8, attention="upipe"),
-        checkpointing=Checkpointing("attention_output", offload=True, ahead=False),
+        checkpointing=Checkpointing("attention_output", offload=True, prefetch=False),
     )
 
 
@@ -69,7 +69,7 @@ def llama3_8b_5m() -> Config:
         replace(LLAMA3_8B, rope_theta=5_000_000.0),
         length=5_242_880,
         parallel=ParallelConfig(ring=1, ulysses=8, attention="upipe"),
-        checkpointing=Checkpointing("layer", offload=True, ahead=False),
+        checkpointing=Checkpointing("layer", offload=True, prefetch=False),
         on_host=True,
         timeout_minutes=600.0,
     )

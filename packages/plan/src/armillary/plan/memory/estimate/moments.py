@@ -102,7 +102,7 @@ class Moments:
         """When block i is differentiated; offloaded, its own and, if so asked, that of the block below."""
         if not self.step.checkpointing.offload:
             return self.kept(i + 1)
-        return self.kept_by_block().times(2 if self.step.checkpointing.ahead and i else 1)
+        return self.kept_by_block().times(2 if self.step.checkpointing.prefetch and i else 1)
 
     # -- moments ------------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class Step:
     @property
     def piece(self) -> int:
         """Tokens that what follows attention is run on at once."""
-        return chunks(self.tokens, self.checkpointing.piece)[0].stop
+        return chunks(self.tokens, self.checkpointing.chunk)[0].stop
 
     @property
     def total(self) -> int:
