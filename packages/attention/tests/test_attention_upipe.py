@@ -245,7 +245,7 @@ def test_results_and_gradients_are_those_of_the_formula(worlds, composition):
 
 @pytest.mark.parametrize("composition", EIGHT, ids=str)
 def test_on_eight_ranks(worlds, composition):
-    assert not failures(worlds, composition, cases(composition)[::2])
+    assert not failures(worlds, composition, cases(composition)[::3])
 
 
 def test_the_oracle_holds_ulysses_to_the_same(worlds):
@@ -343,7 +343,7 @@ def test_finished_tensors_and_queries_that_see_nothing(worlds):
 
 
 def test_two_runs_give_the_same_bits_and_so_does_prefetching(worlds):
-    todo = [Case(heads, ("norm", "rope"), dtype=torch.float32) for heads in HEADS[1::2] if USP.fits(heads)]
+    todo = [Case(heads, ("norm", "rope"), dtype=torch.float32) for heads in HEADS[1::4] if USP.fits(heads)]
     for rank in worlds(4).run(thrice, USP, todo):
         assert rank == ["same"] * len(todo)
 
@@ -397,7 +397,7 @@ def each_numbered(composition: Composition, todo: list[Heads]) -> list[tuple[Ten
     return [numbered(composition, heads) for heads in todo]
 
 
-@pytest.mark.parametrize("composition", [Composition(1, 2), Composition(1, 4), USP], ids=str)
+@pytest.mark.parametrize("composition", [Composition(1, 4), USP], ids=str)
 def test_query_head_h_meets_key_head_h_over_g(worlds, composition):
     llama_3_8b = [Heads(32, 8, stage) for stage in (4, 8, 16, None)]
     todo = [*llama_3_8b, *(heads for heads in HEADS if composition.fits(heads))]
