@@ -91,7 +91,7 @@ def test_greedy_text_is_that_of_transformers(kind, dtype):
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_of_each_step_are_those_of_the_whole(kind, window):
     model, mask, ids = build(kind), AttentionMask(window=window), prompt(3, 30)
-    decoding = Decoding(model, more=19, mask=mask)
+    decoding = Decoding(model, max_new_tokens=19, mask=mask)
     logits = [decoding.prompt(ids[:, :11]), *(decoding.step(token) for token in ids[:, 11:].unbind(1))]
     assert relative_error(torch.stack(logits, 1), model(ids, mask=mask)[:, 10:]) < 1e-12
 
@@ -128,7 +128,7 @@ def test_checkpoint_policies_stay_out_of_it_and_stay(policy, attention):
 def test_half_precision_follows_its_own_full_forward():
     model = build(dtype=torch.bfloat16)
     ids = prompt(2, 20)
-    decoding = Decoding(model, more=10)
+    decoding = Decoding(model, max_new_tokens=10)
     logits = [decoding.prompt(ids[:, :10]), *(decoding.step(token) for token in ids[:, 10:].unbind(1))]
     assert logits[-1].dtype == torch.bfloat16
     assert relative_error(torch.stack(logits, 1), build()(ids)[:, 9:]) < 0.1
@@ -244,7 +244,7 @@ def test_layers_are_not_in_training_and_nothing_is_differentiated():
 
 def test_room_is_made_once_and_logits_of_the_prompt_are_not():
     model, largest = build(), []
-    decoding = Decoding(model, more=6)
+    decoding = Decoding(model, max_new_tokens=6)
     decoding.prompt(prompt(2, 30))
     rooms = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in decoding.layers]
     assert {layer.k.shape for layer in decoding.layers} == {(2, 36, 2, 8)}
@@ -306,7 +306,7 @@ def test_a_gpt_fills_its_positions():
 
 def test_models_of_other_blocks_are_refused():
     with pytest.raises(ValueError, match="Linear has no blocks of armillary's"):
-        Decoding(nn.Linear(2, 2), more=1)
+        Decoding(nn.Linear(2, 2), max_new_tokens=1)
 
 
 def test_tied_heads_generate_too():

@@ -99,7 +99,7 @@ def worst_step(
         ids = tokens(2, length + new)
         expected = whole(ids, mask=mask)[:, length - 1 :]
         for layout in layouts(method, length) if length >= world.ranks else [None]:
-            decoding = Decoding(model, more=new, mask=mask)
+            decoding = Decoding(model, max_new_tokens=new, mask=mask)
             logits = [decoding.prompt(ids[:, :length], layout)]
             logits += [decoding.step(token) for token in ids[:, length:].unbind(1)]
             errors += [relative_error(got, right) for got, right in zip(logits, expected.unbind(1), strict=True)]
@@ -128,14 +128,14 @@ def bytes_of_a_step(world: World, dtype: torch.dtype, lengths: tuple[int, ...]) 
     model = build("llama", world.method(), dtype)
     totals, gathered = list[int](), list[int]()
     for length in lengths:
-        decoding = Decoding(model, more=3)
+        decoding = Decoding(model, max_new_tokens=3)
         decoding.prompt(tokens(2, length))
         with CommLedger() as ledger:
             decoding.step(tokens(2, 1)[:, 0])
         totals.append(ledger.bytes())
         gathered.append(ledger.bytes(kind="all_gather"))
     with CommLedger() as ledger:
-        decoding.agreed(tokens(2, 1)[:, 0])
+        decoding.broadcast_token(tokens(2, 1)[:, 0])
     return totals, gathered, ledger.bytes()
 
 
@@ -152,7 +152,7 @@ def bytes_of_a_prompt(world: World) -> tuple[int, int]:
         positions = layout.positions(method.shard)
         model(layout.take(ids, method.shard), positions=positions, layout=layout)
     with CommLedger() as ledger:
-        Decoding(model, more=1).prompt(ids)
+        Decoding(model, max_new_tokens=1).prompt(ids)
     return plain.bytes(), ledger.bytes()
 
 
@@ -167,7 +167,7 @@ def agreed_tokens(world: World) -> Tensor:
     """What all take where each rank would have chosen its own number."""
     method = world.method()
     own = torch.tensor([method.shard + 7, method.shard + 20])
-    return Decoding(build("llama", method), more=1).agreed(own)
+    return Decoding(build("llama", method), max_new_tokens=1).broadcast_token(own)
 
 
 def refusals(world: World) -> list[str]:
@@ -352,7 +352,7 @@ def generate_cut(kind: str, name: str, axes: dict[str, int], config: LlamaConfig
     parallelize(cut, over, attention=build_attention(name, over), precision=torch.float64)
     ids = tokens(2, 11)
     text = [generate(model, ids, new_tokens=6) for model in (plain, cut)]
-    logits = [Decoding(model, more=1).prompt(ids) for model in (plain, cut)]
+    logits = [Decoding(model, max_new_tokens=1).prompt(ids) for model in (plain, cut)]
     return torch.equal(*text), relative_error(logits[1], logits[0])
 
 

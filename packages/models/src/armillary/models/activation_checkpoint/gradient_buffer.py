@@ -1,4 +1,9 @@
-"""Whether a gradient that autograd hands over belongs to nobody else, so that it may be overwritten."""
+"""Whether a gradient that autograd hands over belongs to nobody else, so that its memory may be reused.
+
+It saves one tensor as large as x [B, T, E] at the peak of a step: by the planner's memory simulator, four blocks
+of LLaMA 3 8B in bfloat16 with 131,072 tokens on each of 8 ranks (UPipe) hold 17.07 GiB and not 18.07 under policy
+"layer", 20.12 and not 21.12 under "attention_output". Autograd promises nothing, hence the counting of references.
+"""
 
 from __future__ import annotations
 

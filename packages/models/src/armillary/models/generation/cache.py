@@ -2,7 +2,7 @@
 
     prompt     attention is whatever the layer has (Ring, Ulysses, ...), and each rank keeps k and v of its own tokens
     one token  all ranks have its q, k and v; one keeps k and v; each attends to the keys that it has, and what they
-               found is merged by log-sum-exp
+               found is merge_partial_attention by log-sum-exp
 
 So of a long prompt's keys nothing ever moves again, and each new token costs the same few bytes whatever there is.
 """
@@ -20,7 +20,7 @@ from armillary.attention.merge import ALL, Merge
 from armillary.attention.tiles import tiles
 from armillary.core import SequenceLayout
 from armillary.core.layout import Spans
-from armillary.models.generation.decode_collectives import axes_of, merged
+from armillary.models.generation.decode_collectives import axes_of, merge_partial_attention
 
 
 class CacheLayout:
@@ -32,14 +32,14 @@ class CacheLayout:
         shards: ranks.
         shard: this one.
         prompt: over all ranks; None: there are no tokens yet.
-        more: new tokens at most.
+        new_tokens: that are to come, at most.
     """
 
-    def __init__(self, shards: int, shard: int, prompt: SequenceLayout | None, more: int) -> None:
-        self.shard, self.more = shard, more
+    def __init__(self, shards: int, shard: int, prompt: SequenceLayout | None, new_tokens: int) -> None:
+        self.shard, self.new_tokens = shard, new_tokens
         self.sizes = [0] * shards if prompt is None else list(prompt.sizes)
         self.length = sum(self.sizes)
-        self.room = room(self.sizes, more)[shard]
+        self.room = room(self.sizes, new_tokens)[shard]
         """Tokens that this rank will have at most."""
         self.owner: int | None = None
         """Who has the newest token."""
@@ -57,18 +57,18 @@ class CacheLayout:
         Raises:
             ValueError: no more are expected.
         """
-        if self.more == 0:
+        if self.new_tokens == 0:
             raise ValueError(f"there is room for {self.length} tokens, and all of it is taken; ask for more at first")
         self.owner = self.sizes.index(min(self.sizes))
         if self.owner == self.shard:
             self._since[-1:] = extended(self._since[-1:], self.length)
         self.sizes[self.owner] += 1
-        self.length, self.more = self.length + 1, self.more - 1
+        self.length, self.new_tokens = self.length + 1, self.new_tokens - 1
 
 
-def room(sizes: Sequence[int], more: int) -> tuple[int, ...]:
-    """Tokens of each rank at most, once `more` have gone to whoever had the fewest, as water does."""
-    level = min(-(-(total + more) // (i + 1)) for i, total in enumerate(accumulate(sorted(sizes))))
+def room(sizes: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+    """Tokens of each rank at most, once `new_tokens` have gone, one by one, to whoever had the fewest."""
+    level = min(-(-(total + new_tokens) // (i + 1)) for i, total in enumerate(accumulate(sorted(sizes))))
     return tuple(max(size, level) for size in sizes)
 
 
@@ -117,7 +117,7 @@ class CachedAttention:
         holdings = self.holdings
         if holdings.owner == holdings.shard:
             self._keep(k, v, holdings.sizes[holdings.shard] - 1)
-        return merged(*self._over_held(q, v, mask), self.axes)
+        return merge_partial_attention(*self._over_held(q, v, mask), self.axes)
 
     def _over_held(self, q: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         """(out, lse) over this rank's keys; 0 and -inf where it sees none of them."""

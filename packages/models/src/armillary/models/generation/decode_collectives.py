@@ -34,7 +34,7 @@ def axes_of(method: Method) -> tuple[Axis, ...]:
     return axes
 
 
-def from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tensor:
+def broadcast_from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tensor:
     """x [B, 1, ...] of the shard `owner`, on the ranks of all shards.
 
     Args:
@@ -53,7 +53,7 @@ def from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tenso
     return x
 
 
-def merged(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> Tensor:
+def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> Tensor:
     """Attention of one token over each rank's keys -> over the keys of all, with the same bits on every rank.
 
     Merges in rank order, in float32 (float64 for float64), as a rank that has seen nothing, with out = 0 and

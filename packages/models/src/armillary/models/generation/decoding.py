@@ -16,7 +16,7 @@ from armillary.core import SequenceLayout, all_gather_interleaved
 from armillary.models.activation_checkpoint.policy import run_tiled
 from armillary.models.block import Block, Context, plainly
 from armillary.models.generation.cache import CachedAttention, CacheLayout, check_mask
-from armillary.models.generation.decode_collectives import axes_of, from_shard
+from armillary.models.generation.decode_collectives import axes_of, broadcast_from_shard
 from armillary.models.parallel.tensor import gathered_logits
 
 BlockRunner = Callable[[Block, Tensor, Context], Tensor]
@@ -30,7 +30,7 @@ class Decoding:
 
     Args:
         model: plain, or on a mesh (`parallelize`).
-        more: tokens to come after the prompt, at most: room is made for so many.
+        max_new_tokens: tokens to come after the prompt, at most: room is made for so many.
         mask: causal unless given; with a window, maybe.
 
     Raises:
@@ -38,19 +38,19 @@ class Decoding:
             methods that divide the sequence differently; a mask that cannot be continued.
     """
 
-    def __init__(self, model: nn.Module, *, more: int, mask: AttentionMask | None = None) -> None:
-        self.model, self.more = model, more
+    def __init__(self, model: nn.Module, *, max_new_tokens: int, mask: AttentionMask | None = None) -> None:
+        self.model, self.max_new_tokens = model, max_new_tokens
         self.mask = AttentionMask(causal=True) if mask is None else mask
         check_mask(self.mask)
         self.blocks = [module for module in model.modules() if isinstance(module, Block)]
         methods = methods_of(model, self.blocks)
         self.method = methods[0]
         self.axes = axes_of(self.method)
-        self.start(None, more)
+        self.start(None, max_new_tokens)
 
-    def start(self, prompt: SequenceLayout | None, more: int) -> None:
+    def start(self, prompt: SequenceLayout | None, new_tokens: int) -> None:
         """Empty caches, with room for a prompt of this layout, over all ranks of the method, and what is to come."""
-        self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, more)
+        self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
         self.layers = [CachedAttention(method, self.holdings) for method in methods_of(self.model, self.blocks)]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
@@ -68,7 +68,7 @@ class Decoding:
         layout = self.layout_for(ids, layout)
         if layout is None:
             return self._one_by_one(ids)
-        self.start(layout, self.more)
+        self.start(layout, self.max_new_tokens)
         shard = self.method.shard
         with self._remembering(partial(run_tiled, None)):
             return self.model(
@@ -90,13 +90,13 @@ class Decoding:
         with self._remembering(plainly):
             return self.model(token[:, None], positions=position, mask=self.mask)[:, 0]
 
-    def agreed(self, token: Tensor) -> Tensor:
+    def broadcast_token(self, token: Tensor) -> Tensor:
         """The token [B] of the first rank, on every rank: one that differs in a bit would go its own way from there.
 
         Bytes sent: at most (P - 1) 8 B, all-gather.
         """
         shard = self.method.shard
-        return from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
+        return broadcast_from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
 
     def layout_for(self, ids: Tensor, layout: SequenceLayout | None) -> SequenceLayout | None:
         """The layout of a prompt [B, N] over all ranks, checked; None for fewer tokens than ranks."""
@@ -110,7 +110,7 @@ class Decoding:
         return layout if layout.shards == shards else layout.refine(shards // layout.shards)
 
     def _one_by_one(self, ids: Tensor) -> Tensor:
-        self.start(None, ids.shape[1] + self.more)
+        self.start(None, ids.shape[1] + self.max_new_tokens)
         for token in ids.unbind(1)[:-1]:
             self.step(token)
         return self.step(ids[:, -1])
@@ -132,7 +132,7 @@ class Decoding:
         mine = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
         if axis is not None and owner == self.method.shard:
             mine = all_gather_interleaved(mine, axis)[:, index % ranks :][:, :1]
-        last = from_shard(mine, owner, self.method.shard, self.axes)
+        last = broadcast_from_shard(mine, owner, self.method.shard, self.axes)
         return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 
     @contextmanager

@@ -92,7 +92,7 @@ def stream(
     """
     check(model, ids, new_tokens)
     sampling = Sampling(temperature, top_k, top_p)
-    decoding = Decoding(model, more=new_tokens - 1, mask=mask)
+    decoding = Decoding(model, max_new_tokens=new_tokens - 1, mask=mask)
     layout = decoding.layout_for(ids, layout)
     generator = torch.Generator(ids.device).manual_seed(seed)
     ends = torch.tensor(list(stop), dtype=torch.long, device=ids.device)
@@ -112,7 +112,7 @@ def _tokens(
     token = ids[:, -1]
     over = torch.zeros_like(token, dtype=torch.bool)
     for left in reversed(range(new_tokens)):
-        chosen = decoding.agreed(sampling.choose(logits, generator))
+        chosen = decoding.broadcast_token(sampling.choose(logits, generator))
         token = torch.where(over, token, chosen)
         over = over | torch.isin(token, stop)
         yield token
