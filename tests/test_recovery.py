@@ -10,7 +10,7 @@ from pathlib import Path
 from launches import PATIENCE, Launch, agent, torchrun
 from recovery import SMALL, STEPS, assert_same_end, folder, training
 
-from armillary.train.journal import read
+from armillary.train.reporting.journal import read
 
 
 def test_a_run_whose_ranks_are_killed_thrice_ends_as_if_nobody_had_been(undisturbed, tmp_path):

@@ -21,7 +21,7 @@ from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, config_of, write_choice
 from armillary.plan.search.search import SearchPlan, passes_of, search
-from armillary.train.command import read_command
+from armillary.train.config.command import read_command
 
 # -- against what papers have measured --------------------------------------------------------------------------------
 

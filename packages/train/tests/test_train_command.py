@@ -8,8 +8,8 @@ import pytest
 
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
-from armillary.train.command import RECIPES, read_command
-from armillary.train.overlay import flat, overlaid, read_settings
+from armillary.train.config.command import RECIPES, read_command
+from armillary.train.config.overlay import flat, overlaid, read_settings
 
 
 def command(*argv: object) -> Config:

@@ -8,8 +8,8 @@ from armillary.data.formats.folder import Header
 from armillary.data.prepare.sources import _is_saved
 from armillary.data.text.tokenizer_json import configured, settings_of
 from armillary.models.hub.folder import read_json
-from armillary.train import journal
-from armillary.train.overlay import read_settings
+from armillary.train.config.overlay import read_settings
+from armillary.train.reporting import journal
 
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
 

@@ -17,7 +17,7 @@ from armillary.core.health.process import machine, running, start_of
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output_lock import OutputLock
-from armillary.train.journal import Journal
+from armillary.train.reporting.journal import Journal
 
 fork = multiprocessing.get_context("fork")
 

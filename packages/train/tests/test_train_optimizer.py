@@ -12,8 +12,8 @@ from armillary.core.testing import mesh
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.models.parallel import parallelize
 from armillary.train import OptimizerConfig
+from armillary.train.lr_schedule import learning_rate, told
 from armillary.train.optimizer import build_optimizer, clip_gradients
-from armillary.train.schedule import learning_rate, told
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 

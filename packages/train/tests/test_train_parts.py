@@ -5,9 +5,9 @@ import torch
 
 from armillary.data.parsing import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
-from armillary.train.check import check
-from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
+from armillary.train.config.check import check
 from armillary.train.parallel import choose_axes, choose_device
+from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 
 
 def parsed(argv: list[str]) -> Config:

@@ -7,10 +7,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from armillary.train import journal
-from armillary.train.metrics import StepMetrics
-from armillary.train.plot import plot_runs, read_curves, smoothed
-from armillary.train.plot_cli import main
+from armillary.train.reporting import journal
+from armillary.train.reporting.metrics import StepMetrics
+from armillary.train.reporting.plot import plot_runs, read_curves, smoothed
+from armillary.train.reporting.plot_cli import main
 
 
 def write_run(folder, steps=40, bad=None):

@@ -31,13 +31,13 @@ from armillary.train import (
     process_group,
     train,
 )
-from armillary.train import journal as journals
-from armillary.train.check import check_log
-from armillary.train.journal import Journal
-from armillary.train.metrics import StepMetrics, averaged
-from armillary.train.report import Reporter
-from armillary.train.screen import Screen
-from armillary.train.sink import Guarded
+from armillary.train.config.check import check_log
+from armillary.train.reporting import journal as journals
+from armillary.train.reporting.journal import Journal
+from armillary.train.reporting.metrics import StepMetrics, averaged
+from armillary.train.reporting.report import Reporter
+from armillary.train.reporting.screen import Screen
+from armillary.train.reporting.sink import Guarded
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),

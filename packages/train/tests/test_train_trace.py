@@ -23,8 +23,8 @@ from armillary.train import (
     process_group,
     train,
 )
-from armillary.train.command import read_command
-from armillary.train.tracing import StepTrace
+from armillary.train.config.command import read_command
+from armillary.train.reporting.tracing import StepTrace
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),

@@ -17,10 +17,10 @@ from armillary.core.accumulate import accumulation_dtype
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parallel import parallelize
-from armillary.train.alike import check_alike, settings
-from armillary.train.check import check, check_log
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
+from armillary.train.config.check import check, check_log
+from armillary.train.consistency import check_alike, settings
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh

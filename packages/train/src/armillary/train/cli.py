@@ -11,8 +11,8 @@ from armillary.core.commands import FAILED, ending, record
 from armillary.core.health.stopping import StopSignal
 from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import prepare, process_group
-from armillary.train.command import PROGRAM, read_command
 from armillary.train.config import Config
+from armillary.train.config.command import PROGRAM, read_command
 from armillary.train.trainer import train, watchdog_of
 
 

@@ -20,7 +20,7 @@ from armillary.models import (
     pretrained_config,
 )
 from armillary.train.config import ModelConfig
-from armillary.train.overlay import flag
+from armillary.train.config.overlay import flag
 
 SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
 """What a pretrained folder says, as does `vocab_size`."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from armillary.data import Batch
 from armillary.models import linear_token_loss
+from armillary.train.lr_schedule import learning_rate
 from armillary.train.optimizer import clip_gradients, set_learning_rate
 from armillary.train.run import Run
-from armillary.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.checkpoint import Checkpoints, OutputLock
 from armillary.train.config import Config
-from armillary.train.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
-from armillary.train.profiling import Profiler
-from armillary.train.report import Reporter
+from armillary.train.lr_schedule import told
+from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
+from armillary.train.reporting.profiling import Profiler
+from armillary.train.reporting.report import Reporter
+from armillary.train.reporting.tracing import StepTrace
 from armillary.train.run import Run
-from armillary.train.schedule import told
 from armillary.train.step import StepResult, train_step
-from armillary.train.tracing import StepTrace
 from armillary.train.validation import validate
 
 

@@ -20,8 +20,8 @@ from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.plan.memory import SimulatedFlash, fake_world
+from armillary.train.config.limits import Count, CountOrNone, amount, check_limits
 from armillary.train.dry_run import MOST_RANKS
-from armillary.train.limits import Count, CountOrNone, amount, check_limits
 
 PHASES = ("forward", "backward")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}

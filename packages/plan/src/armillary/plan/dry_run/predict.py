@@ -20,8 +20,8 @@ from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import passes_of
-from armillary.train.command import Source, read_source
 from armillary.train.config import Config
+from armillary.train.config.command import Source, read_source
 from armillary.train.dry_run import DryRun, dry_run
 from armillary.train.dry_run.predict import precision_of
 

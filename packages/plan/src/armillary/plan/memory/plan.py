@@ -12,7 +12,7 @@ from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
 from armillary.plan.presets import Model, cluster_of, model_of
-from armillary.train.limits import Count, CountOrNone, amount, check_limits
+from armillary.train.config.limits import Count, CountOrNone, amount, check_limits
 
 BEYOND = 4
 """A simulation runs through a step piece by piece, which takes as long as the step is long: of what is far from fitting

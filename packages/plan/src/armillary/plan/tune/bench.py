@@ -19,8 +19,8 @@ from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.plan.search.candidates import Candidate
 from armillary.train.build import patience, precision, shard_model
-from armillary.train.check import check
 from armillary.train.config import Config
+from armillary.train.config.check import check
 from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 

@@ -13,9 +13,9 @@ import tyro
 from armillary.attention.build import names
 from armillary.data.parsing import parse
 from armillary.plan.presets import cluster_of
-from armillary.train.command import Source, read_source
 from armillary.train.config import Config, LogConfig, ParallelConfig
-from armillary.train.limits import check_limits
+from armillary.train.config.command import Source, read_source
+from armillary.train.config.limits import check_limits
 
 PROGRAM = "armillary-tune"
 

@@ -10,8 +10,8 @@ import torch
 
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
+from armillary.train.config.overlay import flag, shown
 from armillary.train.model import SIZES, model_config
-from armillary.train.overlay import flag, shown
 
 Question = dict[str, Any]
 """Values by "section.key", and "ranks"."""

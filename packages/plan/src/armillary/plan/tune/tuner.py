@@ -22,9 +22,9 @@ from armillary.plan.tune.groups import Groups
 from armillary.plan.tune.prune import looked_at, pruned
 from armillary.plan.tune.question import Question, difference, dtype_name, question_of
 from armillary.plan.tune.screen import Screen
-from armillary.train.alike import check_alike, settings
 from armillary.train.build import precision
 from armillary.train.config import Config
+from armillary.train.consistency import check_alike, settings
 
 NEAR = 1.05
 """As fast as the fastest are those that take at most so many times as long: once measured, noise may have chosen."""

@@ -12,8 +12,8 @@ from armillary.core.fake_world import fake_world
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import build_model, precision
-from armillary.train.check import check
 from armillary.train.config import Config
+from armillary.train.config.check import check
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import open_stores, vocabulary_size

@@ -13,7 +13,7 @@ import tyro
 from armillary.core.commands import ending
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
-from armillary.train.plot import plot_runs
+from armillary.train.reporting.plot import plot_runs
 
 PROGRAM = "armillary-plot"
 

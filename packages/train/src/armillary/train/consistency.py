@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from armillary.train.config import Config
-from armillary.train.overlay import flag, flat
+from armillary.train.config.overlay import flag, flat
 
 
 def check_alike(what: str, mine: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from armillary.train.metrics import StepMetrics
+from armillary.train.reporting.metrics import StepMetrics
 
 
 class Sink(Protocol):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from armillary.core.files import parse_json
-from armillary.train.metrics import StepMetrics
+from armillary.train.reporting.metrics import StepMetrics
 
 BUFFER = 1 << 20
 """Bytes of lines that are kept, and written later, while the disk is full."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.data.optional import optional
-from armillary.train import journal
+from armillary.train.reporting import journal
 
 WINDOWS = 25
 """The strong line is a mean over about one of so many parts of a run's steps."""

@@ -9,9 +9,9 @@ import torch
 
 from armillary.attention.build import names
 from armillary.train.config import Config, LogConfig, OptimizerConfig
-from armillary.train.limits import check_limits
+from armillary.train.config.limits import check_limits
+from armillary.train.lr_schedule import warmup_of
 from armillary.train.model import model_config
-from armillary.train.schedule import warmup_of
 
 
 def check(config: Config) -> None:

@@ -12,12 +12,12 @@ from typing import Self
 import torch.distributed as dist
 
 from armillary.train.config import Config
-from armillary.train.journal import Journal
-from armillary.train.metrics import StepMetrics
-from armillary.train.plot import plot_runs
-from armillary.train.screen import Screen
-from armillary.train.sink import Guarded, Sink
-from armillary.train.trackers import TensorBoard, WeightsAndBiases
+from armillary.train.reporting.journal import Journal
+from armillary.train.reporting.metrics import StepMetrics
+from armillary.train.reporting.plot import plot_runs
+from armillary.train.reporting.screen import Screen
+from armillary.train.reporting.sink import Guarded, Sink
+from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
 
 SAYING, CLOSING = 5.0, 60.0
 """Seconds that a run waits, at most, for a line to be shown, and for what is left when it ends."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from armillary.train.metrics import StepMetrics
+from armillary.train.reporting.metrics import StepMetrics
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:

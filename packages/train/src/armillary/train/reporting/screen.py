@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from armillary.train.metrics import StepMetrics, averaged
+from armillary.train.reporting.metrics import StepMetrics, averaged
 
 RECENT = 3600.0
 """Seconds, of which the last thousand steps at most tell how long the rest will take."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from armillary.core.quantity import LARGEST
 from armillary.models import Checkpointing
-from armillary.train.limits import Count, CountOrNone, Momentum, NotNegative, Positive
+from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegative, Positive
 
 
 @dataclass(frozen=True)
