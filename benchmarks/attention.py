@@ -32,7 +32,7 @@ from armillary.attention import (
     WallFacer,
     build_attention,
 )
-from armillary.attention.tiles import tiles
+from armillary.attention.tiling.tiles import tiles
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import World, mesh
 

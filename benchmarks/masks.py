@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from armillary.attention import AttentionMask, Local
-from armillary.attention.circle import Circle
-from armillary.attention.grid import grid_of
+from armillary.attention.rotation.topology import Circle
+from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
 
 sys.path.insert(0, str(Path(__file__).parent))

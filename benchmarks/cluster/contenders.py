@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.schedule import Schedule, Work
-from armillary.attention.teams import Placement
+from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.methods.teams import Placement
 from armillary.core import SequenceLayout
 from armillary.plan import Cluster
 from armillary.plan.memory.estimate import AttentionChoice

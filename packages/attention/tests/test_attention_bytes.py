@@ -11,10 +11,12 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Schedule, UPipe, WallFacer, Work, ring, upipe, wall_facer
+from armillary.attention import AttentionMask, Schedule, UPipe, WallFacer, Work
 from armillary.attention.conformance import METHODS, Case, Composition, cases, compositions
 from armillary.attention.conformance.case import CAUSAL
 from armillary.attention.conformance.sample import MASKS
+from armillary.attention.methods import ring, upipe
+from armillary.attention.methods import wallfacer as wall_facer
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 

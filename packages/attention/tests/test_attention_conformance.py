@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import Call, Local, Method, Saved, Ulysses
-from armillary.attention.cell import Cell
 from armillary.attention.conformance import (
     GRADIENTS,
     KINDS,
@@ -35,8 +34,9 @@ from armillary.attention.conformance.memory import ALONE, Memory
 from armillary.attention.conformance.run import Verdict, judge
 from armillary.attention.conformance.tensors import drawn_layout
 from armillary.attention.mask import AttentionMask
-from armillary.attention.merge import Merge, Sum
 from armillary.attention.reference import reference_attention, visible_pairs
+from armillary.attention.tiling.block import Cell
+from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
 

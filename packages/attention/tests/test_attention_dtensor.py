@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, reference_attention
-from armillary.attention.dtensor import attend_dtensors, axes_of
+from armillary.attention.parallel import attend_dtensors, axes_of
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 

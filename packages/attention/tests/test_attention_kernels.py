@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.call import Call, Saved
-from armillary.attention.cell import Cell
 from armillary.attention.kernels import (
     KERNELS,
     Backward,
@@ -29,8 +27,10 @@ from armillary.attention.kernels import (
 from armillary.attention.kernels.flash import found, parameters
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
-from armillary.attention.merge import Merge, Sum
-from armillary.attention.tiles import Tile
+from armillary.attention.spec import Call, Saved
+from armillary.attention.tiling.block import Cell
+from armillary.attention.tiling.merge import Merge, Sum
+from armillary.attention.tiling.tiles import Tile
 from armillary.core import SequenceLayout
 
 EMULATED = (CudaFlash(), FlashAttn2(), FlashAttn3())

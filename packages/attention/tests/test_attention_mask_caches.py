@@ -6,8 +6,8 @@ import weakref
 import torch
 
 from armillary.attention import AttentionMask, Local
-from armillary.attention.build import build_attention
-from armillary.attention.grid import grid_of
+from armillary.attention.registry import build_attention
+from armillary.attention.tiling.grid import grid_of
 from armillary.core.testing import mesh
 
 LENGTH = 48

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
-from armillary.attention import method as method_module
 from armillary.attention.kernels import choose_kernel
+from armillary.attention.methods import base as method_module
 from armillary.core import FlatBuffer
 from armillary.core.collectives import exchange
 from armillary.core.testing import mesh

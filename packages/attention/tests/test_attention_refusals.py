@@ -22,7 +22,7 @@ from armillary.attention import (
     build_schedule,
     reference_attention,
 )
-from armillary.attention.teams import Teams
+from armillary.attention.methods.teams import Teams
 from armillary.core import Axis, CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask
-from armillary.attention.call import Call
-from armillary.attention.circle import Moving
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
-from armillary.attention.method import key_heads_of
-from armillary.attention.rotation import Rotation
+from armillary.attention.methods.base import key_heads_of
+from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.topology import Moving
+from armillary.attention.spec import Call
 from armillary.core import Axis, SequenceLayout
 
 

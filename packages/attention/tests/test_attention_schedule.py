@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Schedule, Work, build_attention, build_schedule, ring, ulysses, upipe
+from armillary.attention import AttentionMask, Schedule, Work, build_attention, build_schedule
 from armillary.attention import wall_facer as wf
-from armillary.attention.build import names
-from armillary.attention.head_axis import split_heads
-from armillary.attention.ring import Backward
-from armillary.attention.schedule import Kind, Step
-from armillary.attention.teams import Teams
+from armillary.attention.comm_plan import Kind, Step
+from armillary.attention.methods import ring, ulysses, upipe
+from armillary.attention.methods.head_axis import split_heads
+from armillary.attention.methods.ring import Backward
+from armillary.attention.methods.teams import Teams
+from armillary.attention.registry import names
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
 from armillary.core.testing import mesh

@@ -7,10 +7,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.grid import Grid
 from armillary.attention.mask import AttentionMask
 from armillary.attention.reference import visible_pairs
-from armillary.attention.tiles import tiles
+from armillary.attention.tiling.grid import Grid
+from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()

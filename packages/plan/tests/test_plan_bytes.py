@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.attention.build import names
+from armillary.attention.registry import names
 from armillary.plan.cli import main
 from armillary.plan.comm_time.bytes import BytesPlan, Choice, Row, Sent, choices, plan_bytes
 

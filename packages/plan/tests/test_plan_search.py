@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, ring, ulysses
-from armillary.attention.schedule import Kind, Move, Step, Work
+from armillary.attention import AttentionMask
+from armillary.attention.comm_plan import Kind, Move, Step, Work
+from armillary.attention.methods import ring, ulysses
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
 from armillary.models import Checkpointing

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from armillary.attention.call import Call, Saved
+from armillary.attention.spec import Call, Saved
 from armillary.core import compat
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.compiled import alone
@@ -24,7 +24,7 @@ from armillary.core.observe.ledger import phase
 from armillary.core.recompute import outside_autocast
 
 if TYPE_CHECKING:
-    from armillary.attention.method import Method
+    from armillary.attention.methods.base import Method
 
 
 _numbers = count()

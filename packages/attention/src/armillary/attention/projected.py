@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from armillary.attention.bridge import Plan, sinks_gradient, sunk
-from armillary.attention.call import Call
+from armillary.attention.methods.sources import Projected
 from armillary.attention.projections import Projections, one_token
-from armillary.attention.sources import Projected
+from armillary.attention.spec import Call
 from armillary.core.accumulate import Totals, accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.core.recompute import RNGReplay, capture_autocast, outside_autocast
 
 if TYPE_CHECKING:
-    from armillary.attention.upipe import UPipe
+    from armillary.attention.methods.upipe import UPipe
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from armillary.attention import bridge
-from armillary.attention.call import Saved
 from armillary.attention.kernels import KERNELS, Kernel
 from armillary.attention.mask import AttentionMask
+from armillary.attention.spec import Saved
 from armillary.core import SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 
 if TYPE_CHECKING:
-    from armillary.attention.method import Method
+    from armillary.attention.methods.base import Method
 
 NUMBERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Methods, and what makes projections, by number, for as long as somebody else holds them."""

@@ -24,7 +24,7 @@ from armillary.core import compat
 from armillary.core.recompute import capture_autocast
 
 if TYPE_CHECKING:
-    from armillary.attention.upipe import UPipe
+    from armillary.attention.methods.upipe import UPipe
 
 
 MADE_OF = "Tensor? ends, Tensor ticket, Tensor[] tensors, Tensor[] parameters, SymInt[] dims, ScalarType? autocast"

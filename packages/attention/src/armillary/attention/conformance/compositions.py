@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.build import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_schedule, names
-from armillary.attention.method import Method
-from armillary.attention.ring import Backward, Ring
-from armillary.attention.ring import schedule as ring_schedule
-from armillary.attention.schedule import Schedule, Work
-from armillary.attention.teams import Placement
-from armillary.attention.wall_facer import WallFacer
-from armillary.attention.wall_facer import schedule as wall_facer_schedule
+from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.ring import Backward, Ring
+from armillary.attention.methods.ring import schedule as ring_schedule
+from armillary.attention.methods.teams import Placement
+from armillary.attention.methods.wallfacer import WallFacer
+from armillary.attention.methods.wallfacer import schedule as wall_facer_schedule
+from armillary.attention.registry import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_schedule, names
 from armillary.core import compat
 from armillary.core.testing import mesh
 

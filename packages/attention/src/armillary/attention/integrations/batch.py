@@ -14,7 +14,7 @@ from armillary.attention.checks import check_layout
 from armillary.attention.integrations.packing import sum_over_ranks
 from armillary.attention.integrations.sequence import Documents, Sharding, check_method, sequence
 from armillary.attention.mask import AttentionMask
-from armillary.attention.method import Method
+from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 from armillary.core.checked import check_tensor, integer
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.attention.integrations.sequence import Documents, check_tokens
 from armillary.attention.mask import AttentionMask
-from armillary.attention.method import Method
+from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout
 from armillary.core.observe.trace import record, watched
 

@@ -17,7 +17,7 @@ from armillary.attention.checks import as_autocast
 from armillary.attention.integrations.registries import Refusal, refuse_models
 from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
 from armillary.attention.mask import AttentionMask
-from armillary.attention.method import Method
+from armillary.attention.methods.base import Method
 
 
 def sdpa_parallel(attend: Method) -> SdpaParallel:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from armillary.attention.checks import check_layout
 from armillary.attention.mask import AttentionMask
-from armillary.attention.method import Method
+from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 
 Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]

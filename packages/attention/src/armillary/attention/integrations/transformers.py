@@ -20,7 +20,7 @@ from armillary.attention.integrations.sequence import Documents, Sharding, check
 from armillary.attention.integrations.transformers_masks import window_of
 from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, check_modules, wrap_models
 from armillary.attention.mask import AttentionMask, Window
-from armillary.attention.method import Method
+from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 
 

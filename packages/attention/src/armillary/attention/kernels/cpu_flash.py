@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, in_rows, refuses_dtype
 from armillary.attention.mask import Window
-from armillary.attention.tiles import Tile
+from armillary.attention.tiling.tiles import Tile
 
 _forward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_for_cpu_backward

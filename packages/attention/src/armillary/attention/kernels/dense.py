@@ -11,7 +11,7 @@ from torch import Tensor
 
 from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, refuses_dtype
 from armillary.attention.mask import Window
-from armillary.attention.tiles import Tile
+from armillary.attention.tiling.tiles import Tile
 
 
 @dataclass(frozen=True)

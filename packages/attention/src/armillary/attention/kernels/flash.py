@@ -18,7 +18,7 @@ from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel
 from armillary.attention.kernels.packing import Lengths, lengths, packed, packs, unpacked, window
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
-from armillary.attention.tiles import Tile
+from armillary.attention.tiling.tiles import Tile
 
 ALIGNED = 8
 """Elements of 16 bits: the kernels read 16 bytes at once, from where a row begins."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.mask import Window
-from armillary.attention.tiles import Tile
+from armillary.attention.tiling.tiles import Tile
 from armillary.core.checked import number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

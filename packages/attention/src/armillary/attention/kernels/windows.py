@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from armillary.attention.mask import Window
-from armillary.attention.tiles import Tile
+from armillary.attention.tiling.tiles import Tile
 
 
 def window_of(band: Window, queries: int, keys: int) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Inputs, Scores, choose_kernel, in_rows
-from armillary.attention.merge import ALL, Merge
-from armillary.attention.tiles import tiles
+from armillary.attention.tiling.merge import ALL, Merge
+from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout
 from armillary.core.layout import Spans
 from armillary.models.generation.decode_collectives import axes_of, merge_partial_attention

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.dtensor import axes_of
+from armillary.attention.parallel import axes_of
 from armillary.core import Axis
 from armillary.core.grid import check_grid
 from armillary.models.activation_checkpoint.policy import Checkpointing

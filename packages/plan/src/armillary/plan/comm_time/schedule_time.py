@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from armillary.attention.schedule import Move, Step
+from armillary.attention.comm_plan import Move, Step
 from armillary.core.network import Send
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery

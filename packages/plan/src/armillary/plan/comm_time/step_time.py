@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from armillary.attention.schedule import Schedule
+from armillary.attention.comm_plan import Schedule
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.schedule_time import BACKWARD, FORWARD, Span, around, spent
 from armillary.plan.memory import Job

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method, Projected, UPipe, rotate_keys
+from armillary.attention import AttentionMask, Method, Projected, UPipe
+from armillary.attention.rotation import keys as rotate_keys
 from armillary.core.chunks import simulating
 from armillary.core.fake_world import fake_world
 from armillary.models import Checkpointing, LlamaConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.schedule import Work
+from armillary.attention.comm_plan import Work
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from armillary.attention.build import names
+from armillary.attention.registry import names
 from armillary.data.parsing import parse
 from armillary.plan.presets import cluster_of
 from armillary.train.config import Config, LogConfig, ParallelConfig

@@ -7,7 +7,7 @@ from math import isfinite
 
 import torch
 
-from armillary.attention.build import names
+from armillary.attention.registry import names
 from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.config.limits import check_limits
 from armillary.train.lr_schedule import warmup_of

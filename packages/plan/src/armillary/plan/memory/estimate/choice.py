@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, build_attention
-from armillary.attention.build import HEAD_METHODS, build_schedule, largest_team
-from armillary.attention.schedule import Schedule, Work
-from armillary.attention.teams import Placement, Teams
+from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.methods.teams import Placement, Teams
+from armillary.attention.registry import HEAD_METHODS, build_schedule, largest_team
 from armillary.core import SequenceLayout
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import rotate_queries
-from armillary.attention.call import Call, Saved
-from armillary.attention.circle import Circle
-from armillary.attention.method import Method
-from armillary.attention.rotation import Rotation
-from armillary.attention.schedule import Schedule, Work
+from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.methods.base import Method
+from armillary.attention.rotation import queries as rotate_queries
+from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.topology import Circle
+from armillary.attention.spec import Call, Saved
 from armillary.core import Axis
 
 

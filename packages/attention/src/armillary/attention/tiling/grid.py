@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast
 
 from armillary.attention.mask import AttentionMask
-from armillary.attention.tiles import Pieces, Tile, bands, by_document, tiles_of
+from armillary.attention.tiling.tiles import Pieces, Tile, bands, by_document, tiles_of
 from armillary.core import SequenceLayout
 
 Known = TypeVar("Known")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Literal, get_args
 
-from armillary.attention.circle import Circle, Moving
+from armillary.attention.rotation.topology import Circle, Moving
 from armillary.core import SequenceLayout
 from armillary.core.checked import integer, one_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from armillary.attention.circle import Circle
-from armillary.attention.grid import Grid
-from armillary.attention.schedule import Move, Step, Steps, Work, move, steps
+from armillary.attention.comm_plan import Move, Step, Steps, Work, move, steps
+from armillary.attention.rotation.topology import Circle
+from armillary.attention.tiling.grid import Grid
 from armillary.core.network import Send
 
 Returning = Callable[[Circle, Grid, int], Iterable[Send]]

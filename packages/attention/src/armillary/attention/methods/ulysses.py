@@ -10,10 +10,10 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call import Call, Saved
-from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
-from armillary.attention.method import Method
-from armillary.attention.schedule import Schedule, Step, Work, steps
+from armillary.attention.comm_plan import Schedule, Step, Work, steps
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
+from armillary.attention.spec import Call, Saved
 from armillary.core import Axis, SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call import Call, Saved
-from armillary.attention.head_axis import Arriving, HeadMethod, HeadMoves, Inside, checked_inner, split_heads
-from armillary.attention.method import Method
+from armillary.attention.comm_plan import Move, Schedule, Step, Steps, Work, beside, steps
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, Inside, checked_inner, split_heads
+from armillary.attention.methods.sources import Finished, Heads, Source, place, select
+from armillary.attention.methods.stages import Keys, Share, Stage, stages
 from armillary.attention.projected import attend_projected
 from armillary.attention.projections import Projections
-from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, beside, steps
-from armillary.attention.sources import Finished, Heads, Source, place, select
-from armillary.attention.stages import Keys, Share, Stage, stages
+from armillary.attention.spec import Call, Saved
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import flag, integer

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.dtensor import axes_of
-from armillary.attention.local import Local
+from armillary.attention.comm_plan import Move, Schedule, Work, placed, to_each, together
 from armillary.attention.mask import AttentionMask
-from armillary.attention.method import Method
-from armillary.attention.schedule import Move, Schedule, Work, placed, to_each, together
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.local import Local
+from armillary.attention.parallel import axes_of
 from armillary.core import Axis, SequenceLayout
 from armillary.core.grid import check_grid
 

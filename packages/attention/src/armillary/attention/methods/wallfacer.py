@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import rotate_keys, rotate_queries
-from armillary.attention.call import Call, Saved
-from armillary.attention.circle import Moving
+from armillary.attention.comm_plan import Move, Schedule, Step, Steps, Work, all_gather, move, reduce_scatter, steps
 from armillary.attention.mask import AttentionMask
-from armillary.attention.method import Method, layout_of
-from armillary.attention.ring import Backward, backward_steps, check_backward, fewer_bytes
-from armillary.attention.rotation import Rotation
-from armillary.attention.schedule import Move, Schedule, Step, Steps, Work, all_gather, move, reduce_scatter, steps
-from armillary.attention.teams import Placement, Teams
+from armillary.attention.methods.base import Method, layout_of
+from armillary.attention.methods.ring import Backward, backward_steps, check_backward, fewer_bytes
+from armillary.attention.methods.teams import Placement, Teams
+from armillary.attention.rotation import keys as rotate_keys
+from armillary.attention.rotation import queries as rotate_queries
+from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.topology import Moving
+from armillary.attention.spec import Call, Saved
 from armillary.core import Axis, FlatBuffer, SequenceLayout, start_exchange
 from armillary.core.checked import flag
 from armillary.core.collectives.all_gather import start_all_gather

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from armillary.attention.grid import Grid
+from armillary.attention.tiling.grid import Grid
 from armillary.core.network import Send
 
 Moving = Literal["keys", "queries"]

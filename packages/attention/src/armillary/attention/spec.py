@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.grid import Grid, grid_of
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
+from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 
 

@@ -9,24 +9,24 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.all_gather import AllGatherKV
-from armillary.attention.all_gather import schedule as all_gather_schedule
-from armillary.attention.head_axis import Inside
-from armillary.attention.local import Local
-from armillary.attention.local import schedule as local_schedule
-from armillary.attention.method import Method
-from armillary.attention.ring import Backward, Ring
-from armillary.attention.ring import schedule as ring_schedule
-from armillary.attention.schedule import Schedule, Work
-from armillary.attention.teams import Placement
-from armillary.attention.token_ring import TokenRing
-from armillary.attention.token_ring import schedule as token_ring_schedule
-from armillary.attention.ulysses import Ulysses
-from armillary.attention.ulysses import schedule as ulysses_schedule
-from armillary.attention.upipe import UPipe
-from armillary.attention.upipe import schedule as upipe_schedule
-from armillary.attention.wall_facer import WallFacer
-from armillary.attention.wall_facer import schedule as wall_facer_schedule
+from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.methods.all_gather import AllGatherKV
+from armillary.attention.methods.all_gather import schedule as all_gather_schedule
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.head_axis import Inside
+from armillary.attention.methods.local import Local
+from armillary.attention.methods.local import schedule as local_schedule
+from armillary.attention.methods.ring import Backward, Ring
+from armillary.attention.methods.ring import schedule as ring_schedule
+from armillary.attention.methods.teams import Placement
+from armillary.attention.methods.token_ring import TokenRing
+from armillary.attention.methods.token_ring import schedule as token_ring_schedule
+from armillary.attention.methods.ulysses import Ulysses
+from armillary.attention.methods.ulysses import schedule as ulysses_schedule
+from armillary.attention.methods.upipe import UPipe
+from armillary.attention.methods.upipe import schedule as upipe_schedule
+from armillary.attention.methods.wallfacer import WallFacer
+from armillary.attention.methods.wallfacer import schedule as wall_facer_schedule
 
 
 class Options(NamedTuple):

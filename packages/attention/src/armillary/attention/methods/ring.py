@@ -17,12 +17,13 @@ from typing import Literal, cast, get_args
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import rotate_keys, rotate_queries
-from armillary.attention.call import Call, Saved
-from armillary.attention.circle import Circle, Moving
-from armillary.attention.method import Method
-from armillary.attention.rotation import Rotation
-from armillary.attention.schedule import Schedule, Steps, Work
+from armillary.attention.comm_plan import Schedule, Steps, Work
+from armillary.attention.methods.base import Method
+from armillary.attention.rotation import keys as rotate_keys
+from armillary.attention.rotation import queries as rotate_queries
+from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.topology import Circle, Moving
+from armillary.attention.spec import Call, Saved
 from armillary.core import Axis
 from armillary.core.checked import one_of
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from armillary.attention.call import Call, Saved, head_runs
 from armillary.attention.kernels import Backward, Forward, Scores, in_rows
 from armillary.attention.mask import Window
-from armillary.attention.merge import Merge, Part, Sum
+from armillary.attention.spec import Call, Saved, head_runs
+from armillary.attention.tiling.merge import Merge, Part, Sum
 from armillary.core import span
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from armillary.attention.call import Call, Saved
-from armillary.attention.cell import Cell
-from armillary.attention.merge import Merge, Sum
-from armillary.attention.method import Method
-from armillary.attention.schedule import Schedule, Step, Work
+from armillary.attention.comm_plan import Schedule, Step, Work
+from armillary.attention.methods.base import Method
+from armillary.attention.spec import Call, Saved
+from armillary.attention.tiling.block import Cell
+from armillary.attention.tiling.merge import Merge, Sum
 
 
 class Local(Method):

@@ -11,11 +11,11 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call import Call, Saved
-from armillary.attention.cell import Cell
-from armillary.attention.merge import Merge, Sum
-from armillary.attention.method import Method
-from armillary.attention.schedule import Schedule, Step, Work, all_gather, reduce_scatter, steps
+from armillary.attention.comm_plan import Schedule, Step, Work, all_gather, reduce_scatter, steps
+from armillary.attention.methods.base import Method
+from armillary.attention.spec import Call, Saved
+from armillary.attention.tiling.block import Cell
+from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.call import Call
-from armillary.attention.cell import Cell
-from armillary.attention.circle import Circle, Moving
+from armillary.attention.rotation.topology import Circle, Moving
+from armillary.attention.spec import Call
+from armillary.attention.tiling.block import Cell
 from armillary.core import Axis, FlatBuffer, start_exchange
 
 

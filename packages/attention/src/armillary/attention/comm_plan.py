@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
-from armillary.attention.grid import Grid, grid_of
 from armillary.attention.mask import AttentionMask
+from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import one_of
@@ -24,7 +24,7 @@ from armillary.core.network import Send
 from armillary.core.observe.ledger import KINDS, PHASES
 
 if TYPE_CHECKING:
-    from armillary.attention.call import Call, Saved
+    from armillary.attention.spec import Call, Saved
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
 Role = Literal["ring", "ulysses"]

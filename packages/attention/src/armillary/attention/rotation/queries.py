@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from armillary.attention.call import Call, Saved
-from armillary.attention.circle import Circle
-from armillary.attention.merge import ALL, Merge, Sum
-from armillary.attention.returns import Along, Direct
-from armillary.attention.rotation import Rotation
-from armillary.attention.schedule import Steps, Work
-from armillary.attention.walk import walk as walk_of
+from armillary.attention.comm_plan import Steps, Work
+from armillary.attention.rotation.returns import Along, Direct
+from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.steps import walk as walk_of
+from armillary.attention.rotation.topology import Circle
+from armillary.attention.spec import Call, Saved
+from armillary.attention.tiling.merge import ALL, Merge, Sum
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, walk: Rotation, call: Call) -> tuple[Tensor, Tensor]:

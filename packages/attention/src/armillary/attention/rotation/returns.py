@@ -11,10 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from armillary.attention.call import Call
-from armillary.attention.circle import Circle
-from armillary.attention.grid import Grid
-from armillary.attention.rotation import Rotation, tokens_of
+from armillary.attention.rotation.rotate import Rotation, tokens_of
+from armillary.attention.rotation.topology import Circle
+from armillary.attention.spec import Call
+from armillary.attention.tiling.grid import Grid
 from armillary.core import FlatBuffer, start_exchange
 from armillary.core.collectives.exchange import Exchange
 from armillary.core.network import Send

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from armillary.attention import traced, traced_projected
 from armillary.attention.bridge import Plan, attend, check_transforms
-from armillary.attention.call import Call, Saved
 from armillary.attention.checks import check_are_tensors, check_hidden, check_options, check_tensors, in_one_dtype
-from armillary.attention.dtensor import attend_dtensors
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
+from armillary.attention.parallel import attend_dtensors
 from armillary.attention.projections import Projections, one_token
+from armillary.attention.spec import Call, Saved
 from armillary.attention.traced_projected import Traceable
 from armillary.core import Axis, SequenceLayout
 

@@ -22,7 +22,7 @@ from armillary.core.placements import (
 )
 
 if TYPE_CHECKING:
-    from armillary.attention.method import Method
+    from armillary.attention.methods.base import Method
 
 
 def attend_dtensors(
