@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from armillary.attention import AttentionMask, Local
-from armillary.attention.rotation.topology import Circle
+from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
 
@@ -47,7 +47,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 def derive(layout: SequenceLayout, ends: tuple[int, ...]) -> None:
     """What rank 0 of a ring finds out about a mask before its first kernel call."""
     grid = grid_of(layout, layout, AttentionMask(documents=ends))
-    Circle.of_all(layout.shards, "keys").shorter_way(grid)
+    RingTopology.of_all(layout.shards, "keys").shorter_way(grid)
     for shard in range(layout.shards):
         grid.tiles(0, shard, 0)
 

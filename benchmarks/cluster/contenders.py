@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.methods.teams import Placement
 from armillary.core import SequenceLayout
 from armillary.plan import Cluster
@@ -35,9 +35,9 @@ class Contender:
         """On a mesh of that shape, from `build_mesh`."""
         return self.attention(mesh)
 
-    def schedule(self, shapes: Shapes) -> Schedule:
+    def schedule(self, shapes: Shapes) -> CommPlan:
         """What it sends and computes on all ranks."""
-        work = Work.of(
+        work = AttentionShape.of(
             self.layout(shapes),
             shapes.mask,
             heads=shapes.heads,

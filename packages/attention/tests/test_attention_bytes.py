@@ -11,7 +11,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Schedule, UPipe, WallFacer, Work
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, UPipe, WallFacer
 from armillary.attention.conformance import METHODS, Case, Composition, cases, compositions
 from armillary.attention.conformance.case import CAUSAL
 from armillary.attention.conformance.sample import MASKS
@@ -27,7 +27,7 @@ KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 class Columns:
     """Hidden states that are q, k and v side by side already."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: AttentionShape) -> None:
         self.heads, self.key_heads = len(work.key_heads), work.kv_heads
         self.dims = [self.heads * work.head_dim, self.key_heads * work.head_dim, self.key_heads * work.value_dim]
 
@@ -45,8 +45,8 @@ class Columns:
         return ()
 
 
-def work_of(case: Case, layout: SequenceLayout, key_layout: SequenceLayout, projected: bool) -> Work:
-    return Work.of(
+def work_of(case: Case, layout: SequenceLayout, key_layout: SequenceLayout, projected: bool) -> AttentionShape:
+    return AttentionShape.of(
         layout,
         case.mask,
         heads=case.heads,
@@ -60,7 +60,7 @@ def work_of(case: Case, layout: SequenceLayout, key_layout: SequenceLayout, proj
     )
 
 
-def attend(method, work: Work) -> CommLedger:
+def attend(method, work: AttentionShape) -> CommLedger:
     """Forward and backward on this rank, from hidden states or from q, k and v."""
     within = method.shards // method.sequence_shards
     tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
@@ -80,7 +80,7 @@ def attend(method, work: Work) -> CommLedger:
     return ledger
 
 
-def differences(method, work: Work, schedule: Schedule) -> list[str]:
+def differences(method, work: AttentionShape, schedule: CommPlan) -> list[str]:
     """Where this rank's ledger and the schedule differ."""
     ledger = attend(method, work)
     found = Counter({key: sent for key, sent in ledger.entries.items() if sent})
@@ -96,12 +96,12 @@ def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
     for case in chosen:
         if case.heads < sizes.get("ulysses", 1):
             continue
-        layout = method.inside.layout(case.length, case.kind)
-        key_layout = method.inside.layout(case.keys, case.key_kind or case.kind)
-        for projected in (True, False) if method.staged and not case.crosses else (not case.crosses,):
+        layout = method.sequence_method.layout(case.length, case.kind)
+        key_layout = method.sequence_method.layout(case.keys, case.key_kind or case.kind)
+        for projected in (True, False) if method.projects_in_stages and not case.crosses else (not case.crosses,):
             work = work_of(case, layout, key_layout, projected)
             found += [
-                f"{composition}: {case}: {line}" for line in differences(method, work, composition.schedule(work))
+                f"{composition}: {case}: {line}" for line in differences(method, work, composition.comm_plan(work))
             ]
     return found
 
@@ -180,7 +180,7 @@ def wrong_when_uneven(names: Sequence[str]) -> list[str]:
             case = replace(SMALL, mask=mask, heads=heads[0], kv_heads=heads[1], dtype=torch.bfloat16)
             work = work_of(case, layout, layout, True)
             found += [
-                f"{composition}: {case}: {line}" for line in differences(method, work, composition.schedule(work))
+                f"{composition}: {case}: {line}" for line in differences(method, work, composition.comm_plan(work))
             ]
     return found
 
@@ -198,7 +198,7 @@ def wrong_in_stages(heads: int, key_heads: int, heads_per_stage: int | None, pre
     method = UPipe(axes["ulysses"], ring.Ring(axes["ring"]), heads_per_stage, prefetch)
     case = replace(SMALL, heads=heads, kv_heads=key_heads)
     work = work_of(case, *[SequenceLayout.zigzag(64, 2)] * 2, projected=True)
-    return differences(method, work, upipe.schedule(work, 2, ring.schedule, heads_per_stage, prefetch))
+    return differences(method, work, upipe.comm_plan(work, 2, ring.comm_plan, heads_per_stage, prefetch))
 
 
 def wrong_in_any_stages() -> list[list[str]]:
@@ -214,7 +214,7 @@ def wrong_in_teams(placement: str, gather_keys: bool) -> list[str]:
     method = WallFacer(mesh(ring=8)["ring"], 2, placement, "queries", gather_keys)
     layout = SequenceLayout.contiguous(61, 8)  # not its own
     work = work_of(replace(SMALL, mask=AttentionMask(window=(9, None))), layout, layout, projected=True)
-    return differences(method, work, wall_facer.schedule(work, 2, placement, "queries", gather_keys))
+    return differences(method, work, wall_facer.comm_plan(work, 2, placement, "queries", gather_keys))
 
 
 def wrong_in_any_teams() -> list[list[str]]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.attention.compiled import documents_of
 from armillary.attention.kernels import Dense
-from armillary.attention.traced import documents_of
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 

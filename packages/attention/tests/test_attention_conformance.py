@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.attention import Call, Local, Method, Saved, Ulysses
+from armillary.attention import AttentionSpec, Local, Method, Saved, Ulysses
 from armillary.attention.conformance import (
     GRADIENTS,
     KINDS,
@@ -35,7 +35,6 @@ from armillary.attention.conformance.run import Verdict, judge
 from armillary.attention.conformance.tensors import drawn_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.reference import reference_attention, visible_pairs
-from armillary.attention.tiling.block import Cell
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
@@ -202,25 +201,25 @@ class Summed(Method):
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def forward(self, q, k, v, call: Call):
+    def forward(self, q, k, v, spec: AttentionSpec):
         merged = Merge.of(q, v)
-        for shard, (keys, values) in enumerate(self._gather(k, v, call)):
-            Cell(call, self.shard, shard).forward(q, keys, values, merged)
+        for shard, (keys, values) in enumerate(self._gather(k, v, spec)):
+            spec.block(self.shard, shard).forward(q, keys, values, merged)
         out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout, saved: Saved, call: Call):
+    def backward(self, dout, saved: Saved, spec: AttentionSpec):
         dq, mine = Sum.like(saved.q), []
-        for shard, (k, v) in enumerate(self._gather(saved.k, saved.v, call)):
+        for shard, (k, v) in enumerate(self._gather(saved.k, saved.v, spec)):
             dk, dv = Sum.like(k), Sum.like(v)
-            Cell(call, self.shard, shard).backward(dout, saved._replace(k=k, v=v), dq, dk, dv)
+            spec.block(self.shard, shard).backward(dout, *saved._replace(k=k, v=v), dq, dk, dv)
             for share in (dk.value().contiguous(), dv.value().contiguous()):
                 dist.all_reduce(share, group=self.axis.group)
                 mine += [share] * (shard == self.shard)
         return dq.value(), *mine
 
-    def _gather(self, k, v, call: Call):
-        for shard, tokens in enumerate(call.key_layout.sizes):
+    def _gather(self, k, v, spec: AttentionSpec):
+        for shard, tokens in enumerate(spec.key_layout.sizes):
             here = shard == self.shard
             both = [x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
             for x, own in zip(both, (k, v), strict=True):

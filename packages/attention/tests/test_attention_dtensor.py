@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, reference_attention
-from armillary.attention.parallel import attend_dtensors, axes_of
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 
@@ -64,7 +63,7 @@ def attended(
     layout, mask = attend.layout(length, kind=kind), AttentionMask(window=(length // 2, None))
     *qkv, dout = (distributed(x, layout, over, placements) for x in whole(length))
     leaves = [x.requires_grad_() for x in qkv]
-    out, lse = attend_dtensors(attend, *leaves, mask=mask, layout=layout, return_lse=True)
+    out, lse = attend(*leaves, mask=mask, layout=layout, return_lse=True)
     grads = torch.autograd.grad(out, leaves, dout)
     results = [out, lse, *grads]
     assert all(isinstance(x, DTensor) and list(x.placements) == placements for x in results)
@@ -131,7 +130,7 @@ def with_sinks() -> float:
     layout, mask = attend.layout(16), AttentionMask()
     *qkv, dout = (distributed(x, layout, over, [TOKENS, TOKENS, HEADS]) for x in whole(16))
     sinks = distribute_tensor(random(9, H), over, [Replicate(), Replicate(), Shard(0)]).requires_grad_()
-    out = attend_dtensors(attend, *qkv, mask=mask, layout=layout, sinks=sinks)
+    out = attend(*qkv, mask=mask, layout=layout, sinks=sinks)
     assert isinstance(out, DTensor)
     (dsinks,) = torch.autograd.grad(out, sinks, dout)
     assert list(dsinks.placements) == [Partial(), Partial(), Shard(0)]
@@ -147,7 +146,7 @@ def test_sinks(worlds):
 
 def axis_names() -> list[list[str]]:
     built = mesh(ring=2, ulysses=2)
-    return [[axis.name for axis in axes_of(build(name, built))] for name in ("local", "ring", "ulysses", "usp")]
+    return [[axis.name for axis in build(name, built).axes] for name in ("local", "ring", "ulysses", "usp")]
 
 
 def test_axes_of_a_method_are_outermost_first(worlds):
@@ -165,7 +164,7 @@ def refused() -> list[str]:
 
     def call(attend: Method, *qkv: Tensor, length: int = 16, **options: Any) -> Callable[[], object]:
         layout = attend.layout(length, kind="contiguous")
-        return lambda: attend_dtensors(attend, *qkv, mask=AttentionMask(), layout=layout, **options)
+        return lambda: attend(*qkv, mask=AttentionMask(), layout=layout, **options)
 
     x, rows = of(placed), [TOKENS, Replicate(), HEADS]
     four = mesh(ring=4, tp=2)

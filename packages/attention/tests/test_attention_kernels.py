@@ -27,8 +27,8 @@ from armillary.attention.kernels import (
 from armillary.attention.kernels.flash import found, parameters
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
-from armillary.attention.spec import Call, Saved
-from armillary.attention.tiling.block import Cell
+from armillary.attention.spec import AttentionSpec
+from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.attention.tiling.tiles import Tile
 from armillary.core import SequenceLayout
@@ -145,15 +145,11 @@ def pieces_of(kernel, tile: Tile):
 
 
 def run_kernel(kernel, tile, q, k, v, dout, out, lse, scores):
-    """(out, lse, dq, dk, dv) of a tile, as a cell adds them up."""
-    parts, merge = list(pieces_of(kernel, tile)), Merge.of(q, v)
-    for i, partial in kernel.forward_many((Forward(q[a], k[b], v[b], band) for a, b, band in parts), scores):
-        merge.add(parts[i][0], *partial)
+    """(out, lse, dq, dk, dv) of a tile, as a block adds them up."""
+    block, merge = BlockAttention(0, 0, kernel, scores, 1, tuple(pieces_of(kernel, tile))), Merge.of(q, v)
+    block.forward(q, k, v, merge)
     sums = [Sum.like(x) for x in (q, k, v)]
-    pieces = (Backward(dout[a], q[a], k[b], v[b], out[a], lse[a], band) for a, b, band in parts)
-    for i, shares in kernel.backward_many(pieces, scores):
-        for total, part, share in zip(sums, (parts[i][0], parts[i][1], parts[i][1]), shares, strict=True):
-            total.add(part, share)
+    block.backward(dout, q, k, v, out, lse, *sums)
     return *merge.result(), *(total.value() for total in sums)
 
 
@@ -233,15 +229,15 @@ def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel)
 # -- small pieces together -------------------------------------------------------------------------------------------
 
 
-def run_cell(kernel, mask, key_heads=(0, 0, 1, 1)):
+def run_block(kernel, mask, key_heads=(0, 0, 1, 1)):
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 64, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     layout = SequenceLayout.zigzag(64, 1)
-    cell = Cell(Call(mask, layout, layout, Scores(0.4), key_heads, kernel), 0, 0)
+    block = AttentionSpec(mask, layout, layout, Scores(0.4), key_heads, kernel).block(0, 0)
     merge, sums = Merge.of(q, v), [Sum.like(x) for x in (q, k, v)]
-    cell.forward(q, k, v, merge)
+    block.forward(q, k, v, merge)
     out, lse = merge.result()
-    cell.backward(dout, Saved(q, k, v, out, lse), *sums)
+    block.backward(dout, q, k, v, out, lse, *sums)
     return out, lse, *(total.value() for total in sums)
 
 
@@ -259,7 +255,7 @@ PACKED = [
     ("mask", "key_heads", "count"), [case[1:] for case in PACKED], ids=[case[0] for case in PACKED]
 )
 def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask, key_heads, count):
-    found, wanted = run_cell(kernel, mask, key_heads), run_cell(CpuFlash(), mask, key_heads)
+    found, wanted = run_block(kernel, mask, key_heads), run_block(CpuFlash(), mask, key_heads)
     assert flash_stub.calls == sorted(flash_stub.calls, key=lambda call: call.startswith("backward"))
     assert len(flash_stub.calls) == 2 * count
     assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
@@ -310,10 +306,13 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, pieces, order):
     for name in ("_forward", "_backward"):
         monkeypatch.setattr(cuda_flash, name, spied(getattr(cuda_flash, name)))
     q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
-    found = dict(CudaFlash().forward_many([Forward(q, k, v, (None, -1))] * pieces, Scores(0.3)))
+    kernel, every = CudaFlash(), [Forward(q, k, v, (None, -1))] * pieces
+    assert list(kernel.groups(every)) == [list(range(pieces))]
+    found = list(kernel.forward_packed(every, Scores(0.3))) if pieces > 1 else [kernel.forward(*every[0], Scores(0.3))]
     out, lse = found[0]
     assert len(found) == pieces and out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-    grads = dict(CudaFlash().backward_many([Backward(dout, q, k, v, out, lse, (None, -1))] * pieces, Scores(0.3)))
+    back = [Backward(dout, q, k, v, out, lse, (None, -1))] * pieces
+    grads = list(kernel.backward_packed(back, Scores(0.3))) if pieces > 1 else [kernel.backward(*back[0], Scores(0.3))]
     assert len(grads) == pieces and [x.shape for x in grads[0]] == [x.shape for x in (q, k, v)]
 
 
@@ -420,7 +419,7 @@ def test_every_release_is_called_as_it_wants_to_be(monkeypatch, tmp_path, wheels
     kernel = choose_kernel(on_cuda())
     assert kernel.name == name
     for mask in (AttentionMask(window=(20, 0)), AttentionMask(documents=[0, 5, 8, 30, 64])):
-        for got, exact in zip(run_cell(kernel, mask), run_cell(CpuFlash(), mask), strict=True):
+        for got, exact in zip(run_block(kernel, mask), run_block(CpuFlash(), mask), strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
 
 

@@ -70,13 +70,15 @@ class RecordedKernel:
     def __hash__(self) -> int:
         return hash(self.kernel)
 
-    def forward_many(self, pieces, scores):
+    def groups(self, pieces):
         self.recorder.events.append(("kernel", self.recorder.next("kernel")))
-        return self.kernel.forward_many(pieces, scores)
+        return self.kernel.groups(pieces)
 
-    def backward_many(self, pieces, scores):
-        self.recorder.events.append(("kernel", self.recorder.next("kernel")))
-        return self.kernel.backward_many(pieces, scores)
+    def forward(self, *pieces):
+        return self.kernel.forward(*pieces)
+
+    def backward(self, *pieces):
+        return self.kernel.backward(*pieces)
 
 
 def build(name: str, ranks: int = P):
@@ -100,6 +102,11 @@ def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str
         recorder.counts |= dict.fromkeys(recorder.counts, 0)
         out.sum().backward()
     return forward, list(recorder.events)
+
+
+def ring_of(attend):
+    """The method that has the ring: WallFacer has one among teams."""
+    return attend.team_ring if isinstance(attend, WallFacer) else attend
 
 
 METHODS = ["ring keys", "ring queries", "token_ring", "wallfacer keys", "wallfacer queries"]
@@ -155,7 +162,7 @@ def test_all_that_is_started_is_waited_for(ranks):
 
 
 def communicators() -> list[tuple[bool, list[int], list[int]]]:
-    groups = [(attend.axis.group, attend.back.group) for attend in map(build, METHODS)]
+    groups = [(attend.axis.group, attend.return_axis.group) for attend in map(ring_of, map(build, METHODS))]
     return [(on is back, dist.get_process_group_ranks(on), dist.get_process_group_ranks(back)) for on, back in groups]
 
 
@@ -171,7 +178,7 @@ def both_directions() -> list[str]:
     other = 1 - mine
     boxes = {name: FlatBuffer.like([torch.empty(1)]) for name in ("on", "back")}
     back_going, on_going = (FlatBuffer.of([torch.full((1,), tens + mine)]) for tens in (10.0, 20.0))
-    back = exchange.start_exchange(attend.back, {other: back_going}, {other: boxes["back"]})
+    back = exchange.start_exchange(attend.return_axis, {other: back_going}, {other: boxes["back"]})
     on = exchange.start_exchange(attend.axis, {other: on_going}, {other: boxes["on"]})
     on.wait()
     back.wait()

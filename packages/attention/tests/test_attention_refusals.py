@@ -19,7 +19,7 @@ from armillary.attention import (
     UPipe,
     WallFacer,
     build_attention,
-    build_schedule,
+    build_comm_plan,
     reference_attention,
 )
 from armillary.attention.methods.teams import Teams
@@ -149,7 +149,7 @@ MADE: list[tuple[Callable[[], object], str]] = [
     (lambda: build_attention("ring", "cpu"), "mesh is a str; a DeviceMesh is needed"),
     (lambda: build_attention(None, None), "None is no name of an attention method"),
     (lambda: build_attention("rung", None), "no attention method 'rung'; known"),
-    (lambda: build_schedule(3, None), "3 is no name"),
+    (lambda: build_comm_plan(3, None), "3 is no name"),
 ]
 
 

@@ -9,21 +9,20 @@ from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
-from armillary.attention.methods.base import key_heads_of
 from armillary.attention.rotation.rotate import Rotation
-from armillary.attention.rotation.topology import Moving
-from armillary.attention.spec import Call
+from armillary.attention.rotation.topology import Moving, RingTopology
+from armillary.attention.spec import AttentionSpec, key_heads_of
 from armillary.core import Axis, SequenceLayout
 
 
-def circle(place: int, moving: Moving, ranks: int = 4) -> Rotation:
+def ring(place: int, moving: Moving, spec: AttentionSpec, ranks: int = 4) -> Rotation:
     axis = Axis("ring", place, ranks, None, None)  # type: ignore[arg-type] - nothing is sent
-    return Rotation.of_all(axis, axis, moving)
+    return Rotation.of(axis, axis, RingTopology.of_all(ranks, moving), spec.grid)
 
 
-def call_of(mask: AttentionMask, layout: SequenceLayout, key_layout: SequenceLayout | None = None) -> Call:
+def spec_of(mask: AttentionMask, layout: SequenceLayout, key_layout: SequenceLayout | None = None) -> AttentionSpec:
     kernel = choose_kernel(Inputs("cpu", torch.float32, 8, 8, None, None))
-    return Call(mask, layout, key_layout or layout, Scores(1.0), key_heads_of(2, 2), kernel)
+    return AttentionSpec(mask, layout, key_layout or layout, Scores(1.0), key_heads_of(2, 2), kernel)
 
 
 @st.composite
@@ -49,14 +48,14 @@ MASKS = st.builds(
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
 def test_no_more_goes_on_than_is_seen_and_no_less(data, mask, ranks, moving):
-    call = call_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
-    walks = [circle(place, moving, ranks).shorter_way(call) for place in range(ranks)]
-    assert len({walk.circle for walk in walks}) == 1, "ranks differ in which way they go"
-    walk, sizes = walks[0], (call.key_layout if moving == "keys" else call.layout).sizes
-    for origin, steps in enumerate(walk.needed(call)):
-        assert len(steps) == ranks + 1 and steps[0] == range(sizes[walk.circle.travellers[origin]])
+    spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
+    rings = [ring(place, moving, spec, ranks) for place in range(ranks)]
+    assert len({ring.topology for ring in rings}) == 1, "ranks differ in which way they go"
+    first, sizes = rings[0], (spec.key_layout if moving == "keys" else spec.layout).sizes
+    for origin, steps in enumerate(first.needed):
+        assert len(steps) == ranks + 1 and steps[0] == range(sizes[first.topology.travellers[origin]])
         for step in range(1, ranks + 1):
-            later = [walk.seen(call, (origin + s) % ranks, origin) for s in range(step, ranks)]
+            later = [first.seen((origin + s) % ranks, origin) for s in range(step, ranks)]
             seen = {token for tokens in later for token in tokens}
             assert steps[step] == (range(min(seen), max(seen) + 1) if seen else range(0))
             assert set(steps[step]) <= set(steps[step - 1])
@@ -75,5 +74,5 @@ def test_no_more_goes_on_than_is_seen_and_no_less(data, mask, ranks, moving):
     ],
 )
 def test_tokens_sent_of_the_120_of_a_full_round(mask, kind, moving, tokens):
-    call = call_of(mask, getattr(SequenceLayout, kind)(40, 4))
-    assert circle(0, moving).shorter_way(call).circle.tokens_sent(call.grid) == tokens
+    spec = spec_of(mask, getattr(SequenceLayout, kind)(40, 4))
+    assert ring(0, moving, spec).topology.tokens_sent(spec.grid) == tokens

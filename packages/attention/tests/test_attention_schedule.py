@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Schedule, Work, build_attention, build_schedule
-from armillary.attention import wall_facer as wf
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, build_attention, build_comm_plan
 from armillary.attention.comm_plan import Kind, Step
 from armillary.attention.methods import ring, ulysses, upipe
+from armillary.attention.methods import wallfacer as wf
 from armillary.attention.methods.head_axis import split_heads
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Teams
@@ -37,13 +37,13 @@ def work_of(
     shards: int = P,
     length: int | None = None,
     value_dim: int = D,
-) -> Work:
+) -> AttentionShape:
     layout = getattr(SequenceLayout, kind)(shards * T if length is None else length, shards)
     shape = {"heads": heads, "kv_heads": key_heads, "head_dim": D, "value_dim": value_dim}
-    return Work.of(layout, mask, **shape, dtype=dtype, batch=B)
+    return AttentionShape.of(layout, mask, **shape, dtype=dtype, batch=B)
 
 
-def sent(schedule: Schedule, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
+def sent(schedule: CommPlan, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
     """(forward, backward) of each rank; checks that nothing else is sent."""
     both = [(schedule.bytes(r, kind, "forward"), schedule.bytes(r, kind, "backward")) for r in range(ranks)]
     assert [sum(pair) for pair in both] == [schedule.bytes(r, kind) for r in range(ranks)]
@@ -61,16 +61,16 @@ def test_ring(key_heads, dtype, e, a, kind):
     forward = (P - 1) * keys * e
     rotating_keys = (P - 1) * keys * e + (P - 1) * keys * a
     rotating_queries = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a  # lse is a wide
-    assert sent(ring.schedule(work, "keys")) == [(forward, rotating_keys)] * P
-    assert sent(ring.schedule(work, "queries")) == [(forward, rotating_queries)] * P
-    assert sent(ring.schedule(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
+    assert sent(ring.comm_plan(work, "keys")) == [(forward, rotating_keys)] * P
+    assert sent(ring.comm_plan(work, "queries")) == [(forward, rotating_queries)] * P
+    assert sent(ring.comm_plan(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
 
 
 def test_ring_takes_queries_back_for_multi_head_attention_in_16_bits():
     work = work_of(8, torch.bfloat16)
-    assert ring.schedule(work) == ring.schedule(work, "queries") != ring.schedule(work, "keys")
+    assert ring.comm_plan(work) == ring.comm_plan(work, "queries") != ring.comm_plan(work, "keys")
     work = work_of(4, torch.bfloat16)
-    assert ring.schedule(work) == ring.schedule(work, "keys")
+    assert ring.comm_plan(work) == ring.comm_plan(work, "keys")
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
@@ -79,7 +79,7 @@ def test_token_ring(key_heads, dtype, e, a):
     queries = B * T * H
     forward = (P - 1) * queries * D * e + (P - 1) * (queries * D * e + queries * a)
     backward = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a
-    assert sent(build_schedule("token_ring", work_of(key_heads, dtype), P)) == [(forward, backward)] * P
+    assert sent(build_comm_plan("token_ring", work_of(key_heads, dtype), P)) == [(forward, backward)] * P
 
 
 @pytest.mark.parametrize("key_heads", [1, 8])
@@ -87,16 +87,16 @@ def test_values_of_a_head_dim_of_their_own(key_heads):
     e, a, value_dim = 2, 4, 24
     work = work_of(key_heads, torch.bfloat16, value_dim=value_dim)
     keys, queries = B * T * key_heads * (D + value_dim), B * T * H
-    assert sent(ring.schedule(work, "keys"))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
+    assert sent(ring.comm_plan(work, "keys"))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
     back = (P - 1) * queries * ((D + 2 * value_dim) * e + a + D * a)
-    assert sent(build_schedule("token_ring", work, P))[0] == ((P - 1) * queries * ((D + value_dim) * e + a), back)
+    assert sent(build_comm_plan("token_ring", work, P))[0] == ((P - 1) * queries * ((D + value_dim) * e + a), back)
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
 @pytest.mark.parametrize("key_heads", [1, 8])
 def test_all_gather(key_heads, dtype, e, a):
     keys = 2 * B * T * key_heads * D
-    schedule = build_schedule("all_gather", work_of(key_heads, dtype), P)
+    schedule = build_comm_plan("all_gather", work_of(key_heads, dtype), P)
     assert sent(schedule, kind="all_gather") == [((P - 1) * keys * e, (P - 1) * keys * e)] * P  # and again in backward
     assert sent(schedule, kind="reduce_scatter") == [(0, (P - 1) * keys * a)] * P
     assert sent(schedule) == [((P - 1) * keys * e, (P - 1) * keys * (e + a))] * P
@@ -109,7 +109,7 @@ def test_ulysses(key_heads, dtype, e, a):
     work, ranks = work_of(key_heads, dtype, shards=1, length=P * T), P
     queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
     backward = queries * e + keys * (e if key_heads >= ranks else a)
-    assert sent(build_schedule("ulysses", work, 1, ranks)) == [((queries + keys) * e, backward)] * ranks
+    assert sent(build_comm_plan("ulysses", work, 1, ranks)) == [((queries + keys) * e, backward)] * ranks
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 2), (9, 3), (6, 3), (12, 4), (7, 7), (5, 1)])
@@ -122,7 +122,7 @@ def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
     held = split_heads(work.key_heads, ranks).queries
     h, k = [len(mine) for mine in held], [len({work.key_heads[q] for q in mine}) for mine in held]
     c = a if sum(k) > key_heads else e
-    for u, found in enumerate(sent(build_schedule("ulysses", work, 1, ranks), ranks)):
+    for u, found in enumerate(sent(build_comm_plan("ulysses", work, 1, ranks), ranks)):
         others = [w for w in range(ranks) if w != u]
         forward = tokens[u] * sum(h[w] + 2 * k[w] for w in others) * e + h[u] * sum(tokens[w] for w in others) * e
         dout = tokens[u] * sum(h[w] for w in others) * e
@@ -134,7 +134,7 @@ def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
 def test_usp_is_the_sum_of_both(key_heads):
     ranks, e, a = 2, 2, 4
     work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)  # T tokens on each of P x U ranks
-    schedule = build_schedule("usp", work, P, ranks, backward="keys")
+    schedule = build_comm_plan("usp", work, P, ranks, backward="keys")
     queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
     c = e if key_heads >= ranks else a
     inner = 2 * B * (T * ranks) * (max(key_heads, ranks) // ranks) * D
@@ -151,10 +151,10 @@ def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(key_
     forward = (2 * queries + keys) * e
     again = (3 * queries + keys) * e  # q, out and dout, k and v come in
     home = queries * e + keys * (a if key_heads < P else e)
-    schedule = build_schedule("upipe", work, 1, P, heads_per_stage)
+    schedule = build_comm_plan("upipe", work, 1, P, heads_per_stage)
     assert sent(schedule) == [(forward, again + home)] * P
     lse = (P - 1) * B * T * H // P * a
-    finished = build_schedule("upipe", replace(work, projected=False), 1, P, heads_per_stage)
+    finished = build_comm_plan("upipe", replace(work, projected=False), 1, P, heads_per_stage)
     assert sent(finished) == [(forward + lse, again + home + lse)] * P
 
 
@@ -162,10 +162,10 @@ def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(key_
 def test_a_ring_inside_upipe_turns_keys_once_a_stage(key_heads):
     ranks, e = 2, 2
     work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)
-    schedule = build_schedule("upipe+ring", work, P, ranks)  # of two heads each
+    schedule = build_comm_plan("upipe+ring", work, P, ranks)  # of two heads each
     keys = 2 * B * (T * ranks) * D  # one key head on each rank
     assert sent(schedule, P * ranks, "p2p")[0][0] == (H // ranks) * (P - 1) * keys * e
-    usp = build_schedule("usp", work, P, ranks)
+    usp = build_comm_plan("usp", work, P, ranks)
     assert sent(schedule, P * ranks, "all_to_all")[0][0] == sent(usp, P * ranks, "all_to_all")[0][0]
 
 
@@ -180,7 +180,7 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
     steps, queries, keys = ranks // team**2 - 1, B * T * H, 2 * B * T * key_heads * D
     back: dict[Backward, int] = {"keys": keys * (e + a), "queries": queries * (3 * D * e + a + D * a)}
     for backward, step in back.items():
-        schedule = wf.schedule(work, team, placement, backward, gather_keys)
+        schedule = wf.comm_plan(work, team, placement, backward, gather_keys)
         for rank in range(ranks):
             t, member = teams.seat(rank)
             if gather_keys:  # the team's keys, once, and their gradients back; none for a rank that keeps its own
@@ -203,15 +203,15 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
 
 def test_wall_facer_in_teams_of_one_is_ring():
     work = work_of(2, mask=CAUSAL)
-    assert wf.schedule(work, 1) == ring.schedule(work)
+    assert wf.comm_plan(work, 1) == ring.comm_plan(work)
 
 
 def test_model_m_of_the_wall_facer_paper():
     """N 65,536, E 6,656, 64 ranks, teams of 4, bf16, multi-head: GiB in a block's forward (arXiv 2407.00611)."""
     layout, gib = SequenceLayout.contiguous(65536, 64), 2**30
-    work = Work.of(layout, FULL, heads=52, kv_heads=52, head_dim=128, dtype=torch.bfloat16)
-    assert ring.schedule(work).bytes(1, phase="forward") / gib == pytest.approx(1.5996, abs=5e-5)
-    schedule, teams = wf.schedule(work, 4), Teams(64, 4, "collect_intra")
+    work = AttentionShape.of(layout, FULL, heads=52, kv_heads=52, head_dim=128, dtype=torch.bfloat16)
+    assert ring.comm_plan(work).bytes(1, phase="forward") / gib == pytest.approx(1.5996, abs=5e-5)
+    schedule, teams = wf.comm_plan(work, 4), Teams(64, 4, "collect_intra")
     lse = 3 * 1024 * 52 * 4
     for rank in range(64):
         collective = sum(schedule.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
@@ -227,16 +227,16 @@ def test_model_m_of_the_wall_facer_paper():
 def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it():
     """Keys of shard r are seen by ranks r and up, queries see keys of ranks r and down: half of all cells."""
     shard, work = 2 * B * T * H * D * 4, work_of(H, mask=CAUSAL, kind="contiguous")
-    keys = sent(ring.schedule(work, "keys"))
+    keys = sent(ring.comm_plan(work, "keys"))
     assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r go on
-    queries = sent(ring.schedule(work, "queries"))
+    queries = sent(ring.comm_plan(work, "queries"))
     going, returning = (3 * D * 4 + 4) * B * T * H, D * 4 * B * T * H
     assert sum(b for _, b in queries) == (going + returning) * P * (P - 1) // 2
     assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
 
 
 @pytest.mark.parametrize(
-    "method", [partial(ring.schedule, backward="keys"), partial(build_schedule, "token_ring", ring=P)]
+    "method", [partial(ring.comm_plan, backward="keys"), partial(build_comm_plan, "token_ring", ring=P)]
 )
 def test_causal_and_zigzag_three_quarters_are_sent(method):
     """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
@@ -250,17 +250,19 @@ def test_with_a_window_neighbours_get_the_tokens_within_it():
     """A window of 3 back on contiguous shards: the last 3 tokens of a shard go one hop, and their gradients back."""
     token = 2 * B * H * D * 4
     window = work_of(H, mask=AttentionMask(window=(3, None)), kind="contiguous")
-    assert sent(ring.schedule(window, "keys")) == [
+    assert sent(ring.comm_plan(window, "keys")) == [
         (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
     ]
     alone = work_of(H, mask=AttentionMask(window=(0, 0)), kind="contiguous")
-    assert sent(build_schedule("token_ring", alone, P)) == [(0, 0)] * P
+    assert sent(build_comm_plan("token_ring", alone, P)) == [(0, 0)] * P
 
 
 # -- step by step -----------------------------------------------------------------------------------------------------
 
 CALLS = [
-    Work.of(layout, mask, heads=heads, kv_heads=key_heads, head_dim=D, dtype=torch.bfloat16, batch=2, key_layout=keys)
+    AttentionShape.of(
+        layout, mask, heads=heads, kv_heads=key_heads, head_dim=D, dtype=torch.bfloat16, batch=2, key_layout=keys
+    )
     for layout, keys, mask in [
         (SequenceLayout.zigzag(53, 4), None, CAUSAL),
         (SequenceLayout.contiguous(53, 4), SequenceLayout.zigzag(40, 4), AttentionMask(False, (9, 4))),
@@ -280,7 +282,7 @@ def test_steps_compute_every_visible_pair_once(name, call):
     if not sequence:
         call = replace(call, layout=call.layout.coarsen(4), key_layout=call.key_layout.coarsen(4))
     ranks, shards = 3 if heads else 1, call.layout.shards
-    schedule = build_schedule(name, call, shards, ranks)
+    schedule = build_comm_plan(name, call, shards, ranks)
     pairs = visible(call) * len(call.key_heads)
     for steps in (schedule.forward, schedule.backward):
         assert sum(sum(step.pairs) for step in steps) == pairs
@@ -290,7 +292,7 @@ def test_steps_compute_every_visible_pair_once(name, call):
             assert {send.source, send.target} <= set(range(shards * ranks))
 
 
-def visible(call: Work) -> int:
+def visible(call: AttentionShape) -> int:
     """Pairs that are visible in all rows of the batch, looking at each."""
     rows = range(call.batch) if call.mask.per_row else [0] * call.batch
     queries, keys = (torch.arange(layout.length) for layout in (call.layout, call.key_layout))
@@ -299,7 +301,7 @@ def visible(call: Work) -> int:
 
 def test_steps_of_ring():
     """Each step's exchange is under way beside its computation; gradients go on when they are there."""
-    schedule = ring.schedule(work_of(H, mask=CAUSAL), "keys")
+    schedule = ring.comm_plan(work_of(H, mask=CAUSAL), "keys")
     assert [(len(step.moves), bool(step.pairs)) for step in schedule.forward] == [(1, True)] * (P - 1) + [(0, True)]
     assert kinds(schedule.backward) == ["p2p +", "p2p + p2p", "p2p + p2p", "+ p2p"]
     for step in schedule.forward[1:]:
@@ -320,15 +322,15 @@ def kinds(steps: tuple[Step, ...]) -> list[str]:
 def test_steps_of_ulysses_and_all_gather():
     work = work_of(8, shards=1)
     there, back = "all_to_all all_to_all all_to_all", "all_to_all"
-    schedule = ulysses.schedule(work, 2, partial(build_schedule, "local"))
+    schedule = ulysses.comm_plan(work, 2, partial(build_comm_plan, "local"))
     assert kinds(schedule.forward) == [there, "+", back] and kinds(schedule.backward) == [back, "+", there]
-    schedule = build_schedule("all_gather", work_of(8), P)
+    schedule = build_comm_plan("all_gather", work_of(8), P)
     assert kinds(schedule.forward) == ["all_gather all_gather", "+"]
     assert kinds(schedule.backward) == ["all_gather all_gather", "+", "reduce_scatter reduce_scatter"]
 
 
 def test_steps_of_wall_facer():
-    schedule = wf.schedule(work_of(8, shards=16), 2, backward="keys")
+    schedule = wf.comm_plan(work_of(8, shards=16), 2, backward="keys")
     ring_steps = ["p2p +", "p2p +", "p2p +", "+"]
     assert kinds(schedule.forward) == [
         "all_gather all_gather all_gather", "p2p", *ring_steps, "reduce_scatter reduce_scatter",
@@ -339,12 +341,12 @@ def test_steps_of_wall_facer():
 
 def test_steps_of_upipe_and_what_it_brings_early():
     """8 query heads, 4 key heads, 2 ranks, 4 heads a stage: keys come in once, and go home after the second stage."""
-    work, local = work_of(4, shards=1), partial(build_schedule, "local")
+    work, local = work_of(4, shards=1), partial(build_comm_plan, "local")
     one = "all_to_all"
-    plain = upipe.schedule(work, 2, local, heads_per_stage=4)
+    plain = upipe.comm_plan(work, 2, local, heads_per_stage=4)
     assert kinds(plain.forward) == [one, one, one, "+", one, one, "+", one]
     assert kinds(plain.backward) == [*[one] * 5, "+", one, *[one] * 3, "+", *[one] * 3]
-    early = upipe.schedule(work, 2, local, heads_per_stage=4, prefetch=True)
+    early = upipe.comm_plan(work, 2, local, heads_per_stage=4, prefetch=True)
     assert kinds(early.forward) == [f"{one} {one} {one}", f"{one} +", one, "+", one]
     assert sent(early, 2) == sent(plain, 2)
 
@@ -352,7 +354,7 @@ def test_steps_of_upipe_and_what_it_brings_early():
 def test_inner_schedules_of_uneven_heads_stand_side_by_side():
     """5 heads on 2 ranks of the head axis: each ring turns at the same steps, with the heads of its own."""
     work = work_of(5, heads=5)
-    schedule = build_schedule("usp", work, P, 2, backward="keys")
+    schedule = build_comm_plan("usp", work, P, 2, backward="keys")
     turning = [step for step in schedule.forward if step.pairs]
     assert len(turning) == P
     assert all(len(step.moves) == 1 for step in turning[:-1])
@@ -382,7 +384,7 @@ def test_inner_schedules_of_uneven_heads_stand_side_by_side():
 )
 def test_what_makes_no_schedule_is_refused(name, ranks, options, words):
     with pytest.raises(ValueError, match=words):
-        build_schedule(name, work_of(8), *ranks, **options)
+        build_comm_plan(name, work_of(8), *ranks, **options)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +415,7 @@ def built() -> tuple:
     facer = build_attention("wallfacer", axes, team=1, placement="p2p_intra", backward="queries")
     return (
         facer.teams.placement,
-        facer.backward_moves,
+        facer.team_ring.backward_moves,
         facer.teams.team,
         build_attention("ring", axes, backward="keys").backward_moves,
     )

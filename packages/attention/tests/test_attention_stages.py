@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.methods.base import key_heads_of
 from armillary.attention.methods.head_axis import split_heads
 from armillary.attention.methods.stages import Share, Stage, stages
+from armillary.attention.spec import key_heads_of
 
 
 def plan(heads: int, key_heads: int, ranks: int, at_once: int) -> tuple[Stage, ...]:

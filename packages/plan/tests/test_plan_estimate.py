@@ -9,8 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, UPipe, WallFacer
 from armillary.attention.kernels import Scores
-from armillary.attention.methods.base import key_heads_of
-from armillary.attention.spec import Call, Saved
+from armillary.attention.spec import AttentionSpec, Saved, key_heads_of
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
@@ -97,7 +96,7 @@ def measured(attention, ranks, heads, key_heads):
     with fake_world(ring=ranks) as mesh:
         method = attention(mesh)
         layout = method.layout(TOKENS * ranks)
-        call = Call(
+        call = AttentionSpec(
             AttentionMask(causal=True), layout, layout, Scores(1.0), key_heads_of(heads, key_heads), SimulatedFlash()
         )
         with FakeTensorMode(allow_non_fake_inputs=True):

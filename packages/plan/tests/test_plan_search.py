@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.comm_plan import Kind, Move, Step, Work
+from armillary.attention.comm_plan import AttentionShape, Kind, Move, Step
 from armillary.attention.methods import ring, ulysses
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
@@ -35,8 +35,10 @@ def usp_forward(cluster: Cluster, length: int, split: int) -> float:
 
     def steps(causal: bool) -> tuple[Step, ...]:
         layout = SequenceLayout.zigzag(length, 8 // split)
-        work = Work.of(layout, AttentionMask(causal), heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-        return ulysses.schedule(work, split, ring.schedule).forward
+        work = AttentionShape.of(
+            layout, AttentionMask(causal), heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16
+        )
+        return ulysses.comm_plan(work, split, ring.comm_plan).forward
 
     sent, seen = steps(causal=False), steps(causal=True)
     device = cluster.accelerator

@@ -1,7 +1,7 @@
 """What an attention method sends and computes, step by step, on all of its ranks: pure values, without tensors.
 
-Each method's file has a function `schedule` beside the method, from `Work` to `Schedule`. It is the method's closed
-form: what a `CommLedger` counts is what it says, to the byte, and a planner predicts time from it.
+Each method's file has a function `comm_plan` beside the method, from `AttentionShape` to `CommPlan`. It is the method's
+closed form: what a `CommLedger` counts is what it says, to the byte, and a planner predicts time from it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from armillary.attention.mask import AttentionMask
+from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import one_of
 from armillary.core.network import Send
 from armillary.core.observe.ledger import KINDS, PHASES
-
-if TYPE_CHECKING:
-    from armillary.attention.spec import Call, Saved
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
 Role = Literal["ring", "ulysses"]
@@ -65,7 +63,7 @@ Steps = tuple[Step, ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CommPlan:
     """One attention call: steps that follow each other, as `forward` and `backward` of the method take them.
 
     Left out: what a call costs extra that returns its lse, or has sinks (an all-to-all of lse [B, T, H] back, where
@@ -97,7 +95,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class AttentionShape:
     """An attention call, as far as it matters for what is sent and computed. Hashable.
 
     Args:
@@ -142,7 +140,7 @@ class Work:
         value_dim: int | None = None,
         key_layout: SequenceLayout | None = None,
         projected: bool = True,
-    ) -> Work:
+    ) -> AttentionShape:
         """Of H query heads that share K key/value heads evenly; self-attention with Dv = D unless told otherwise.
 
         Raises:
@@ -164,14 +162,14 @@ class Work:
         )
 
     @classmethod
-    def of_call(cls, saved: Saved, call: Call) -> Work:
+    def of_saved(cls, saved: Saved, spec: AttentionSpec) -> AttentionShape:
         """What a method's walk has before it."""
         return cls(
             batch=saved.q.shape[0],
-            layout=call.layout,
-            key_layout=call.key_layout,
-            mask=call.mask,
-            key_heads=call.key_heads,
+            layout=spec.layout,
+            key_layout=spec.key_layout,
+            mask=spec.mask,
+            key_heads=spec.key_heads,
             kv_heads=saved.k.shape[2],
             head_dim=saved.q.shape[3],
             value_dim=saved.v.shape[3],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention.spec import AttentionOptions
 from armillary.core import Axis, SequenceLayout
 from armillary.core.placements import (
     check_chunks,
@@ -21,22 +21,19 @@ from armillary.core.placements import (
     mesh_dim,
 )
 
-if TYPE_CHECKING:
-    from armillary.attention.methods.base import Method
+
+class TakesLocal(Protocol):
+    """Of a method (`methods/base.py`), what a call on DTensors needs."""
+
+    shards: int
+    sequence_shards: int
+
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
 
 
 def attend_dtensors(
-    method: Method,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: AttentionMask,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    **options: Any,
+    method: TakesLocal, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> DTensor | tuple[DTensor, DTensor]:
     """`method(q, k, v, ...)` on DTensors over a mesh with the method's axes, all three placed alike.
 
@@ -46,11 +43,10 @@ def attend_dtensors(
     layout's shards. Gradients come back placed as what they are gradients of.
 
     Args:
-        mask: of this rank's rows of the batch, where rows have documents of their own.
-        layout, key_layout: their shards must be as long as DTensor's own chunks, ceil(N / P) first.
         sinks: [H of this rank], local; or a DTensor [H], `Shard(0)` where heads are sharded and else `Replicate`. The
             gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
-        options: as `method` takes them.
+        options: the mask is of this rank's rows of the batch, where rows have documents of their own. The shards of
+            layouts must be as long as DTensor's own chunks, ceil(N / P) first.
 
     Returns:
         out [B, N, H, Dv], placed as q; with `return_lse` also lse [B, N, H], likewise.
@@ -60,28 +56,19 @@ def attend_dtensors(
             communication.
     """
     q, k, v = _all_dtensors(q, k, v)
-    axes = [axis for axis in axes_of(method) if axis.size > 1]
+    axes = [axis for axis in method.axes if axis.size > 1]
     _check_placements(q, axes)
     _check_heads(q, k)
-    key_layout = layout if key_layout is None else key_layout
-    for x, its in ((q, layout), (k, key_layout)):
+    key_layout = options.layout if options.key_layout is None else options.key_layout
+    for x, its in ((q, options.layout), (k, key_layout)):
         _check_shards(x, method, axes, its)
     if isinstance(sinks, DTensor):
         sinks = _local_sinks(sinks, q)
-    local = (local_of(x) for x in (q, k, v))
-    found = cast(Any, method)(
-        *local, mask=mask, layout=layout, key_layout=key_layout, sinks=sinks, return_lse=return_lse, **options
-    )
-    out, lse = found if return_lse else (found, None)
+    local = local_of(q), local_of(k), local_of(v)
+    found = cast(Any, method)(*local, sinks=sinks, **options._asdict())
+    out, lse = found if options.return_lse else (found, None)
     out = dtensor_like(q, out, (*q.shape[:3], v.shape[3]))
     return out if lse is None else (out, dtensor_like(q, lse, q.shape[:3]))
-
-
-def axes_of(method: Method) -> tuple[Axis, ...]:
-    """The mesh axes that a method works on, outermost first: those of its `inner` method, then its own `axis`."""
-    inner: Method | None = getattr(method, "inner", None)
-    axis: Axis | None = getattr(method, "axis", None)
-    return (() if inner is None else axes_of(inner)) + (() if axis is None else (axis,))
 
 
 def _all_dtensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DTensor]:
@@ -110,8 +97,8 @@ def _check_placements(q: DTensor, axes: Sequence[Axis]) -> None:
             continue
         name = (q.device_mesh.mesh_dim_names or ())[place]
         raise ValueError(
-            f"q is {found!r} on axis {name!r} of {describe(q)}; the method works on axes {wanted}, and on others "
-            f"only Shard(dim=0), Shard(dim=2) and Replicate() will do"
+            f"q is {found!r} on axis {name!r} of {describe(q)}; the method works on axes {wanted}, and on "
+            f"others only Shard(dim=0), Shard(dim=2) and Replicate() will do"
         )
 
 
@@ -120,12 +107,12 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
     ranks = prod(q.device_mesh.size(i) for i, found in enumerate(q.placements) if found == Shard(2))
     if q.shape[2] % ranks or k.shape[2] % ranks:
         raise ValueError(
-            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {describe(q)} are sharded over {ranks} ranks, "
-            f"which must divide both"
+            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {describe(q)} are sharded over {ranks} "
+            f"ranks, which must divide both"
         )
 
 
-def _check_shards(x: DTensor, method: Method, axes: Sequence[Axis], layout: SequenceLayout | None) -> None:
+def _check_shards(x: DTensor, method: TakesLocal, axes: Sequence[Axis], layout: SequenceLayout | None) -> None:
     """The layout's shards as long as the DTensor's. A layout over other ranks is left to the method to refuse."""
     if layout is None or layout.shards not in (method.shards, method.sequence_shards):
         return

@@ -1,21 +1,27 @@
-"""What one attention call computes, apart from its tensors; and the contract of a method."""
+"""What one attention call computes, apart from its tensors; what a caller may ask of it; what backward takes back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Self, TypeVar, cast
 
 from torch import Tensor
 
+from armillary.attention.checks import check_options
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
+from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 
+Known = TypeVar("Known")
+LAYOUTS = (SequenceLayout, type(None))
+
 
 class Saved(NamedTuple):
-    """What a method's backward takes back: the tensors as its innermost walk saw them.
+    """What a method's backward takes back: the tensors as its innermost loop saw them.
 
     q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out [B, T, H, Dv], lse [B, T, H] over all keys.
     """
@@ -27,9 +33,34 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-@dataclass(frozen=True)
-class Call:
-    """One attention call. Hashable, and the same on every rank of a method apart from `key_heads`.
+class AttentionOptions(NamedTuple):
+    """What a caller asks of a call besides its tensors: the keyword arguments of `Method.__call__`."""
+
+    mask: AttentionMask
+    layout: SequenceLayout | None = None
+    key_layout: SequenceLayout | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    kernel: str | Kernel | None = None
+    return_lse: bool = False
+
+    def checked(self) -> Self:
+        """Itself, its types and numbers checked.
+
+        Raises:
+            ValueError: with what would do.
+        """
+        usual = type(self.mask) is AttentionMask and type(self.layout) in LAYOUTS and self.scale is self.softcap is None
+        if not (usual and self.key_layout is None and type(self.return_lse) is bool):
+            check_options(self.mask, self.layout, self.key_layout, self.scale, self.softcap, self.return_lse)
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """One attention call, checked. The same on every rank of a method apart from `key_heads`.
+
+    Calls that are alike share one, and with it all that is found from it once (`once`).
 
     Args:
         mask: in global positions.
@@ -46,35 +77,36 @@ class Call:
     scores: Scores
     key_heads: tuple[int, ...]
     kernel: Kernel
+    _known: dict[Hashable, object] = field(default_factory=dict[Hashable, object], init=False, repr=False)
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         """What shards see of each other."""
         return grid_of(self.layout, self.key_layout, self.mask)
 
+    def once(self, key: Hashable, find: Callable[[], Known]) -> Known:
+        """What `find` returns, found once for each `key`."""
+        known = self._known
+        if key not in known:
+            known[key] = find()
+        return cast("Known", known[key])
 
-class HeadRun(NamedTuple):
-    """Query heads q0..q1 over key/value heads k0..k1, the same number of query heads for each key/value head."""
+    def with_heads(self, key_heads: tuple[int, ...]) -> AttentionSpec:
+        """The call as a method inside sees it: these heads only."""
+        return self.once(("heads", key_heads), lambda: replace(self, key_heads=key_heads))
 
-    q0: int
-    q1: int
-    k0: int
-    k1: int
+    def block(self, query: int, key: int, first_query: int = 0, first_key: int = 0) -> BlockAttention:
+        """Shard `query` of the queries against shard `key` of the keys, at hand from their first tokens on."""
+        where = (query, key, first_query, first_key)
+        if (found := self._known.get(where)) is None:
+            calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *where)
+            found = self._known[where] = BlockAttention(
+                query, key, self.kernel, self.scores.turned, self.scores.turn, tuple(calls)
+            )
+        return cast(BlockAttention, found)
 
 
 @lru_cache(maxsize=256)
-def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """The fewest runs of equal groups, one kernel call each. A kernel shares heads evenly; a rank's may be uneven."""
-    runs: list[HeadRun] = []
-    for key_head in sorted(set(key_heads)):
-        q0 = key_heads.index(key_head)
-        q1 = q0 + key_heads.count(key_head)
-        if runs and _group(runs[-1]) == q1 - q0:
-            runs[-1] = HeadRun(runs[-1].q0, q1, runs[-1].k0, key_head + 1)
-        else:
-            runs.append(HeadRun(q0, q1, key_head, key_head + 1))
-    return tuple(runs)
-
-
-def _group(run: HeadRun) -> int:
-    return (run.q1 - run.q0) // (run.k1 - run.k0)
+def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
+    """For each query head, its key/value head: h // (H / K)."""
+    return tuple(h * key_heads // heads for h in range(heads))

@@ -18,7 +18,7 @@ A search among what else users do (strides, autocast, checkpointing, torch.compi
 and any mask), on 1 to 8 ranks: `python -m armillary.attention.conformance --random 2000 --seed 1`.
 """
 
-from armillary.attention.conformance.calling import Method
+from armillary.attention.conformance.calling import ConformingMethod
 from armillary.attention.conformance.case import GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
 from armillary.attention.conformance.check import attend_nothing, check, errors
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
@@ -43,7 +43,7 @@ __all__ = [
     "SAVING",
     "Case",
     "Composition",
-    "Method",
+    "ConformingMethod",
     "Off",
     "Trial",
     "attend_nothing",

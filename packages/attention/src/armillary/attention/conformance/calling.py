@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.tensors import Sharding
+from armillary.attention.conformance.tensors import CaseSharding
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 
@@ -24,7 +24,7 @@ Outcome = tuple[Tensor, ...]
 """(out,), or (out, lse)."""
 
 
-class Method(Protocol):
+class ConformingMethod(Protocol):
     """What the suite needs of a method. Tensors are this rank's shards; the result is [B, T, H, Dv].
 
     It is also given `key_layout`, `sinks`, `softcap` and `kernel`, where a case has them. It needs `projected` where a
@@ -63,9 +63,9 @@ class Calling:
         over: the mesh of DTensors.
     """
 
-    attend: Method
+    attend: ConformingMethod
     case: Case
-    sharding: Sharding
+    sharding: CaseSharding
     over: DeviceMesh | None = None
 
     def __call__(self, tensors: Tensors, with_lse: bool) -> Outcome:
@@ -148,5 +148,5 @@ def _saving(how: str, call: Callable[..., Outcome], *inputs: Tensor | None) -> O
 
 def _must_save(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     ours = torch.ops.armillary
-    kept = op in (ours.attention.default, ours.projected_attention.default)
+    kept = op is ours.attention.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.conformance.calling import Calling, Method
+from armillary.attention.conformance.calling import Calling, ConformingMethod
 from armillary.attention.conformance.case import Case
 from armillary.attention.conformance.limits import Off, judge
 from armillary.attention.conformance.memory import lay_out
-from armillary.attention.conformance.tensors import Sharding, inputs
+from armillary.attention.conformance.tensors import CaseSharding, inputs
 
 
 class Ran(NamedTuple):
@@ -27,7 +27,9 @@ class Ran(NamedTuple):
     complaint: str
 
 
-def check(attend: Method, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None) -> None:
+def check(
+    attend: ConformingMethod, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None
+) -> None:
     """Runs `case` and asserts that everything is as exact as the dtype allows. All ranks of the world must call it.
 
     Args:
@@ -42,7 +44,7 @@ def check(attend: Method, case: Case, *, device: str | torch.device = "cpu", ove
 
 
 def errors(
-    attend: Method, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None
+    attend: ConformingMethod, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None
 ) -> dict[str, Off]:
     """How far off out, lse and the gradients are (as far as needed), and may be: of all shards, put together again.
 
@@ -56,7 +58,7 @@ def errors(
         AssertionError: a wrong dtype or shape, inputs written to, or two runs that differ. Only after all
             communication, so that the ranks stay in step, and on every rank alike.
     """
-    sharding = Sharding.of(attend, case)
+    sharding = CaseSharding.of(attend, case)
     mine = _ran(Calling(attend, case, sharding, over), device)
     every = everyone(mine)
     speaker = next(rank for rank, ran in enumerate(every) if ran is not None and ran.case == case)
@@ -84,7 +86,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _judged(case: Case, sharding: Sharding, every: Sequence[Ran | None]) -> dict[str, Off] | str:
+def _judged(case: Case, sharding: CaseSharding, every: Sequence[Ran | None]) -> dict[str, Off] | str:
     """How far off the whole tensors are; or what is wrong besides."""
     ran = [ran for ran in every if ran is not None and ran.case == case]
     if complaints := sorted({each.complaint for each in ran if each.complaint}):

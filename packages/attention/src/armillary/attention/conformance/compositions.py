@@ -12,30 +12,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.ring import Backward, Ring
-from armillary.attention.methods.ring import schedule as ring_schedule
+from armillary.attention.methods.entry import Backward
+from armillary.attention.methods.ring import Ring
+from armillary.attention.methods.ring import comm_plan as ring_plan
 from armillary.attention.methods.teams import Placement
 from armillary.attention.methods.wallfacer import WallFacer
-from armillary.attention.methods.wallfacer import schedule as wall_facer_schedule
-from armillary.attention.registry import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_schedule, names
+from armillary.attention.methods.wallfacer import comm_plan as wallfacer_plan
+from armillary.attention.registry import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_comm_plan, names
 from armillary.core import compat
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]
 Meshes = Callable[[int], Iterable[Axes]]
 Build = Callable[[DeviceMesh], Method]
-Scheduled = Callable[[Work, int, int], Schedule]
+Planned = Callable[[AttentionShape, int, int], CommPlan]
 """From an attention call, the ranks of the ring axis and those of the ulysses axis to what is sent and computed."""
 
 
-class Entry(NamedTuple):
-    """A method of the suite: from a number of ranks to the meshes to try, from a mesh to the method, its schedule."""
+class TriedMethod(NamedTuple):
+    """A method of the suite: from a number of ranks to the meshes to try, from a mesh to the method, its plan."""
 
     meshes: Meshes
     build: Build
-    schedule: Scheduled
+    comm_plan: Planned
 
 
 def alone(ranks: int) -> Iterable[Axes]:
@@ -67,36 +68,36 @@ def meshes_of(name: str) -> Meshes:
     return line("ulysses", least=1) if name in HEAD_METHODS else grid
 
 
-def ring(backward: Backward) -> Entry:
+def ring(backward: Backward) -> TriedMethod:
     """Ring, told what to send round in backward."""
 
     def build(mesh: DeviceMesh) -> Method:
         return Ring(mesh["ring"], backward)
 
-    def schedule(work: Work, *_: int) -> Schedule:
-        return ring_schedule(work, backward)
+    def comm_plan(work: AttentionShape, *_: int) -> CommPlan:
+        return ring_plan(work, backward)
 
-    return Entry(line("ring"), build, schedule)
+    return TriedMethod(line("ring"), build, comm_plan)
 
 
-def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gather_keys: bool = True) -> Entry:
+def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gather_keys: bool = True) -> TriedMethod:
     """WallFacer with these options."""
 
     def build(mesh: DeviceMesh) -> Method:
         return WallFacer(mesh["ring"], team, placement, backward, gather_keys)
 
-    def schedule(work: Work, *_: int) -> Schedule:
-        return wall_facer_schedule(work, team, placement, backward, gather_keys)
+    def comm_plan(work: AttentionShape, *_: int) -> CommPlan:
+        return wallfacer_plan(work, team, placement, backward, gather_keys)
 
-    return Entry(teams(team), build, schedule)
+    return TriedMethod(teams(team), build, comm_plan)
 
 
-def named(name: str) -> Entry:
+def named(name: str) -> TriedMethod:
     """The method that `build_attention` builds."""
-    return Entry(meshes_of(name), partial(build_attention, name), partial(build_schedule, name))
+    return TriedMethod(meshes_of(name), partial(build_attention, name), partial(build_comm_plan, name))
 
 
-METHODS: dict[str, Entry] = {
+METHODS: dict[str, TriedMethod] = {
     **{name: named(name) for name in names() if name != "ulysses+ring"},
     "ring-keys": ring("keys"),
     "ring-queries": ring("queries"),
@@ -138,10 +139,10 @@ class Composition:
         """The method as this rank sees it, one of those of `mesh`; made once for each process."""
         return _built(self)
 
-    def schedule(self, work: Work) -> Schedule:
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
         """What the method sends and computes for `work`, over the shards of the ring axis."""
         axes = dict(self.axes)
-        return METHODS[self.method].schedule(work, axes.get("ring", 1), axes.get("ulysses", 1))
+        return METHODS[self.method].comm_plan(work, axes.get("ring", 1), axes.get("ulysses", 1))
 
     def __str__(self) -> str:
         return "-".join([self.method, *(f"{axis}{size}" for axis, size in self.axes)])

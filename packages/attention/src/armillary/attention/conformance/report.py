@@ -33,7 +33,7 @@ KINDS_OF_CASES: Mapping[str, Callable[[Case], bool]] = {
 
 
 @dataclass
-class Row:
+class ReportRow:
     """One line of the table: a method in one dtype."""
 
     method: str
@@ -64,7 +64,7 @@ class Report:
     total: int
     drawn: bool
     file: Path | None = None
-    rows: dict[tuple[str, str], Row] = field(default_factory=dict[tuple[str, str], Row])
+    rows: dict[tuple[str, str], ReportRow] = field(default_factory=dict[tuple[str, str], ReportRow])
     failures: list[str] = field(default_factory=list[str])
     tried: Counter[str] = field(default_factory=Counter[str])
     began: float = field(default_factory=time.monotonic)
@@ -73,7 +73,7 @@ class Report:
     def add(self, trial: Trial, verdict: Verdict) -> None:
         """Takes in one, and says how far things are every few seconds."""
         method, dtype = trial.composition.method, str(trial.case.dtype).removeprefix("torch.")
-        self.rows.setdefault((method, dtype), Row(method, dtype)).add(trial, verdict)
+        self.rows.setdefault((method, dtype), ReportRow(method, dtype)).add(trial, verdict)
         self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial.case))])
         if verdict.failure:
             again = f"--seed {trial.seed} --case {trial.number}: " if self.drawn else ""

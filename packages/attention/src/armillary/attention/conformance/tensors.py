@@ -21,14 +21,14 @@ SHARED = ("sinks", "wq", "wk", "wv")
 """What every rank has as a whole; a gradient is its share of a sum over ranks."""
 
 
-class Sharding(NamedTuple):
+class CaseSharding(NamedTuple):
     """Who has what of the global tensors of a case, and of their gradients ("d" and their name)."""
 
     layout: SequenceLayout
     key_layout: SequenceLayout
 
     @classmethod
-    def of(cls, attend: Any, case: Case) -> Sharding:
+    def of(cls, attend: Any, case: Case) -> CaseSharding:
         """Of a method, as far as it has what the case needs of it: see `Method`."""
         return cls(
             _layout(attend, case, case.length, case.kind),

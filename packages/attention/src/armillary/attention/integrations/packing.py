@@ -23,7 +23,7 @@ from armillary.core import Axis, SequenceLayout
 from armillary.core.observe.trace import record, watched
 
 
-class Run(NamedTuple):
+class PackedRun(NamedTuple):
     """Tokens of a row whose document starts at `start`: the first and the last of them, in global positions."""
 
     row: int
@@ -44,7 +44,7 @@ def find_documents(position_ids: Tensor, layout: SequenceLayout, attend: Method)
         ValueError: on every rank, if they neither are global positions nor restart at 0 in each document.
     """
     runs = gather(_runs(position_ids, layout.positions(attend.shard)), attend)
-    rows = [[Run(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
+    rows = [[PackedRun(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
     found = [_boundaries(row, layout.length) for row in rows]
     _check_not_shards(found, layout)
     if all(ends == (0, layout.length) for ends in found):
@@ -66,7 +66,7 @@ def check_positions(position_ids: Tensor, layout: SequenceLayout, attend: Method
     boundaries = [mask.boundaries(row) or (0, layout.length) for row in range(rows)]
     runs = _runs(position_ids.expand(rows, -1), layout.positions(attend.shard), boundaries)
     if axes(attend) is not None:
-        runs = [Run(*run) for run in gather(runs, attend)]
+        runs = [PackedRun(*run) for run in gather(runs, attend)]
     for row, ends in enumerate(boundaries):
         for low, high in pairwise(ends):
             _check_rising(row, [run for run in runs if run.row == row and low <= run.first < high])
@@ -112,20 +112,22 @@ def _known_axes(attend: Method) -> list[Axis]:
     return along
 
 
-def _runs(position_ids: Tensor, positions: Tensor, boundaries: Sequence[Sequence[int]] | None = None) -> list[Run]:
+def _runs(
+    position_ids: Tensor, positions: Tensor, boundaries: Sequence[Sequence[int]] | None = None
+) -> list[PackedRun]:
     """The runs that this rank sees, a start at a time; those of documents apart, where their boundaries are given."""
-    runs: list[Run] = []
+    runs: list[PackedRun] = []
     for row, ids in enumerate(position_ids.cpu().long()):
         ends = torch.tensor(boundaries[row] if boundaries else (0,))
         keys = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
         keys, which = keys.unique(dim=1, return_inverse=True)
         first = torch.full_like(keys[1], 2**62).scatter_reduce(0, which, positions, "amin")
         last = torch.full_like(keys[1], -1).scatter_reduce(0, which, positions, "amax")
-        runs += [Run(row, *run) for run in zip(keys[1].tolist(), first.tolist(), last.tolist(), strict=True)]
+        runs += [PackedRun(row, *run) for run in zip(keys[1].tolist(), first.tolist(), last.tolist(), strict=True)]
     return runs
 
 
-def _check_rising(row: int, runs: Sequence[Run]) -> None:
+def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
     """Refuses the runs of one document on all ranks, if position ids do not rise in it.
 
     They do where tokens leave out more and more positions, so that what `start` says falls from run to run.
@@ -143,7 +145,7 @@ def _check_rising(row: int, runs: Sequence[Run]) -> None:
             )
 
 
-def _boundaries(runs: Sequence[Run], length: int) -> tuple[int, ...]:
+def _boundaries(runs: Sequence[PackedRun], length: int) -> tuple[int, ...]:
     """The document boundaries of one row, checked: each run of all ranks together must fill one document."""
     spans: dict[int, tuple[int, int]] = {}
     for _, start, first, last in runs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -72,31 +72,16 @@ class Flash(Kernel):
         tensors = (dout, q, k, v, out, lse.mT.contiguous())
         return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
 
-    def forward_many(self, pieces: Iterable[Forward], scores: Scores) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        pieces = list(pieces)
-        for indices in packs(pieces):
-            if len(indices) == 1:
-                yield indices[0], self.forward(*pieces[indices[0]], scores)
-            else:
-                yield from zip(indices, self._forward_packed([pieces[i] for i in indices], scores), strict=True)
+    def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
+        return packs(pieces)
 
-    def backward_many(
-        self, pieces: Iterable[Backward], scores: Scores
-    ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        pieces = list(pieces)
-        for indices in packs(pieces):
-            if len(indices) == 1:
-                yield indices[0], self.backward(*pieces[indices[0]], scores)
-            else:
-                yield from zip(indices, self._backward_packed([pieces[i] for i in indices], scores), strict=True)
-
-    def _forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
+    def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
         queries, keys, values, _ = zip(*pieces, strict=True)
         q, k, v = packed(queries), packed(keys), packed(values)
         out, lse = self.call_forward(q, k, v, window(pieces[0]), scores, lengths(pieces))
         return zip(unpacked(out, queries), unpacked(lse.mT, queries), strict=True)
 
-    def _backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         douts, queries, keys, values, outs, lses, _ = zip(*pieces, strict=True)
         dout, q, k, v, out = packed(douts), packed(queries), packed(keys), packed(values), packed(outs)
         tensors = (dout, q, k, v, out, packed(lses).mT.contiguous())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -90,7 +90,7 @@ class Kernel(Protocol):
     accumulation dtype (float32, float64 for float64). Each row of the tile sees at least one column. Head dims are
     contiguous and rows apart (`in_rows`), and scales above 0.
 
-    Subclass it: `forward_many` and `backward_many` then need not be written.
+    Subclass it: all after `backward` then need not be written.
     """
 
     name: str
@@ -113,18 +113,20 @@ class Kernel(Protocol):
         """The tile's share of (dq, dk, dv), given the out and lse over *all* keys, not just the tile's."""
         ...
 
-    def forward_many(self, pieces: Iterable[Forward], scores: Scores) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """(index, `forward`) of each piece, in any order that is the same on every run. One by one, unless overridden.
+    def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterable[Sequence[int]]:
+        """The pieces, by index, that go into one call together; in an order that is the same on every run.
 
-        Lazy: a result that nobody asked for yet takes no memory.
+        Each alone, unless overridden along with `forward_packed` and `backward_packed`.
         """
-        return ((i, self.forward(*piece, scores)) for i, piece in enumerate(pieces))
+        return ((i,) for i in range(len(pieces)))
 
-    def backward_many(
-        self, pieces: Iterable[Backward], scores: Scores
-    ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """(index, `backward`) of each piece, likewise."""
-        return ((i, self.backward(*piece, scores)) for i, piece in enumerate(pieces))
+    def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterable[tuple[Tensor, Tensor]]:
+        """`forward` of the pieces of a group."""
+        return [self.forward(*piece, scores) for piece in pieces]
+
+    def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+        """`backward` of the pieces of a group, likewise."""
+        return [self.backward(*piece, scores) for piece in pieces]
 
 
 def check_softcap(softcap: float | None) -> None:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Schedule, Step, Work, all_gather, reduce_scatter, steps
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
 from armillary.attention.methods.base import Method
-from armillary.attention.spec import Call, Saved
-from armillary.attention.tiling.block import Cell
+from armillary.attention.methods.entry import OnSequence
+from armillary.attention.spec import AttentionSpec, Saved
+from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.collectives.all_gather import start_all_gather
@@ -37,40 +38,43 @@ class AllGatherKV(Method):
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         merged = Merge.of(q, v)
-        k_all, v_all = self._gather(k, v, call)
-        self._cell(call).forward(q, k_all, v_all, merged)
+        k_all, v_all = self._gather(k, v, spec)
+        self._block(spec).forward(q, k_all, v_all, merged)
         out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        k_all, v_all = self._gather(saved.k, saved.v, call)
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        k_all, v_all = self._gather(saved.k, saved.v, spec)
         whole = saved._replace(k=k_all, v=v_all)
         dq, dk, dv = (Sum.like(x) for x in (whole.q, whole.k, whole.v))
-        self._cell(call).backward(dout, whole, dq, dk, dv)
+        self._block(spec).backward(dout, *whole, dq, dk, dv)
         del k_all, v_all, whole  # gradients go home in their place
-        moving = [start_reduce_scatter(x.value(), self.axis, call.key_layout.sizes) for x in (dk, dv)]
+        moving = [start_reduce_scatter(x.value(), self.axis, spec.key_layout.sizes) for x in (dk, dv)]
         dk, dv = (move.wait() for move in moving)
         return dq.result(), dk, dv
 
-    def _gather(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def _gather(self, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """All keys and values, [B, N, K, D] in the order of the shards."""
-        moving = [start_all_gather(x, self.axis, call.key_layout.sizes) for x in (k, v)]
+        moving = [start_all_gather(x, self.axis, spec.key_layout.sizes) for x in (k, v)]
         k, v = (move.wait() for move in moving)
         return k, v
 
-    def _cell(self, call: Call) -> Cell:
+    def _block(self, spec: AttentionSpec) -> BlockAttention:
         """This rank's queries against all keys, taken as one shard."""
-        together = call.key_layout.coarsen(self.axis.size)
-        return Cell(replace(call, key_layout=together), self.axis.rank, 0)
+        together = spec.once("together", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size)))
+        return together.block(self.axis.rank, 0)
 
 
-def schedule(work: Work) -> Schedule:
+def comm_plan(work: AttentionShape) -> CommPlan:
     """What `AllGatherKV` sends and computes over the shards of `work`."""
     every, tokens = range(work.layout.shards), work.key_layout.sizes
     gather = Step(tuple(all_gather([every], tokens, x * work.e) for x in (work.k, work.v)))
     scatter = Step(tuple(reduce_scatter([every], tokens, x * work.a) for x in (work.k, work.v)))
     heads = len(work.key_heads)
     attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in every) for r in every))
-    return Schedule(steps(gather, attend), steps(gather, attend, scatter))
+    return CommPlan(steps(gather, attend), steps(gather, attend, scatter))
+
+
+REGISTERED = OnSequence(build=lambda axis, _: AllGatherKV(axis), comm_plan=lambda work, _: comm_plan(work))

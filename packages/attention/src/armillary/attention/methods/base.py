@@ -1,29 +1,39 @@
-"""What an attention method is, and the checks that all share.
+"""What an attention method is, and what calling one does.
 
-A method is a pair of plain functions, forward and backward, over local tensors. Calling it goes through the one
-autograd bridge. To add a method, write one file with a subclass, and beside it a function `schedule` that says what it
-sends and computes (`schedule.py`); nothing else changes. The method runs without the latter; a planner needs it.
+A method is a pair of plain functions, forward and backward, over local tensors. Calling it checks the call and runs the
+pair through the one op that autograd sees (`autograd.py`). To add a method, write one file with a subclass, with a
+function `comm_plan` beside it that says what it sends and computes, and give it a line in `registry.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armillary.attention import traced, traced_projected
-from armillary.attention.bridge import Plan, attend, check_transforms
-from armillary.attention.checks import check_are_tensors, check_hidden, check_options, check_tensors, in_one_dtype
+from armillary.attention import compiled
+from armillary.attention.autograd import (
+    attend,
+    attend_compiled,
+    attend_projected,
+    attend_projected_compiled,
+    check_transforms,
+)
+from armillary.attention.calls import AttendsInStages, AttentionCall
+from armillary.attention.checks import check_are_tensors, check_hidden, check_tensors, in_one_dtype
+from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.parallel import attend_dtensors
 from armillary.attention.projections import Projections, one_token
-from armillary.attention.spec import Call, Saved
-from armillary.attention.traced_projected import Traceable
+from armillary.attention.spec import AttentionOptions, AttentionSpec, Saved, key_heads_of
 from armillary.core import Axis, SequenceLayout
+
+SPECS = 8
+"""Calls of a method that are kept: those of a few steps, whose masks may be new at every step."""
 
 
 class Method(ABC):
@@ -35,9 +45,9 @@ class Method(ABC):
     """Which of those parts this rank holds."""
     sequence_shards: int
     """Ranks on the sequence axis (P): as many as shards, but where a head axis divides the shards further."""
-    moves: bool = False
+    redistributes_inputs: bool = False
     """Whether `forward` saves tensors other than the q, k, v, out and lse of this rank's own tokens."""
-    staged: bool = False
+    projects_in_stages: bool = False
     """Whether `projected` makes q, k and v a few heads at a time, and again in backward."""
     head_axis: Axis | None = None
     """The axis that divides the heads, where there is one."""
@@ -46,20 +56,30 @@ class Method(ABC):
 
     number: int
     """By which a compiled graph finds the method."""
+    _specs: dict[Any, AttentionSpec]
+    """Calls that were checked before, by what was checked."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         method = super().__new__(cls)
-        method.number = traced.number(method)
+        method.number = compiled.number(method)
+        method._specs = {}
         return method
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the number: a copy is another method."""
-        return {name: value for name, value in vars(self).items() if name != "number"}
+        """All but what it is known by, and what it knows: a copy is another method."""
+        return {name: value for name, value in vars(self).items() if name not in ("number", "_specs")}
 
     @property
-    def inside(self) -> Method:
+    def sequence_method(self) -> Method:
         """The method on the sequence axis alone: another one, where there is a head axis around it."""
         return self
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes that the method works on, outermost first: those of its `inner` method, then its own `axis`."""
+        inner: Method | None = getattr(self, "inner", None)
+        axis: Axis | None = getattr(self, "axis", None)
+        return (() if inner is None else inner.axes) + (() if axis is None else (axis,))
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """The layout over all ranks of the method, for the loader: "zigzag", "contiguous", "striped" or "balanced".
@@ -70,25 +90,27 @@ class Method(ABC):
         return layout_of(kind, length, self.sequence_shards, mask)
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         """out [B, T, H, Dv] of this rank's queries, and what `backward` needs."""
 
-    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
-        """Starts sending q before there are keys. What it returns goes to `resume`; called, it waits for what was sent.
+    def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
+        """Starts sending q before there are keys: by default there is nothing to do.
 
-        By default there is nothing to do.
+        What it returns goes to `forward_prefetched`; called, it waits for what was sent.
 
         Args:
-            key_heads, layout: as in `Call`.
+            key_heads, layout: as in `AttentionSpec`.
         """
         return None
 
-    def resume(self, started: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        """`forward`, where `start` has been called with q already."""
-        return self.forward(q, k, v, call)
+    def forward_prefetched(
+        self, started: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Saved]:
+        """`forward`, where `prefetch_queries` has been called with q already."""
+        return self.forward(q, k, v, spec)
 
     @abstractmethod
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's tokens, from dout [B, T, H, Dv]; in its dtype or wider, and nobody else's."""
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
@@ -98,17 +120,17 @@ class Method(ABC):
         """Which of these query heads this rank attends with: all, unless a head axis divides them."""
         return heads
 
-    def key_tokens(self, call: Call) -> int:
+    def key_tokens(self, spec: AttentionSpec) -> int:
         """Keys that this rank holds."""
         within = self.shards // self.sequence_shards
-        return call.key_layout.refine(within).sizes[self.shard]
+        return spec.key_layout.refine(within).sizes[self.shard]
 
-    def local_lse(self, saved: Saved, call: Call) -> Tensor:
+    def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
         """lse [B, T, H] of this rank's queries."""
         return saved.lse
 
-    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
-        """Empty tensors shaped as `forward` will save them, found without communication. Where `moves`, override it."""
+    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+        """Empty tensors shaped as what `forward` saves; for those that `redistributes_inputs`."""
         raise TypeError(f"{type(self).__name__} moves tensors and must say what it saves")
 
     @overload
@@ -191,23 +213,14 @@ class Method(ABC):
                 another type; tensors that torch.func or forward-mode AD follows. Raised before any communication.
         """
         check_are_tensors(q, k, v, sinks)
-        check_options(mask, layout, key_layout, scale, softcap, return_lse)
-        if any(isinstance(x, DTensor) for x in (q, k, v)):
-            return attend_dtensors(
-                self,
-                q,
-                k,
-                v,
-                mask=mask,
-                layout=layout,
-                key_layout=key_layout,
-                sinks=sinks,
-                return_lse=return_lse,
-                scale=scale,
-                softcap=softcap,
-                kernel=kernel,
-            )
-        out, lse = self._attend(q, k, v, mask, layout, key_layout, scale, sinks, softcap, kernel, return_lse)
+        options = AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse).checked()
+        if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
+            return attend_dtensors(self, q, k, v, sinks, options)
+        q, k, v = in_one_dtype(q, k, v)
+        if torch.compiler.is_compiling():
+            out, lse = attend_compiled(self, q, k, v, sinks, options)
+        else:
+            out, lse = attend(AttentionCall(self, self.check_call(q, k, v, sinks, options), return_lse), q, k, v, sinks)
         return (out, lse) if return_lse else out
 
     def projected(
@@ -239,97 +252,85 @@ class Method(ABC):
         Raises:
             ValueError: as `__call__`.
         """
-        check_options(mask, layout, None, scale, softcap)
+        options = AttentionOptions(mask, layout, None, scale, softcap, kernel).checked()
         check_hidden(x, projections, sinks)
-        if torch.compiler.is_compiling() and not self.staged:
+        if not torch.compiler.is_compiling():
+            return self.project(x, projections, self.check_projected(x, projections, sinks, options), sinks)
+        if not self.projects_in_stages:
             q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
-            return self._attend(q, k, v, mask, layout, None, scale, sinks, softcap, kernel, return_lse=False)[0]
-        parts = projections.parts() if torch.compiler.is_compiling() and isinstance(projections, Traceable) else None
+            return attend_compiled(self, *in_one_dtype(q, k, v), sinks, options)[0]
+        parts = projections.parts() if isinstance(projections, Traceable) else None
         if parts is not None:
             heads = projections.heads, projections.key_heads
-            options = traced.options_of(self, mask, layout, None, parts.head_dim, scale, softcap, kernel, False)
-            return traced_projected.attend(x, heads, parts, sinks, options, mask.ends)
+            return attend_projected_compiled(self, x, heads, parts, sinks, options)
         untraced: Any = self._projected
-        return untraced(x, projections, mask, layout, scale, sinks, softcap, kernel)
+        return untraced(x, projections, sinks, options)
 
     @torch.compiler.disable  # Stages of heads are projected again in backward, by autograd itself.
     def _projected(
-        self,
-        x: Tensor,
-        projections: Projections,
-        mask: AttentionMask,
-        layout: SequenceLayout | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        softcap: float | None,
-        kernel: str | Kernel | None,
+        self, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
     ) -> Tensor:
-        call = self.call_for(
-            x, projections, mask=mask, layout=layout, scale=scale, sinks=sinks, softcap=softcap, kernel=kernel
-        )
-        return self.project(x, projections, call, sinks)
+        return self.project(x, projections, self.check_projected(x, projections, sinks, options), sinks)
 
-    def project(self, x: Tensor, projections: Projections, call: Call, sinks: Tensor | None) -> Tensor:
+    def project(self, x: Tensor, projections: Projections, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """`projected`, of a call that is checked already."""
+        if self.projects_in_stages:
+            return attend_projected(cast(AttendsInStages, self), spec, x, projections, sinks)
         q = projections.q(x, range(projections.heads))
         check_transforms(q)
-        started = self.start(q.detach(), call.key_heads, call.layout)
+        started = self.prefetch_queries(q.detach(), spec.key_heads, spec.layout)
         k, v = projections.kv(x, range(projections.key_heads))
-        plan = Plan(self, call, with_lse=False, started=[] if started is None else [started])
-        return attend(plan, q, k, v, sinks)[0]
+        call = AttentionCall(self, spec, False, [] if started is None else [started])
+        return attend(call, q, k, v, sinks)[0]
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        layout: SequenceLayout | None,
-        key_layout: SequenceLayout | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        softcap: float | None,
-        kernel: str | Kernel | None,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = in_one_dtype(q, k, v)
-        if torch.compiler.is_compiling():
-            return traced.attend(self, q, k, v, mask, layout, key_layout, scale, sinks, softcap, kernel, return_lse)
-        call = self.call(q, k, v, softcap, mask, layout, key_layout, scale, sinks, kernel)
-        return attend(Plan(self, call, return_lse), q, k, v, sinks)
+    # -- what is checked before anything is sent ----------------------------------------------------------------------
 
-    def call(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softcap: float | None,
-        mask: AttentionMask,
-        layout: SequenceLayout | None,
-        key_layout: SequenceLayout | None,
-        scale: float | None,
-        sinks: Tensor | None,
-        kernel: str | Kernel | None,
-        inputs: Inputs | None = None,
-    ) -> Call:
+    def check_call(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+    ) -> AttentionSpec:
         """The call, all of it checked. Of the tensors, only shapes, dtypes and devices are looked at.
 
-        Args:
-            inputs: where q, k and v stand for others.
+        Calls that are alike in all of these give the same spec, which is found faster.
         """
+        if options.kernel is None:
+            options = options._replace(kernel=self.kernel)
+        tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+        try:
+            key = (options, *[(x.shape, x.dtype, x.device) for x in tensors])
+            known = self._specs.get(key)
+        except TypeError:  # sizes are symbolic, or the kernel cannot be hashed
+            return self._checked(q, k, v, sinks, options)
+        if known is None:
+            known = self._checked(q, k, v, sinks, options)
+            if len(self._specs) == SPECS:
+                del self._specs[next(iter(self._specs))]
+            self._specs[key] = known
+        return known
+
+    def _checked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        options: AttentionOptions,
+        inputs: Inputs | None = None,
+    ) -> AttentionSpec:
+        """`check_call`, where `inputs` may say what q, k and v stand for."""
         check_tensors(q, k, v, sinks)
         self.check(q, k, v)
-        layout = self._sequence_layout(layout, q.shape[1])
-        key_layout = self._sequence_layout(layout if key_layout is None else key_layout, k.shape[1])
+        layout = self._sequence_layout(options.layout, q.shape[1])
+        key_layout = self._sequence_layout(layout if options.key_layout is None else options.key_layout, k.shape[1])
         for length in (layout.length, key_layout.length):
-            mask.check(length, q.shape[0])
-        return Call(
-            mask,
+            options.mask.check(length, q.shape[0])
+        scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+        return AttentionSpec(
+            options.mask,
             layout,
             key_layout,
-            Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap),
+            Scores(scale, options.softcap),
             key_heads_of(q.shape[2], k.shape[2]),
-            choose_kernel(inputs or Inputs.of(q, v, softcap), self.kernel if kernel is None else kernel),
+            choose_kernel(inputs or Inputs.of(q, v, options.softcap), options.kernel),
         )
 
     def call_for(
@@ -343,16 +344,23 @@ class Method(ABC):
         sinks: Tensor | None = None,
         softcap: float | None = None,
         kernel: str | Kernel | None = None,
-    ) -> Call:
+    ) -> AttentionSpec:
         """The call that `projected` makes with these arguments, checked. Computes no more than one head of a token."""
-        check_options(mask, layout, None, scale, softcap)
+        options = AttentionOptions(mask, layout, None, scale, softcap, kernel).checked()
+        return self.check_projected(x, projections, sinks, options)
+
+    def check_projected(
+        self, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+    ) -> AttentionSpec:
+        """`check_call`, of what the projections of x will be."""
         q, k, v = one_token(x, projections)
-        inputs = Inputs.of(q, v, softcap)
+        inputs = Inputs.of(q, v, options.softcap)
         q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
         k, v = (
             torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
         )
-        return self.call(q, k, v, softcap, mask, layout, None, scale, sinks, kernel, inputs)
+        kernel = self.kernel if options.kernel is None else options.kernel
+        return self._checked(q, k, v, sinks, options._replace(kernel=kernel), inputs)
 
     def _sequence_layout(self, layout: SequenceLayout | None, tokens: int) -> SequenceLayout:
         """The layout over the sequence axis, checked against what this rank holds."""
@@ -375,11 +383,6 @@ class Method(ABC):
                 f"tokens, heads, head dim]: transpose(1, 2) makes them of [batch, heads, tokens, head dim]"
             )
         return coarse
-
-
-def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
-    """For each query head, its key/value head: h // (H / K)."""
-    return tuple(h * key_heads // heads for h in range(heads))
 
 
 def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = None) -> SequenceLayout:

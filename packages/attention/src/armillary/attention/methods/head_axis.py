@@ -9,11 +9,11 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Move, Schedule, Work, placed, to_each, together
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Move, placed, to_each, together
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
+from armillary.attention.methods.entry import InnerPlan
 from armillary.attention.methods.local import Local
-from armillary.attention.parallel import axes_of
 from armillary.core import Axis, SequenceLayout
 from armillary.core.grid import check_grid
 
@@ -55,7 +55,7 @@ class HeadMoves:
         ValueError: fewer query heads than U.
     """
 
-    def __init__(self, work: Work, ranks: int) -> None:
+    def __init__(self, work: AttentionShape, ranks: int) -> None:
         check_heads(len(work.key_heads), ranks)
         self.work, self.ranks = work, ranks
         self.heads = split_heads(work.key_heads, ranks)
@@ -70,23 +70,19 @@ class HeadMoves:
         """The way back: each rank's heads, with the tokens of each to it."""
         return self._move(lambda source, target: tokens[target] * len(heads[source % self.ranks]) * size)
 
-    def inside(self, inner: Inside, works: tuple[Work | None, ...]) -> Schedule:
+    def inside(self, inner: InnerPlan, works: tuple[AttentionShape | None, ...]) -> CommPlan:
         """What goes on on the sequence axis, with the work of each rank of the head axis, if it has any."""
         known = {work: inner(work) for work in works if work}
         shards = self.work.layout.shards
         whole = [(known[work], range(u, shards * self.ranks, self.ranks)) for u, work in enumerate(works) if work]
         total = shards * self.ranks
-        return Schedule(
+        return CommPlan(
             together([placed(schedule.forward, ranks, total) for schedule, ranks in whole]),
             together([placed(schedule.backward, ranks, total) for schedule, ranks in whole]),
         )
 
     def _move(self, size: Callable[[int, int], int]) -> Move:
         return to_each("all_to_all", "ulysses", self.groups, size)
-
-
-Inside = Callable[[Work], Schedule]
-"""The schedule of a method on the sequence axis."""
 
 
 def check_heads(heads: int, ranks: int, axis: str = "ulysses") -> None:
@@ -120,7 +116,7 @@ class HeadMethod(Method):
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
         axis, inner = Axis.of(axis), checked_inner(inner)
-        for its in axes_of(inner):
+        for its in inner.axes:
             check_grid(axis, its)
         self.compose(axis, inner)
 
@@ -133,7 +129,7 @@ class HeadMethod(Method):
         self.sequence_shards = self.inner.sequence_shards
 
     @property
-    def inside(self) -> Method:
+    def sequence_method(self) -> Method:
         return self.inner
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from armillary.attention.comm_plan import Schedule, Step, Work
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Step
 from armillary.attention.methods.base import Method
-from armillary.attention.spec import Call, Saved
-from armillary.attention.tiling.block import Cell
+from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
 
 
 class Local(Method):
-    """All keys are here: one cell, no communication."""
+    """All keys are here: one block, no communication."""
 
     shards = 1
     shard = 0
     sequence_shards = 1
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         merged = Merge.of(q, v)
-        Cell(call, 0, 0).forward(q, k, v, merged)
+        spec.block(0, 0).forward(q, k, v, merged)
         out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (Sum.like(x) for x in (saved.q, saved.k, saved.v))
-        Cell(call, 0, 0).backward(dout, saved, dq, dk, dv)
+        spec.block(0, 0).backward(dout, *saved, dq, dk, dv)
         return dq.result(), dk.result(), dv.result()
 
 
-def schedule(work: Work) -> Schedule:
+def comm_plan(work: AttentionShape) -> CommPlan:
     """What `Local` computes.
 
     Raises:
@@ -39,4 +38,4 @@ def schedule(work: Work) -> Schedule:
     if work.layout.shards > 1:
         raise ValueError(f"the layout has {work.layout.shards} shards; local attention is of one")
     attend = (Step(pairs=(work.grid.pairs(0, 0, work.batch) * len(work.key_heads),)),)
-    return Schedule(attend, attend)
+    return CommPlan(attend, attend)

@@ -6,28 +6,29 @@
     rank 2 holds  k2   k1   k0   k3
     rank 3 holds  k3   k2   k1   k0
 
-With the zigzag layout every cell of a causal mask costs the same, so that all ranks finish each step together.
+With the zigzag layout every block of a causal mask costs the same, so that all ranks finish each step together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Schedule, Steps, Work
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.methods.base import Method
-from armillary.attention.rotation import keys as rotate_keys
-from armillary.attention.rotation import queries as rotate_queries
+from armillary.attention.methods.entry import Backward, OnSequence
+from armillary.attention.methods.token_ring import pass_queries_backward, pass_queries_backward_steps
+from armillary.attention.rotation.returns import RingReduce
 from armillary.attention.rotation.rotate import Rotation
-from armillary.attention.rotation.topology import Circle, Moving
-from armillary.attention.spec import Call, Saved
+from armillary.attention.rotation.steps import rotation_steps
+from armillary.attention.rotation.topology import Moving, RingTopology
+from armillary.attention.spec import AttentionSpec, Saved
+from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.checked import one_of
-
-Backward = Literal["auto", "keys", "queries"]
 
 
 class Ring(Method):
@@ -44,25 +45,41 @@ class Ring(Method):
     mask: a token goes no further than to the last rank that sees it.
     """
 
-    def __init__(self, axis: DeviceMesh, backward: Backward = "auto") -> None:
+    def __init__(self, axis: DeviceMesh | Axis, backward: Backward = "auto") -> None:
         self.axis = Axis.of(axis)
         self.backward_moves: Backward = check_backward(backward)
-        self.back = self.axis.duplicate()
+        self.return_axis = self.axis.duplicate()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def rotation(self, moving: Moving) -> Rotation:
-        """All ranks of the axis, each with its own shard."""
-        return Rotation.of_all(self.axis, self.back, moving)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        out, lse = rotate_keys.forward(q, k, v, self.rotation("keys"), call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        ring, merged = self.ring("keys", spec), Merge.of(q, v)
+        for hand in ring.rotate(k, v):  # the next keys and values are under way meanwhile
+            if hand.tokens:
+                block = spec.block(hand.query, hand.key, first_key=hand.tokens.start)
+                block.forward(q, hand.tensors[0], hand.tensors[1], merged)
+        out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        if fewer_bytes(self.backward_moves, Work.of_call(saved, call)) == "keys":
-            return rotate_keys.backward(dout, saved, self.rotation("keys"), call)
-        return rotate_queries.backward(dout, saved, self.rotation("queries"), call, direct=False)
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        if fewer_bytes(self.backward_moves, AttentionShape.of_saved(saved, spec)) == "queries":
+            return pass_queries_backward(dout, saved, spec, self.ring("queries", spec), RingReduce)
+        ring, dq = self.ring("keys", spec), Sum.like(saved.q)
+        sums = RingReduce(ring)
+        for hand in ring.rotate(saved.k, saved.v):
+            shares = [Sum.like(x) for x in hand.tensors]
+            if hand.tokens:
+                here = saved._replace(k=hand.tensors[0], v=hand.tensors[1])
+                block = spec.block(hand.query, hand.key, first_key=hand.tokens.start)
+                block.backward(dout, *here, dq, shares[0], shares[1])
+                del here
+            sums.push(hand.step, [share.value() for share in shares])  # they follow their keys, one step behind
+        dk, dv = sums.finish()
+        return dq.value(), dk, dv
+
+    def ring(self, moving: Moving, spec: AttentionSpec) -> Rotation:
+        """All ranks of the axis, each with its own shard."""
+        return Rotation.of_all(self.axis, self.return_axis, moving, spec)
 
 
 def check_backward(backward: Backward) -> Backward:
@@ -70,7 +87,7 @@ def check_backward(backward: Backward) -> Backward:
     return cast(Backward, one_of("backward", backward, get_args(Backward)))
 
 
-def fewer_bytes(choice: Backward, work: Work) -> Moving:
+def fewer_bytes(choice: Backward, work: AttentionShape) -> Moving:
     """What to send round in backward: as told, or by bytes of a whole shard, so that all ranks agree."""
     if choice != "auto":
         return choice
@@ -79,16 +96,36 @@ def fewer_bytes(choice: Backward, work: Work) -> Moving:
     return "queries" if queries < keys else "keys"
 
 
-def schedule(work: Work, backward: Backward = "auto") -> Schedule:
+# -- what is sent and computed ----------------------------------------------------------------------------------------
+
+
+def comm_plan(work: AttentionShape, backward: Backward = "auto") -> CommPlan:
     """What `Ring` sends and computes over the shards of `work`."""
-    ranks = work.layout.shards
-    going_back = backward_steps(work, check_backward(backward), lambda moving: [Circle.of_all(ranks, moving)])
-    return Schedule(rotate_keys.forward_steps(work, [Circle.of_all(ranks, "keys")]), going_back)
+
+    def rings(moving: Moving) -> list[RingTopology]:
+        return [RingTopology.of_all(work.layout.shards, moving)]
+
+    return CommPlan(forward_steps(work, rings("keys")), backward_steps(work, check_backward(backward), rings))
 
 
-def backward_steps(work: Work, backward: Backward, circles: Callable[[Moving], Sequence[Circle]]) -> Steps:
-    """The walk of the cheaper backward, or the one that is told, round the circles that it takes."""
+def forward_steps(work: AttentionShape, rings: Sequence[RingTopology]) -> Steps:
+    """What `Ring.forward` sends and computes on all ranks of some rings."""
+    return rotation_steps(work, rings, (work.k + work.v) * work.e)
+
+
+def backward_steps(
+    work: AttentionShape, backward: Backward, rings: Callable[[Moving], Sequence[RingTopology]]
+) -> Steps:
+    """What `Ring.backward` does, the cheaper one or the one that is told, round the rings that it takes."""
     moving = fewer_bytes(backward, work)
-    if moving == "keys":
-        return rotate_keys.backward_steps(work, circles(moving))
-    return rotate_queries.backward_steps(work, circles(moving), direct=False)
+    if moving == "queries":
+        return pass_queries_backward_steps(work, rings(moving), RingReduce.sends)
+    keys = work.k + work.v
+    return rotation_steps(work, rings(moving), keys * work.e, keys * work.a, RingReduce.sends)
+
+
+REGISTERED = OnSequence(
+    build=lambda axis, options: Ring(axis, options.backward),
+    comm_plan=lambda work, options: comm_plan(work, options.backward),
+    takes=("backward",),
+)

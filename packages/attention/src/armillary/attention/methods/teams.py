@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Literal, get_args
 
-from armillary.attention.rotation.topology import Circle, Moving
+from armillary.attention.rotation.topology import Moving, RingTopology
 from armillary.core import SequenceLayout
 from armillary.core.checked import integer, one_of
 
@@ -79,14 +79,14 @@ class Teams:
         teams = range(self.ranks // self.team)
         return SequenceLayout([[span for rank in self.mates(team) for span in layout.spans(rank)] for team in teams])
 
-    def circle(self, group: int, member: int, moving: Moving) -> Circle:
+    def ring_of(self, group: int, member: int, moving: Moving) -> RingTopology:
         """A ring: one member of each team of a group. Shards are teams."""
         teams = tuple(group * self.ring + j for j in range(self.ring))
         keys = tuple(j * self.team + member for j in range(self.ring))
         residents, travellers = (teams, keys) if moving == "keys" else (keys, teams)
-        return Circle(tuple(self.rank(team, member) for team in teams), residents, travellers, moving)
+        return RingTopology(tuple(self.rank(team, member) for team in teams), residents, travellers, moving)
 
-    def circles(self, moving: Moving) -> list[Circle]:
+    def rings(self, moving: Moving) -> list[RingTopology]:
         """All rings."""
         each = range(self.team)
-        return [self.circle(group, member, moving) for group in each for member in each]
+        return [self.ring_of(group, member, moving) for group in each for member in each]

@@ -6,21 +6,26 @@
     rank 2 holds  q2   q1   q0   q3
     rank 3 holds  q3   q2   q1   q0
 
-Both directions of each link are busy. The paper is about inference; here backward rotates queries too, with their dout,
-out and lse, and shares of dq return straight to their owners.
+Both directions of each link are busy. The paper is about inference; here backward passes queries on too, with their
+dout, out and lse, and shares of dq return straight to their owners.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.methods.base import Method
-from armillary.attention.rotation import queries as rotate_queries
+from armillary.attention.methods.entry import OnSequence
+from armillary.attention.rotation.returns import DirectReduce, Returns, Shares
 from armillary.attention.rotation.rotate import Rotation
-from armillary.attention.rotation.topology import Circle
-from armillary.attention.spec import Call, Saved
+from armillary.attention.rotation.steps import Returning, rotation_steps
+from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.spec import AttentionSpec, Saved
+from armillary.attention.tiling.merge import ALL, Merge, Sum
 from armillary.core import Axis
 
 
@@ -38,25 +43,78 @@ class TokenRing(Method):
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
-        self.back = self.axis.duplicate()
+        self.return_axis = self.axis.duplicate()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def rotation(self) -> Rotation:
-        """All ranks of the axis, each with its own shard."""
-        return Rotation.of_all(self.axis, self.back, "queries")
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        ring, merged = self.ring(spec), Merge.of(q, v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        out, lse = rotate_queries.forward(q, k, v, self.rotation(), call)
+        def merge(tokens: range, share: Shares) -> None:
+            merged.add((ALL, slice(tokens.start, tokens.stop), ALL), *share)
+
+        returns = DirectReduce(ring, merge)
+        for hand in ring.rotate(q):  # the next queries are under way meanwhile
+            tokens, share = returns.tokens(hand.step), ()
+            if tokens:
+                (queries,) = hand.part(tokens)
+                into = Merge.of(queries, v) if hand.step else merged
+                spec.block(hand.query, hand.key, first_query=tokens.start).forward(queries, k, v, into)
+                share = into.result()
+                del queries, into
+            returns.push(hand.step, share)  # straight to the owner of these queries
+        returns.finish()
+        out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        return rotate_queries.backward(dout, saved, self.rotation(), call, direct=True)
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        return pass_queries_backward(dout, saved, spec, self.ring(spec), DirectReduce)
+
+    def ring(self, spec: AttentionSpec) -> Rotation:
+        """All ranks of the axis, each with its own shard."""
+        return Rotation.of_all(self.axis, self.return_axis, "queries", spec)
 
 
-def schedule(work: Work) -> Schedule:
+def pass_queries_backward(
+    dout: Tensor, saved: Saved, spec: AttentionSpec, ring: Rotation, returning: Callable[[Rotation], Returns]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq of this rank's own queries, dk and dv of keys that stay), in the accumulation dtype.
+
+    Args:
+        returning: how shares of dq return: straight to their owners, or as a sum that follows its queries.
+
+    Bytes sent: B H ((D + 2 Dv) e + a) for each token and hop, and B H D a for each token and hop, or if they return
+    straight for each token and rank whose keys it sees any of.
+    """
+    dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), returning(ring)
+    for hand in ring.rotate(saved.q, saved.out, dout, saved.lse):
+        tokens, share = returns.tokens(hand.step), ()
+        if tokens:
+            q, out, dout_, lse = hand.part(tokens)
+            dq = Sum.like(q)
+            block = spec.block(hand.query, hand.key, first_query=tokens.start)
+            block.backward(dout_, q, saved.k, saved.v, out, lse, dq, dk, dv)
+            share = (dq.value(),)
+            del q, out, dout_, lse, dq
+        returns.push(hand.step, share)
+    return returns.finish()[0], dk.value(), dv.value()
+
+
+# -- what is sent and computed ----------------------------------------------------------------------------------------
+
+
+def comm_plan(work: AttentionShape) -> CommPlan:
     """What `TokenRing` sends and computes over the shards of `work`."""
-    circles = [Circle.of_all(work.layout.shards, "queries")]
-    return Schedule(
-        rotate_queries.forward_steps(work, circles), rotate_queries.backward_steps(work, circles, direct=True)
-    )
+    rings = [RingTopology.of_all(work.layout.shards, "queries")]
+    results = work.out * work.e + work.lse * work.a
+    forward = rotation_steps(work, rings, work.q * work.e, results, DirectReduce.sends)
+    return CommPlan(forward, pass_queries_backward_steps(work, rings, DirectReduce.sends))
+
+
+def pass_queries_backward_steps(work: AttentionShape, rings: Sequence[RingTopology], returning: Returning) -> Steps:
+    """What `pass_queries_backward` sends and computes on all ranks of some rings."""
+    hop = (work.q + 2 * work.out) * work.e + work.lse * work.a
+    return rotation_steps(work, rings, hop, work.q * work.a, returning)
+
+
+REGISTERED = OnSequence(build=lambda axis, _: TokenRing(axis), comm_plan=lambda work, _: comm_plan(work))

@@ -10,10 +10,11 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Schedule, Step, Work, steps
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, steps
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, Inside, split_heads
-from armillary.attention.spec import Call, Saved
+from armillary.attention.methods.entry import InnerPlan, OnHeads
+from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, split_heads
+from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis, SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
@@ -42,34 +43,36 @@ class Ulysses(HeadMethod):
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
         super().__init__(axis, inner)
-        self.moves = self.axis.size > 1 or self.inner.moves
+        self.redistributes_inputs = self.axis.size > 1 or self.inner.redistributes_inputs
 
-    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Arriving:
+    def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Arriving:
         queries = split_heads(key_heads, self.axis.size).queries
         return start_seq_to_head(q, self.axis, self.sizes(layout), queries).wait
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        return self.resume(None, q, k, v, call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        return self.forward_prefetched(None, q, k, v, spec)
 
-    def resume(self, started: Arriving | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        heads = split_heads(call.key_heads, self.axis.size)
-        tokens, keys = self.sizes(call.layout), self.sizes(call.key_layout)
+    def forward_prefetched(
+        self, started: Arriving | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Saved]:
+        heads = split_heads(spec.key_heads, self.axis.size)
+        tokens, keys = self.sizes(spec.layout), self.sizes(spec.key_layout)
         moving = (
-            started or self.start(q, call.key_heads, call.layout),
+            started or self.prefetch_queries(q, spec.key_heads, spec.layout),
             start_seq_to_head(k, self.axis, keys, heads.keys).wait,
             start_seq_to_head(v, self.axis, keys, heads.keys).wait,
         )
         q, k, v = (arrive() for arrive in moving)
         del moving, started
-        out, saved = self.inner.forward(q, k, v, self._inside(call))
+        out, saved = self.inner.forward(q, k, v, self._inside(spec))
         return start_head_to_seq(out, self.axis, tokens, heads.queries).wait(), saved
 
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        heads = split_heads(call.key_heads, self.axis.size)
-        tokens, keys = self.sizes(call.layout), self.sizes(call.key_layout)
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        heads = split_heads(spec.key_heads, self.axis.size)
+        tokens, keys = self.sizes(spec.layout), self.sizes(spec.key_layout)
         whole = start_seq_to_head(dout, self.axis, tokens, heads.queries).wait()
-        dq, dk, dv = self.inner.backward(whole, saved, self._inside(call))
-        # Where ranks share a key/value head, they are sums that are not finished yet, and wide.
+        dq, dk, dv = self.inner.backward(whole, saved, self._inside(spec))
+        # Where ranks share a key/value head, they are unfinished sums, in the accumulation dtype.
         dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
         moving = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, tokens, heads.queries),
@@ -83,18 +86,18 @@ class Ulysses(HeadMethod):
         mine = SequenceLayout.contiguous(len(heads), self.axis.size).spans(self.axis.rank)[0]
         return self.inner.heads(heads[mine.start : mine.stop])
 
-    def local_lse(self, saved: Saved, call: Call) -> Tensor:
-        lse = self.inner.local_lse(saved, self._inside(call)).unsqueeze(-1)
-        queries = split_heads(call.key_heads, self.axis.size).queries
-        return start_head_to_seq(lse, self.axis, self.sizes(call.layout), queries).wait().squeeze(-1)
+    def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
+        lse = self.inner.local_lse(saved, self._inside(spec)).unsqueeze(-1)
+        queries = split_heads(spec.key_heads, self.axis.size).queries
+        return start_head_to_seq(lse, self.axis, self.sizes(spec.layout), queries).wait().squeeze(-1)
 
-    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Saved:
-        heads = split_heads(call.key_heads, self.axis.size)
+    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+        heads = split_heads(spec.key_heads, self.axis.size)
         mine, keys = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
-        q = q.new_empty((q.shape[0], sum(self.sizes(call.layout)), mine, q.shape[3]))
-        k, v = (x.new_empty((x.shape[0], sum(self.sizes(call.key_layout)), keys, x.shape[3])) for x in (k, v))
-        if self.inner.moves:
-            return self.inner.saved_like(q, k, v, self._inside(call))
+        q = q.new_empty((q.shape[0], sum(self.sizes(spec.layout)), mine, q.shape[3]))
+        k, v = (x.new_empty((x.shape[0], sum(self.sizes(spec.key_layout)), keys, x.shape[3])) for x in (k, v))
+        if self.inner.redistributes_inputs:
+            return self.inner.saved_like(q, k, v, self._inside(spec))
         return Saved(
             q,
             k,
@@ -103,13 +106,13 @@ class Ulysses(HeadMethod):
             q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
         )
 
-    def _inside(self, call: Call) -> Call:
+    def _inside(self, spec: AttentionSpec) -> AttentionSpec:
         """The call as `inner` sees it: this rank's heads only."""
-        heads = split_heads(call.key_heads, self.axis.size)
-        return replace(call, key_heads=heads.key_heads(call.key_heads, self.axis.rank))
+        heads = split_heads(spec.key_heads, self.axis.size)
+        return spec.with_heads(heads.key_heads(spec.key_heads, self.axis.rank))
 
 
-def schedule(work: Work, ranks: int, inner: Inside) -> Schedule:
+def comm_plan(work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
     """What `Ulysses` sends and computes on `ranks` ranks of the head axis, around a method on the sequence axis."""
     moves = HeadMoves(work, ranks)
     heads = moves.heads
@@ -119,12 +122,18 @@ def schedule(work: Work, ranks: int, inner: Inside) -> Schedule:
     inside = moves.inside(inner, tuple(_inside(work, heads, u) for u in range(ranks)))
     bring = Step((moves.to_heads(*queries, q * e), moves.to_heads(*keys, q * e), moves.to_heads(*keys, v * e)))
     home = (moves.to_tokens(*queries, q * e), moves.to_tokens(*keys, q * summed), moves.to_tokens(*keys, v * summed))
-    return Schedule(
+    return CommPlan(
         steps(bring, *inside.forward, Step((moves.to_tokens(*queries, v * e),))),
         steps(Step((moves.to_heads(*queries, v * e),)), *inside.backward, Step(home)),
     )
 
 
-def _inside(work: Work, heads: HeadShards, rank: int) -> Work:
+def _inside(work: AttentionShape, heads: HeadShards, rank: int) -> AttentionShape:
     """The work as `inner` sees it: the heads of one rank of the head axis."""
     return replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
+
+
+REGISTERED = OnHeads(
+    build=lambda axis, inner, _: Ulysses(axis, inner) if axis.size() > 1 else inner,
+    comm_plan=lambda work, ranks, inner, _: comm_plan(work, ranks, inner),
+)

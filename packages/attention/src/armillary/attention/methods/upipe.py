@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Move, Schedule, Step, Steps, Work, beside, steps
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, beside, steps
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, Inside, checked_inner, split_heads
-from armillary.attention.methods.sources import Finished, Heads, Source, place, select
+from armillary.attention.methods.entry import InnerPlan, MethodOptions, OnHeads
+from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, checked_inner, split_heads
 from armillary.attention.methods.stages import Keys, Share, Stage, stages
-from armillary.attention.projected import attend_projected
-from armillary.attention.projections import Projections
-from armillary.attention.spec import Call, Saved
+from armillary.attention.sources import Finished, Heads, QKVSource, place, select
+from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import flag, integer
@@ -89,7 +88,7 @@ class UPipe(HeadMethod):
             this axis or on one that shares other ranks with it.
     """
 
-    staged = True
+    projects_in_stages = True
 
     def __init__(
         self,
@@ -109,43 +108,40 @@ class UPipe(HeadMethod):
         if isinstance(method, UPipe):
             return method
         made = cls.__new__(cls)  # what `method` is made of was checked then, and this is called by every block
-        made.compose(method.head_axis or Axis.alone("ulysses"), method.inside)
+        made.compose(method.head_axis or Axis.alone("ulysses"), method.sequence_method)
         made.heads_per_stage, made.prefetch = heads_of(heads_per_stage, made.axis.size), False
         made.kernel = method.kernel
         return made
 
-    def project(self, x: Tensor, projections: Projections, call: Call, sinks: Tensor | None) -> Tensor:
-        return attend_projected(self, call, x, projections, sinks)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        out, lse = self.attend(Finished((q, k, v)), spec)
+        return out, Saved(q, k, v, out, self.lse_to_seq(lse, spec))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        out, lse = self.attend(Finished((q, k, v)), call)
-        return out, Saved(q, k, v, out, self.lse_to_seq(lse, call))
-
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         source, lse = Finished((saved.q, saved.k, saved.v)), saved.lse.unsqueeze(-1)
-        lse = start_seq_to_head(lse, self.axis, self.sizes(call.layout), self._queries(call)).wait().squeeze(-1)
-        self.differentiate(dout, source, saved.out, lse, call)
+        lse = start_seq_to_head(lse, self.axis, self.sizes(spec.layout), self._queries(spec)).wait().squeeze(-1)
+        self.differentiate(dout, source, saved.out, lse, spec)
         dq, dk, dv = source.gradients()
         return dq, dk, dv
 
     # -- the walk over stages, without autograd -----------------------------------------------------------------------
 
-    def attend(self, source: Source, call: Call, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(self, source: QKVSource, spec: AttentionSpec, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out [B, T, H, Dv] of this rank's tokens, lse [B, n, h] of its heads, for n tokens of its sequence shard).
 
         Args:
             into: becomes out, if it has its shape and dtype.
         """
-        sizes, results = self.sizes(call.layout), list[Tensor]()
+        sizes, results = self.sizes(spec.layout), list[Tensor]()
 
         def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
             q = arrived.pop()
             if not results:
-                results.extend(self.results(q.shape[0], q, keys.v, call, into))
+                results.extend(self.results(q.shape[0], q, keys.v, spec, into))
             out, lse = results
             if mine := stage.shares[self.axis.rank].queries:
-                part, saved = self.inner.forward(q, keys.k, keys.v, self._inside(stage, call))
-                place(lse, self._own(mine, call), [saved.lse])
+                part, saved = self.inner.forward(q, keys.k, keys.v, self._inside(stage, spec))
+                place(lse, self._own(mine, spec), [saved.lse])
                 del saved
             else:
                 part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
@@ -154,20 +150,20 @@ class UPipe(HeadMethod):
             place(out, stage.queries, moving.wait())
 
         with outside_autocast(source.device_type):
-            self._each_stage(call, source, [source.q], work)
+            self._each_stage(spec, source, [source.q], work)
         out, lse = results
         return out, lse
 
-    def differentiate(self, dout: Tensor, source: Source, out: Tensor, lse: Tensor, call: Call) -> None:
+    def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
         """Gives `source` the gradients of its q, k and v, from dout [B, T, H, Dv] and what `attend` returned."""
-        sizes = self.sizes(call.layout)
+        sizes = self.sizes(spec.layout)
 
         def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
             dq, share = arrived[0], stage.shares[self.axis.rank]
             if share.queries:
-                part_lse = select(lse, self._own(share.queries, call))
+                part_lse = select(lse, self._own(share.queries, spec))
                 saved = Saved(arrived[0], keys.k, keys.v, arrived[1], part_lse)
-                dq, dk, dv = self.inner.backward(arrived[2], saved, self._inside(stage, call))
+                dq, dk, dv = self.inner.backward(arrived[2], saved, self._inside(stage, spec))
                 keys.add(dk, dv)
                 del saved, dk, dv
             arrived.clear()
@@ -177,36 +173,36 @@ class UPipe(HeadMethod):
             del moving
             if stage.leaving.heads:
                 leaving = keys if share.last else keys.spent()
-                source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, call))
+                source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, spec))
 
         columns: list[Column] = [source.q, partial(select, out), partial(select, dout)]
         with outside_autocast(source.device_type):
-            self._each_stage(call, source, columns, work)
+            self._each_stage(spec, source, columns, work)
 
-    def lse_to_seq(self, lse: Tensor, call: Call) -> Tensor:
+    def lse_to_seq(self, lse: Tensor, spec: AttentionSpec) -> Tensor:
         """lse [B, n, h] of this rank's heads -> [B, T, H] of its tokens."""
-        moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self.sizes(call.layout), self._queries(call))
+        moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self.sizes(spec.layout), self._queries(spec))
         return moving.wait().squeeze(-1)
 
     def results(
-        self, batch: int, q: Tensor, v: Tensor, call: Call, into: Tensor | None = None
+        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of `attend`, still without content, for q [..., D] and v [..., Dv]."""
-        tokens, own = self.sizes(call.layout), len(self._queries(call)[self.axis.rank])
-        shape = (batch, tokens[self.axis.rank], len(call.key_heads), v.shape[3])
+        tokens, own = self.sizes(spec.layout), len(self._queries(spec)[self.axis.rank])
+        shape = (batch, tokens[self.axis.rank], len(spec.key_heads), v.shape[3])
         fits = into is not None and into.shape == shape and into.dtype == q.dtype
         out = into if into is not None and fits else q.new_empty(shape)
         return out, q.new_empty((batch, sum(tokens), own), dtype=accumulation_dtype(q.dtype))
 
-    def own_queries(self, call: Call) -> slice:
+    def own_queries(self, spec: AttentionSpec) -> slice:
         """The query heads that this rank of the axis works on."""
-        mine = self._queries(call)[self.axis.rank]
+        mine = self._queries(spec)[self.axis.rank]
         return slice(mine.start, mine.stop)
 
     def _each_stage(
         self,
-        call: Call,
-        source: Source,
+        spec: AttentionSpec,
+        source: QKVSource,
         columns: Sequence[Column],
         work: Callable[[Stage, list[Tensor], OnHand], None],
     ) -> None:
@@ -214,14 +210,14 @@ class UPipe(HeadMethod):
 
         `work` takes things out of `arrived`: what nobody holds any more makes room for what is sent next.
         """
-        plan, keys = self._plan(call), None
-        coming = self._bring(plan[0], source, columns, call)
+        plan, keys = self._plan(spec), None
+        coming = self._bring(plan[0], source, columns, spec)
         for i, stage in enumerate(plan):
             arrived = [arrive() for arrive in coming]
             coming.clear()
             following = plan[i + 1 : i + 2]
             if self.prefetch and following:
-                coming = self._bring(following[0], source, columns, call)
+                coming = self._bring(following[0], source, columns, spec)
             share = stage.shares[self.axis.rank]
             if stage.arriving.heads:
                 k, v = arrived[:2]
@@ -232,9 +228,9 @@ class UPipe(HeadMethod):
             work(stage, arrived, keys)
             keys = keys.spent() if share.last else keys
             if not self.prefetch and following:
-                coming = self._bring(following[0], source, columns, call)
+                coming = self._bring(following[0], source, columns, spec)
 
-    def _bring(self, stage: Stage, source: Source, columns: Sequence[Column], call: Call) -> list[Arriving]:
+    def _bring(self, stage: Stage, source: QKVSource, columns: Sequence[Column], spec: AttentionSpec) -> list[Arriving]:
         """Makes and sends what a stage needs: k and v where some arrive, then each column."""
         coming: list[Arriving] = []
         arriving = stage.arriving
@@ -242,11 +238,11 @@ class UPipe(HeadMethod):
             keys = list(source.kv(arriving.heads))
             while keys:
                 packed = PackedHeads.cut(keys.pop(0), arriving.ranges)
-                coming.append(self._send(packed, self.sizes(call.key_layout)))
+                coming.append(self._send(packed, self.sizes(spec.key_layout)))
                 del packed
         for column in columns:
             packed = PackedHeads.cut(column(stage.queries), stage.query_ranges)
-            coming.append(self._send(packed, self.sizes(call.layout)))
+            coming.append(self._send(packed, self.sizes(spec.layout)))
             del packed
         return coming
 
@@ -258,9 +254,11 @@ class UPipe(HeadMethod):
         arrived = moving.wait()
         return lambda: arrived
 
-    def _bring_home(self, keys: OnHand, leaving: Keys, dtype: torch.dtype, call: Call) -> tuple[Tensor, Tensor]:
-        """dk and dv of this rank's tokens. Where ranks share a head they are sums not finished yet, and travel wide."""
-        sizes, home = self.sizes(call.key_layout), list[Tensor]()
+    def _bring_home(
+        self, keys: OnHand, leaving: Keys, dtype: torch.dtype, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """dk and dv of this rank's tokens; unfinished sums, where ranks share a head, in the accumulation dtype."""
+        sizes, home = self.sizes(spec.key_layout), list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
             grad = grad.to(accumulation_dtype(dtype) if leaving.shared else dtype)
@@ -268,21 +266,21 @@ class UPipe(HeadMethod):
         dk, dv = home
         return dk, dv
 
-    def _plan(self, call: Call) -> tuple[Stage, ...]:
-        return _plan(call.key_heads, self.axis.size, self.heads_per_stage)
+    def _plan(self, spec: AttentionSpec) -> tuple[Stage, ...]:
+        return _plan(spec.key_heads, self.axis.size, self.heads_per_stage)
 
-    def _queries(self, call: Call) -> tuple[range, ...]:
+    def _queries(self, spec: AttentionSpec) -> tuple[range, ...]:
         """The query heads that each rank of the axis works on."""
-        return split_heads(call.key_heads, self.axis.size).queries
+        return split_heads(spec.key_heads, self.axis.size).queries
 
-    def _own(self, heads: Heads, call: Call) -> Heads:
+    def _own(self, heads: Heads, spec: AttentionSpec) -> Heads:
         """Where these heads are among this rank's."""
-        start = self._queries(call)[self.axis.rank].start
+        start = self._queries(spec)[self.axis.rank].start
         return [head - start for head in heads]
 
-    def _inside(self, stage: Stage, call: Call) -> Call:
+    def _inside(self, stage: Stage, spec: AttentionSpec) -> AttentionSpec:
         """The call as `inner` sees it: this rank's heads of the stage, against the keys on hand."""
-        return replace(call, key_heads=stage.shares[self.axis.rank].key_heads(call.key_heads))
+        return spec.with_heads(stage.shares[self.axis.rank].key_heads(spec.key_heads))
 
 
 def _plan(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | None) -> tuple[Stage, ...]:
@@ -305,7 +303,7 @@ def heads_of(heads_per_stage: int | None, ranks: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagesPlan:
     """The steps of each stage of a call, on all ranks.
 
     Args:
@@ -313,12 +311,12 @@ class Stages:
     """
 
     moves: HeadMoves
-    inner: Callable[[tuple[Work | None, ...]], Schedule]
+    inner: Callable[[tuple[AttentionShape | None, ...]], CommPlan]
     plan: tuple[Stage, ...]
     prefetch: bool
 
     def walk(
-        self, columns: Sequence[int], inside: Callable[[Schedule], Steps], home: Callable[[Stage], Sequence[Move]]
+        self, columns: Sequence[int], inside: Callable[[CommPlan], Steps], home: Callable[[Stage], Sequence[Move]]
     ) -> Iterator[Step]:
         """What `UPipe` does at each stage.
 
@@ -341,7 +339,7 @@ class Stages:
         return [moves.to_tokens(moves.tokens, stage.query_ranges, work.batch * work.value_dim * work.e)]
 
     def gradients_home(self, stage: Stage) -> list[Move]:
-        """dq of a stage, and dk, dv of keys that are done with: wide where ranks share a head."""
+        """dq of a stage, and dk, dv of keys that are done with: wider where ranks share a head."""
         work, moves, leaving = self.moves.work, self.moves, stage.leaving
         width = work.a if leaving.shared else work.e
         keys = (work.batch * dim * width for dim in (work.head_dim, work.value_dim))
@@ -354,11 +352,11 @@ class Stages:
         coming = [moves.to_heads(moves.keys, stage.arriving.ranges, size) for size in keys]
         return [*coming, *(moves.to_heads(moves.tokens, stage.query_ranges, size) for size in columns)]
 
-    def _inside(self, stage: Stage) -> Schedule:
+    def _inside(self, stage: Stage) -> CommPlan:
         """The inner method on the heads of a stage; a rank without any waits."""
         work = self.moves.work
 
-        def of(share: Share) -> Work | None:
+        def of(share: Share) -> AttentionShape | None:
             if not share.queries:
                 return None
             return replace(work, key_heads=share.key_heads(work.key_heads), kv_heads=len(share.keys))
@@ -366,21 +364,33 @@ class Stages:
         return self.inner(tuple(of(share) for share in stage.shares))
 
 
-def schedule(
-    work: Work,
+def comm_plan(
+    work: AttentionShape,
     ranks: int,
-    inner: Inside,
+    inner: InnerPlan,
     heads_per_stage: int | None = None,
     prefetch: bool = False,
-) -> Schedule:
+) -> CommPlan:
     """What `UPipe` with these options sends and computes on `ranks` ranks of the head axis, around a method."""
     heads_per_stage = heads_of(heads_per_stage, ranks)
     moves = HeadMoves(work, ranks)
     inside = lru_cache(partial(moves.inside, inner))  # stages are much alike
-    walk = Stages(moves, inside, _plan(work.key_heads, ranks, heads_per_stage), prefetch)
+    walk = StagesPlan(moves, inside, _plan(work.key_heads, ranks, heads_per_stage), prefetch)
     q, v, lse = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e, work.batch * work.a
     queries = (moves.tokens, moves.heads.queries)
     forward = walk.walk([q], lambda inner: inner.forward, walk.out_home)
     backward = walk.walk([q, v, v], lambda inner: inner.backward, walk.gradients_home)
     there, back = (Step(() if work.projected else (way(*queries, lse),)) for way in (moves.to_heads, moves.to_tokens))
-    return Schedule(steps(*forward, back), steps(there, *backward))
+    return CommPlan(steps(*forward, back), steps(there, *backward))
+
+
+def heads_told(options: MethodOptions, ranks: int) -> int:
+    """The heads per stage told, or one for each rank of the head axis."""
+    return ranks if options.heads_per_stage is None else options.heads_per_stage
+
+
+REGISTERED = OnHeads(
+    build=lambda axis, inner, told: UPipe(axis, inner, heads_told(told, axis.size())),
+    comm_plan=lambda work, ranks, inner, told: comm_plan(work, ranks, inner, heads_told(told, ranks)),
+    takes=("heads_per_stage",),
+)

@@ -14,21 +14,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import Move, Schedule, Step, Steps, Work, all_gather, move, reduce_scatter, steps
+from armillary.attention.comm_plan import (
+    AttentionShape,
+    CommPlan,
+    Move,
+    Step,
+    Steps,
+    all_gather,
+    move,
+    reduce_scatter,
+    steps,
+)
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method, layout_of
-from armillary.attention.methods.ring import Backward, backward_steps, check_backward, fewer_bytes
+from armillary.attention.methods.entry import Backward, MethodOptions, OnSequence
+from armillary.attention.methods.ring import Ring, backward_steps, check_backward, forward_steps
 from armillary.attention.methods.teams import Placement, Teams
-from armillary.attention.rotation import keys as rotate_keys
-from armillary.attention.rotation import queries as rotate_queries
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import Moving
-from armillary.attention.spec import Call, Saved
+from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis, FlatBuffer, SequenceLayout, start_exchange
 from armillary.core.checked import flag
 from armillary.core.collectives.all_gather import start_all_gather
@@ -74,9 +84,8 @@ class WallFacer(Method):
         self.axis = Axis.of(axis)
         self.teams = Teams(self.axis.size, team, placement)
         self.gather_keys = flag("gather_keys", gather_keys)
-        self.backward_moves: Backward = check_backward(backward)
         self.seat = self.teams.seat(self.axis.rank)
-        self.back = self.axis.duplicate()
+        self.team_ring = TeamRing(self.axis, self.teams, backward)
         self.mates = self.axis.part(self.teams.mates(self.seat[0]))
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
@@ -86,41 +95,36 @@ class WallFacer(Method):
         cut = layout_of(kind, length, self.axis.size // self.teams.team, mask).refine(self.teams.team)
         return self.teams.seated(cut)
 
-    def start(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Gathering:
+    def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Gathering:
         return self._gather((q,), layout)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        return self.resume(None, q, k, v, call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        return self.forward_prefetched(None, q, k, v, spec)
 
-    def resume(self, started: Gathering | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
-        queries = started or self._gather((q,), call.layout)
-        (k_placed, v_placed), (q_team,) = self._place_keys(k, v, call), queries()
-        out, lse = rotate_keys.forward(q_team, k_placed, v_placed, self.rotation("keys"), self._by_teams(call))
-        out, lse = start_merge_scatter(out, lse, self.mates, self._sizes(call.layout)).wait()
+    def forward_prefetched(
+        self, started: Gathering | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Saved]:
+        queries = started or self._gather((q,), spec.layout)
+        (k_placed, v_placed), (q_team,) = self._place_keys(k, v, spec), queries()
+        _, team = self.team_ring.forward(q_team, k_placed, v_placed, self._by_teams(spec))
+        del q_team, k_placed, v_placed
+        out, lse = start_merge_scatter(team.out, team.lse, self.mates, self._sizes(spec.layout)).wait()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        gathered = self._gather((saved.q, saved.out, dout, saved.lse), call.layout)
-        k, v = self._place_keys(saved.k, saved.v, call)
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        gathered = self._gather((saved.q, saved.out, dout, saved.lse), spec.layout)
+        k, v = self._place_keys(saved.k, saved.v, spec)
         q, out, dout, lse = gathered()
-        team, moving = Saved(q, k, v, out, lse), fewer_bytes(self.backward_moves, Work.of_call(saved, call))
-        if moving == "keys":
-            dq, dk, dv = rotate_keys.backward(dout, team, self.rotation(moving), self._by_teams(call))
-        else:
-            dq, dk, dv = rotate_queries.backward(dout, team, self.rotation(moving), self._by_teams(call), direct=False)
-        del gathered, q, k, v, out, dout, lse, team  # gradients go home in their place
-        queries = start_reduce_scatter(dq, self.mates, self._sizes(call.layout))
-        dk, dv = self._bring_home((dk, dv), call)
+        dq, dk, dv = self.team_ring.backward(dout, Saved(q, k, v, out, lse), self._by_teams(spec))
+        del gathered, q, k, v, out, dout, lse  # gradients go back in their place
+        queries = start_reduce_scatter(dq, self.mates, self._sizes(spec.layout))
+        dk, dv = self._bring_home((dk, dv), spec)
         return queries.wait(), dk, dv
 
-    def rotation(self, moving: Moving) -> Rotation:
-        """The ring of this rank: one member of each team of its group. Shards are teams."""
-        team, member = self.seat
-        return Rotation(self.axis, self.back, self.teams.circle(team // self.teams.ring, member, moving))
-
-    def _by_teams(self, call: Call) -> Call:
+    def _by_teams(self, spec: AttentionSpec) -> AttentionSpec:
         """The call over teams as shards."""
-        return replace(call, layout=self.teams.layout(call.layout), key_layout=self.teams.layout(call.key_layout))
+        layout = self.teams.layout
+        return spec.once("teams", lambda: replace(spec, layout=layout(spec.layout), key_layout=layout(spec.key_layout)))
 
     def _sizes(self, layout: SequenceLayout, team: int | None = None) -> tuple[int, ...]:
         """Tokens of each member of a team, by default this rank's."""
@@ -131,12 +135,12 @@ class WallFacer(Method):
         moving = [start_all_gather(x, self.mates, self._sizes(layout)) for x in tensors]
         return lambda: tuple(move.wait() for move in moving)
 
-    def _place_keys(self, k: Tensor, v: Tensor, call: Call) -> Tensors:
+    def _place_keys(self, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensors:
         """Steps 1 and 2 for keys: from this rank's own to those of the team that it keeps."""
         teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
-        sizes = self._sizes(call.key_layout, kept_team)
+        sizes = self._sizes(spec.key_layout, kept_team)
         if self.gather_keys:
-            mine = self._gather((k, v), call.key_layout)()
+            mine = self._gather((k, v), spec.key_layout)()
             (kept,) = self._swap({teams.keeper(*self.seat): mine}, {teams.rank(kept_team, kept_member): sum(sizes)})
             return kept
         own = (k, v)
@@ -144,10 +148,10 @@ class WallFacer(Method):
         parts = self._swap(send, {teams.rank(kept_team, a): size for a, size in enumerate(sizes)})
         return [torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)]
 
-    def _bring_home(self, grads: Tensors, call: Call) -> Tensors:
+    def _bring_home(self, grads: Tensors, spec: AttentionSpec) -> Tensors:
         """Step 2 backwards: from sums for the keys that this rank keeps to those for its own."""
         teams, (kept_team, kept_member) = self.teams, self.teams.kept(*self.seat)
-        mine, kept = self._sizes(call.key_layout), self._sizes(call.key_layout, kept_team)
+        mine, kept = self._sizes(spec.key_layout), self._sizes(spec.key_layout, kept_team)
         if self.gather_keys:
             (team,) = self._swap({teams.rank(kept_team, kept_member): grads}, {teams.keeper(*self.seat): sum(mine)})
             moving = [start_reduce_scatter(x, self.mates, mine) for x in team]
@@ -171,12 +175,31 @@ class WallFacer(Method):
         return [send[rank] if rank == me else coming[rank].tensors for rank in receive]
 
 
+class TeamRing(Ring):
+    """Step 3: Ring Attention among one member of each team of a group. Shards are teams."""
+
+    def __init__(self, axis: Axis, teams: Teams, backward: Backward) -> None:
+        super().__init__(axis, backward)
+        (team, self.member), self.teams = teams.seat(axis.rank), teams
+        self.group = team // teams.ring
+
+    def ring(self, moving: Moving, spec: AttentionSpec) -> Rotation:
+        def found() -> Rotation:
+            topology = self.teams.ring_of(self.group, self.member, moving)
+            return Rotation.of(self.axis, self.return_axis, topology, spec.grid)
+
+        return spec.once((moving, id(self)), found)
+
+
+# -- what is sent and computed ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Parts:
+class WallFacerPlan:
     """The collectives and exchanges of a call of WallFacer, on all ranks."""
 
     teams: Teams
-    work: Work
+    work: AttentionShape
     gather_keys: bool
 
     @property
@@ -185,7 +208,7 @@ class Parts:
         return [self.teams.mates(team) for team in range(self.teams.ranks // self.teams.team)]
 
     @property
-    def by_teams(self) -> Work:
+    def by_teams(self) -> AttentionShape:
         """The work over teams as shards."""
         layout, key_layout = (self.teams.layout(x) for x in (self.work.layout, self.work.key_layout))
         return replace(self.work, layout=layout, key_layout=key_layout)
@@ -226,20 +249,37 @@ class Parts:
                     yield from (Send(mate, keeper, tokens[mate] * size) for mate in mates)
 
 
-def schedule(
-    work: Work,
+def comm_plan(
+    work: AttentionShape,
     team: int,
     placement: Placement = "collect_intra",
     backward: Backward = "auto",
     gather_keys: bool = True,
-) -> Schedule:
+) -> CommPlan:
     """What `WallFacer` with these options sends and computes over the shards of `work`."""
-    parts = Parts(Teams(work.layout.shards, team, placement), work, gather_keys)
+    parts = WallFacerPlan(Teams(work.layout.shards, team, placement), work, gather_keys)
     by_teams, lse, e = parts.by_teams, work.lse * work.a, work.e
-    ring = rotate_keys.forward_steps(by_teams, parts.teams.circles("keys"))
-    back = backward_steps(by_teams, check_backward(backward), parts.teams.circles)
+    ring = forward_steps(by_teams, parts.teams.rings("keys"))
+    back = backward_steps(by_teams, check_backward(backward), parts.teams.rings)
     inputs = parts.gather(work.q * e, work.out * e, work.out * e, lse)
-    return Schedule(
+    return CommPlan(
         steps(*parts.bring(parts.gather(work.q * e)), *ring, Step(parts.scatter(work.out * e, lse))),
         steps(*parts.bring(inputs), *back, *parts.home(parts.scatter(work.q * work.a))),
     )
+
+
+def largest_team(ranks: int) -> int:
+    """The largest C whose square divides the number of ranks."""
+    return max(c for c in range(1, isqrt(ranks) + 1) if ranks % c**2 == 0)
+
+
+def team_of(options: MethodOptions, ranks: int) -> int:
+    """The team told, or the largest that fits."""
+    return largest_team(ranks) if options.team is None else options.team
+
+
+REGISTERED = OnSequence(
+    build=lambda axis, told: WallFacer(axis, team_of(told, axis.size()), told.placement, told.backward),
+    comm_plan=lambda work, told: comm_plan(work, team_of(told, work.layout.shards), told.placement, told.backward),
+    takes=("team", "placement", "backward"),
+)

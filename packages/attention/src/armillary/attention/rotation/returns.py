@@ -1,4 +1,4 @@
-"""How what ranks compute for a traveller gets back to the rank that it set out from.
+"""How what ranks compute for a shard that goes round gets back to the rank that it belongs to.
 
 Both ways overlap with the computation of the next step, on a communicator of their own, and add up in the same order on
 every run.
@@ -12,40 +12,39 @@ from typing import Protocol
 from torch import Tensor
 
 from armillary.attention.rotation.rotate import Rotation, tokens_of
-from armillary.attention.rotation.topology import Circle
-from armillary.attention.spec import Call
+from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import FlatBuffer, start_exchange
 from armillary.core.collectives.exchange import Exchange
 from armillary.core.network import Send
 
 Shares = Sequence[Tensor]
-"""What one rank has computed for some tokens of one traveller; empty where it has nothing to do with them."""
+"""What one rank has computed for some tokens of one shard; empty where it has nothing to do with them."""
 
 
 class Returns(Protocol):
     def tokens(self, step: int) -> range:
-        """The tokens that shares are to be about, of the traveller in hand at `step`."""
+        """The tokens that shares are to be about, of the shard in hand at `step`."""
         ...
 
-    def give(self, step: int, shares: Shares) -> None:
-        """Hands over this rank's shares for the traveller that was in hand at `step`. To be called at every step."""
+    def push(self, step: int, shares: Shares) -> None:
+        """Hands over this rank's shares for the shard that was in hand at `step`. To be called at every step."""
         ...
 
-    def home(self) -> Shares:
-        """The sums over all ranks for the traveller that set out from here."""
+    def finish(self) -> Shares:
+        """The sums over all ranks for this rank's own shard."""
         ...
 
 
-class Along:
-    """Sums follow their traveller one step behind, gathering each rank's share.
+class RingReduce:
+    """Sums follow their shard one step behind, gathering each rank's share.
 
-    The share of the rank that the traveller set out from waits there. Tokens that no rank further on sees are sent home
-    by the last that does. So sums make as many hops as their traveller, token by token.
+    The share of the rank that the shard belongs to waits there. Tokens that no rank further on sees are sent back by
+    the last that does. So sums make as many hops as their shard, token by token.
     """
 
-    def __init__(self, walk: Rotation, call: Call) -> None:
-        self.walk, self.needed = walk, walk.needed(call)
+    def __init__(self, ring: Rotation) -> None:
+        self.ring, self.needed = ring, ring.needed
         self.own: Shares = ()
         self.passing: FlatBuffer | None = None
         self.targets: Shares = ()  # where in `own` to add what is being returned
@@ -53,44 +52,44 @@ class Along:
         self.exchange: Exchange | None = None
 
     @staticmethod
-    def sends(circle: Circle, grid: Grid, step: int) -> Iterator[Send]:
-        """What all ranks of a circle send of the traveller that was in hand at `step`, in tokens."""
+    def sends(topology: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+        """What all ranks of a ring send for the shards that were in hand at `step`, in tokens."""
         if step == 0:
             return
-        needed = circle.needed(grid)
-        for place, rank in enumerate(circle.ranks):
-            origin = circle.origin(place, step)
+        needed = topology.needed(grid)
+        for place, rank in enumerate(topology.ranks):
+            origin = topology.origin(place, step)
             held, onward = map(len, needed[origin][step : step + 2])
-            yield Send(rank, circle.ahead(place, 1), onward)
-            yield Send(rank, circle.ranks[origin], held - onward)
+            yield Send(rank, topology.ahead(place, 1), onward)
+            yield Send(rank, topology.ranks[origin], held - onward)
 
     def tokens(self, step: int) -> range:
-        return self.needed[self.walk.origin(step)][step]
+        return self.needed[self.ring.origin(step)][step]
 
-    def give(self, step: int, shares: Shares) -> None:
+    def push(self, step: int, shares: Shares) -> None:
         if step == 0:
             self.own = shares
             return
         self._wait()
         # At the last step both neighbours and the owner may be one rank, but then nothing is passed on.
         send = self._outgoing(step, shares)
-        walk, coming = self.walk, self.needed[self.walk.origin(step + 1)][step + 1]
+        ring, coming = self.ring, self.needed[self.ring.origin(step + 1)][step + 1]
         self.passing = FlatBuffer.like(self.own, len(coming)) if coming else None
-        receive = {walk.ahead(-1): self.passing} if self.passing else {}
-        mine = self.needed[walk.place]
+        receive = {ring.ahead(-1): self.passing} if self.passing else {}
+        mine = self.needed[ring.place]
         complete = _left_out(mine[step], mine[step + 1])
         self.targets = [tokens_of(x, mine[0], piece) for piece in complete for x in self.own]
         if self.targets:
-            self.returned = receive[walk.ahead(step)] = FlatBuffer.like(self.targets)
-        self.exchange = start_exchange(walk.back, send, receive)
+            self.returned = receive[ring.ahead(step)] = FlatBuffer.like(self.targets)
+        self.exchange = start_exchange(ring.return_axis, send, receive)
 
-    def home(self) -> Shares:
+    def finish(self) -> Shares:
         self._wait()
         return self.own
 
     def _outgoing(self, step: int, shares: Shares) -> dict[int, FlatBuffer]:
-        """The sums for the traveller that was in hand: those that go on after it, and those that are complete."""
-        origin, send = self.walk.origin(step), dict[int, FlatBuffer]()
+        """The sums for the shard that was in hand: those that go on after it, and those that are complete."""
+        origin, send = self.ring.origin(step), dict[int, FlatBuffer]()
         held, onward = self.needed[origin][step : step + 2]
         sums = shares
         if self.passing:
@@ -98,9 +97,9 @@ class Along:
             _add(sums, shares)
         if onward:
             same = self.passing if onward == held else None
-            send[self.walk.ahead(1)] = same or FlatBuffer.of([tokens_of(x, held, onward) for x in sums])
+            send[self.ring.ahead(1)] = same or FlatBuffer.of([tokens_of(x, held, onward) for x in sums])
         if complete := [tokens_of(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
-            send[self.walk.circle.ranks[origin]] = FlatBuffer.of(complete)
+            send[self.ring.topology.ranks[origin]] = FlatBuffer.of(complete)
         return send
 
     def _wait(self) -> None:
@@ -112,47 +111,46 @@ class Along:
             self.returned = None
 
 
-class Direct:
-    """Each rank sends its share straight to the owner, against the direction of the travellers (TokenRing).
+class DirectReduce:
+    """Each rank sends its share straight to the owner, against the direction of the ring (TokenRing).
 
     Args:
         combine: takes the shares of another rank, for some tokens, into those of this one; called in the order of
             steps. Adds, unless given.
     """
 
-    def __init__(self, walk: Rotation, call: Call, combine: Callable[[range, Shares], None] | None = None) -> None:
-        self.walk, self.call, self.combine = walk, call, combine
-        self.all = walk.needed(call)[walk.place][0]
+    def __init__(self, ring: Rotation, combine: Callable[[range, Shares], None] | None = None) -> None:
+        self.ring, self.combine = ring, combine
+        self.all = ring.needed[ring.place][0]
         self.own: Shares = ()
         self.arriving: tuple[range, FlatBuffer] | None = None
         self.exchange: Exchange | None = None
 
     @staticmethod
-    def sends(circle: Circle, grid: Grid, step: int) -> Iterator[Send]:
-        """What all ranks of a circle send of the traveller that was in hand at `step`, in tokens."""
+    def sends(topology: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+        """What all ranks of a ring send for the shards that were in hand at `step`, in tokens."""
         if step == 0:
             return
-        for place, rank in enumerate(circle.ranks):
-            origin = circle.origin(place, step)
-            yield Send(rank, circle.ranks[origin], len(circle.seen(grid, place, origin)))
+        for place, rank in enumerate(topology.ranks):
+            origin = topology.origin(place, step)
+            yield Send(rank, topology.ranks[origin], len(topology.seen(grid, place, origin)))
 
     def tokens(self, step: int) -> range:
-        if step == 0:
-            return self.all
-        return self.walk.seen(self.call, self.walk.place, self.walk.origin(step))
+        return self.ring.seen(self.ring.place, self.ring.origin(step)) if step else self.all
 
-    def give(self, step: int, shares: Shares) -> None:
+    def push(self, step: int, shares: Shares) -> None:
         if step == 0:
             self.own = shares
             return
         self._wait()
-        walk, other = self.walk, (self.walk.place + step) % len(self.walk.circle.ranks)
-        theirs = walk.seen(self.call, other, walk.place)
+        ring, other = self.ring, (self.ring.place + step) % len(self.ring.topology.ranks)
+        theirs = ring.seen(other, ring.place)
         self.arriving = (theirs, FlatBuffer.like(self.own, len(theirs))) if theirs else None
-        send = {walk.circle.ranks[walk.origin(step)]: FlatBuffer.of(shares)} if shares else {}
-        self.exchange = start_exchange(walk.back, send, {walk.ahead(step): self.arriving[1]} if self.arriving else {})
+        send = {ring.topology.ranks[ring.origin(step)]: FlatBuffer.of(shares)} if shares else {}
+        receive = {ring.ahead(step): self.arriving[1]} if self.arriving else {}
+        self.exchange = start_exchange(ring.return_axis, send, receive)
 
-    def home(self) -> Shares:
+    def finish(self) -> Shares:
         self._wait()
         return self.own
 
@@ -161,8 +159,8 @@ class Direct:
             self.exchange.wait()
             self.exchange = None
         if self.arriving:
-            tokens, flat = self.arriving
-            (self.combine or self._add)(tokens, flat.tensors)
+            tokens, parcel = self.arriving
+            (self.combine or self._add)(tokens, parcel.tensors)
             self.arriving = None
 
     def _add(self, tokens: range, shares: Shares) -> None:

@@ -1,105 +1,142 @@
-"""Tensors going round a circle of ranks: the walk that both engines share, and its exchanges.
+"""The loop of every ring: a shard is computed with, and meanwhile passed on to the next rank.
 
-While a rank computes with the traveller in hand, the next is already on its way.
+    for step in range(R):
+        start sending the shard in hand to the next rank, and receiving the next one from the rank before
+        compute with the shard in hand
+        wait
+
+Of a shard, no more goes on than what some rank further on sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.rotation.topology import Circle, Moving
-from armillary.attention.spec import Call
-from armillary.attention.tiling.block import Cell
+from armillary.attention.rotation.topology import Moving, RingTopology
+from armillary.attention.spec import AttentionSpec
+from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, start_exchange
 
 
-class Hand(NamedTuple):
-    """What a rank has of the traveller at a step: these tokens of its shard, on dim 1 of the tensors."""
+class RingStep(NamedTuple):
+    """What one rank does at one step.
 
+    Args:
+        step: 0 .. R - 1.
+        query, key: the shards that meet.
+        held: tokens in hand of the shard that goes round.
+        leaving: those of them that go on to the next rank.
+        coming: tokens of the next shard that arrive from the rank before.
+    """
+
+    step: int
+    query: int
+    key: int
+    held: range
+    leaving: range
+    coming: range
+
+
+@dataclass
+class InFlight:
+    """The shard in hand: tensors with its tokens `tokens` on dim 1, which leave when the next one has arrived."""
+
+    step: int
+    query: int
+    key: int
     tokens: range
     tensors: tuple[Tensor, ...]
 
-    def tokens_of(self, tokens: range) -> tuple[Tensor, ...]:
+    def part(self, tokens: range) -> tuple[Tensor, ...]:
         """Views of some of the tokens."""
-        return tuple(tokens_of(x, self.tokens, tokens) for x in self.tensors)
+        return tuple([tokens_of(x, self.tokens, tokens) for x in self.tensors])
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A circle of R ranks, as one of them sees it.
+    """A ring of R ranks, as one of them sees it, for calls of one mask and layout.
 
     Args:
         axis: the mesh axis that it is on.
-        back: the same axis with another communicator, for what goes back to its owner.
-        circle: who passes what to whom.
+        return_axis: the same axis with another communicator, for what goes back to its owner.
+        topology: who passes what to whom, in the direction that sends less.
+        grid: what shards see of each other.
     """
 
     axis: Axis
-    back: Axis
-    circle: Circle
+    return_axis: Axis
+    topology: RingTopology
+    grid: Grid
 
     @classmethod
-    def of_all(cls, axis: Axis, back: Axis, moving: Moving) -> Rotation:
-        """All ranks of the axis in a circle, each with its own shard."""
-        return cls(axis, back, Circle.of_all(axis.size, moving))
+    def of(cls, axis: Axis, return_axis: Axis, topology: RingTopology, grid: Grid) -> Rotation:
+        """The ring, turning the way that sends fewer tokens."""
+        return cls(axis, return_axis, topology.shorter_way(grid), grid)
+
+    @classmethod
+    def of_all(cls, axis: Axis, return_axis: Axis, moving: Moving, spec: AttentionSpec) -> Rotation:
+        """All ranks of the axis in a ring, each with its own shard; the same for all calls of a spec."""
+        return spec.once(
+            (moving, id(axis)), lambda: cls.of(axis, return_axis, RingTopology.of_all(axis.size, moving), spec.grid)
+        )
+
+    def rotate(self, *tensors: Tensor) -> Iterator[InFlight]:
+        """What is in hand at each step, at first `tensors`; the next shard is under way meanwhile."""
+        shard, sent, (behind, ahead) = tensors, None, self.neighbours
+        for step in self.steps:
+            hand = InFlight(step.step, step.query, step.key, step.held, shard)
+            if sent is None or step.leaving != step.held:  # at first, or where less goes on than came
+                sent = FlatBuffer.of(hand.part(step.leaving)) if step.leaving else None
+            received = FlatBuffer.like(tensors, len(step.coming)) if step.coming else None
+            send, receive = {ahead: sent} if sent else {}, {behind: received} if received else {}
+            exchange = start_exchange(self.axis, send, receive)
+            yield hand
+            exchange.wait()
+            hand.tensors = ()  # two shards are alive at a time, not three
+            sent, shard = received, received.tensors if received else ()
+            del exchange, send, receive
 
     @cached_property
     def place(self) -> int:
-        """This rank's index in the circle."""
-        return self.circle.ranks.index(self.axis.rank)
+        """This rank's index in the ring."""
+        return self.topology.ranks.index(self.axis.rank)
 
-    def shorter_way(self, call: Call) -> Rotation:
-        """This circle or the opposite one, whichever sends fewer tokens."""
-        return replace(self, circle=self.circle.shorter_way(call.grid))
+    @cached_property
+    def neighbours(self) -> tuple[int, int]:
+        """The ranks of the axis before and after this one in the ring."""
+        return self.ahead(-1), self.ahead(1)
+
+    @cached_property
+    def needed(self) -> tuple[tuple[range, ...], ...]:
+        """For the shard from each place: its tokens that any rank so many steps on, or further, sees."""
+        return self.topology.needed(self.grid)
+
+    @cached_property
+    def steps(self) -> tuple[RingStep, ...]:
+        """What this rank does."""
+        return tuple(self._step(step) for step in range(len(self.topology.ranks)))
+
+    def _step(self, step: int) -> RingStep:
+        origin, following, needed = self.origin(step), self.origin(step + 1), self.needed
+        held, leaving = needed[origin][step : step + 2]
+        return RingStep(step, *self.topology.cell(self.place, origin), held, leaving, needed[following][step + 1])
 
     def origin(self, step: int) -> int:
-        """The place from which the traveller set out that is in hand at `step`."""
-        return self.circle.origin(self.place, step)
+        """The place from which the shard set out that is in hand at `step`."""
+        return self.topology.origin(self.place, step)
 
     def ahead(self, steps: int) -> int:
-        """The rank of the axis that is so many places further round the circle."""
-        return self.circle.ahead(self.place, steps)
+        """The rank of the axis that is so many places further round the ring."""
+        return self.topology.ahead(self.place, steps)
 
-    def needed(self, call: Call) -> tuple[tuple[range, ...], ...]:
-        """For the traveller from each place: its tokens that any rank so many steps on, or further, sees."""
-        return self.circle.needed(call.grid)
-
-    def seen(self, call: Call, place: int, origin: int) -> range:
-        """Tokens of the traveller from `origin` that the rank at `place` sees."""
-        return self.circle.seen(call.grid, place, origin)
-
-    def cell(self, call: Call, step: int, first: int) -> Cell:
-        """What this rank computes at `step` with the traveller in hand, from its token `first` on."""
-        query, key = self.circle.cell(self.place, self.origin(step))
-        if self.circle.moving == "keys":
-            return Cell(call, query, key, first_key=first)
-        return Cell(call, query, key, first_query=first)
-
-    def walk(self, tensors: Sequence[Tensor], call: Call) -> Iterator[tuple[int, Hand]]:
-        """(step, what is in hand of its traveller) for each step; what is needed next is under way meanwhile.
-
-        Args:
-            tensors: what sets out from here, tokens on dim 1.
-        """
-        needed, flat = self.needed(call), None
-        hand = Hand(needed[self.place][0], tuple(tensors))
-        for step in range(len(self.circle.ranks)):
-            leaving, coming = needed[self.origin(step)][step + 1], needed[self.origin(step + 1)][step + 1]
-            if flat is None or leaving != hand.tokens:  # at first, or where less goes on than came
-                flat = FlatBuffer.of(hand.tokens_of(leaving)) if leaving else None
-            buffers = FlatBuffer.like(tensors, len(coming)) if coming else None
-            send = {self.ahead(1): flat} if flat else {}
-            receive = {self.ahead(-1): buffers} if buffers else {}
-            exchange = start_exchange(self.axis, send, receive)
-            yield step, hand
-            exchange.wait()
-            flat, hand = buffers, Hand(coming, buffers.tensors if buffers else ())
-            del exchange, send, receive  # two shards are alive at a time, not three
+    def seen(self, place: int, origin: int) -> range:
+        """Tokens of the shard from `origin` that the rank at `place` sees."""
+        return self.topology.seen(self.grid, place, origin)
 
 
 def tokens_of(x: Tensor, held: range, wanted: range) -> Tensor:

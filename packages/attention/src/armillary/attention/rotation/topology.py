@@ -1,6 +1,6 @@
-"""Who passes what to whom round a circle of ranks, and how much of it: pure, for the walk and for its schedule.
+"""Who passes what to whom round a ring of ranks, and how much of it: pure, for the loop and for its plan.
 
-On every rank of a circle something stays (its residents) and something passes by (the travellers): keys go past
+On every rank of a ring something stays (its residents) and something passes by (the travellers): keys go past
 queries, or queries past keys. Of a traveller, no more goes on than what some rank further on sees.
 """
 
@@ -17,13 +17,13 @@ Moving = Literal["keys", "queries"]
 
 
 @dataclass(frozen=True)
-class Circle:
-    """R ranks in a circle. A place is an index in it.
+class RingTopology:
+    """R ranks in a ring. A place is an index in it.
 
     Args:
         ranks: in the order in which travellers visit them, numbered as on their axis.
-        residents: the shard that stays on each rank of the circle.
-        travellers: the shard that sets out from each rank of the circle.
+        residents: the shard that stays on each rank of the ring.
+        travellers: the shard that sets out from each rank of the ring.
         moving: what travels; the other stays.
     """
 
@@ -33,18 +33,18 @@ class Circle:
     moving: Moving
 
     @classmethod
-    def of_all(cls, ranks: int, moving: Moving) -> Circle:
+    def of_all(cls, ranks: int, moving: Moving) -> RingTopology:
         """All ranks of an axis, each with its own shard."""
         every = tuple(range(ranks))
         return cls(every, every, every, moving)
 
     @property
-    def opposite(self) -> Circle:
-        """The same circle the other way round."""
-        return Circle(self.ranks[::-1], self.residents[::-1], self.travellers[::-1], self.moving)
+    def opposite(self) -> RingTopology:
+        """The same ring the other way round."""
+        return RingTopology(self.ranks[::-1], self.residents[::-1], self.travellers[::-1], self.moving)
 
-    def shorter_way(self, grid: Grid) -> Circle:
-        """This circle or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
+    def shorter_way(self, grid: Grid) -> RingTopology:
+        """This ring or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
 
         With causal masks and zigzag shards, keys that go down visit those who see all of them first, then those who see
         half: three quarters of what goes up. Where all see all, both ways are equal, and it is this one.
@@ -52,7 +52,7 @@ class Circle:
         return min((self, self.opposite), key=lambda way: way.tokens_sent(grid))
 
     def tokens_sent(self, grid: Grid) -> int:
-        """By all ranks of the circle together, as many times as they make a hop."""
+        """By all ranks of the ring together, as many times as they make a hop."""
         return sum(len(tokens) for steps in self.needed(grid) for tokens in steps[1:])
 
     def origin(self, place: int, step: int) -> int:
@@ -87,14 +87,14 @@ class Circle:
             yield Send(rank, self.ahead(place, 1), len(needed[self.origin(place, step)][step + 1]))
 
 
-def _needed(circle: Circle, grid: Grid) -> tuple[tuple[range, ...], ...]:
-    size, sizes = len(circle.ranks), (grid.key_layout if circle.moving == "keys" else grid.layout).sizes
+def _needed(ring: RingTopology, grid: Grid) -> tuple[tuple[range, ...], ...]:
+    size, sizes = len(ring.ranks), (grid.key_layout if ring.moving == "keys" else grid.layout).sizes
 
     def of(origin: int) -> tuple[range, ...]:
         ranges = [range(0)]
         for step in range(size - 1, 0, -1):
-            ranges.append(_around(ranges[-1], circle.seen(grid, (origin + step) % size, origin)))
-        return (range(sizes[circle.travellers[origin]]), *reversed(ranges))
+            ranges.append(_around(ranges[-1], ring.seen(grid, (origin + step) % size, origin)))
+        return (range(sizes[ring.travellers[origin]]), *reversed(ranges))
 
     return tuple(of(origin) for origin in range(size))
 

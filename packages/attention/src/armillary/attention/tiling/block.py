@@ -1,79 +1,135 @@
-"""One cell of the grid that every method walks: the queries of one shard against the keys of another."""
+"""One block of the grid that every method walks: the queries of one shard against the keys of another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.kernels import Backward, Forward, Scores, in_rows
+from armillary.attention.kernels import Backward, Forward, Kernel, Scores, in_rows
 from armillary.attention.mask import Window
-from armillary.attention.spec import Call, Saved, head_runs
+from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import Merge, Part, Sum
 from armillary.core import span
 
+KernelCall = tuple[Part, Part, Window]
+"""Part of the queries, part of the keys, band."""
 
-@dataclass(frozen=True)
-class Cell:
-    """Queries of shard `query` of `call.layout` against keys of shard `key` of `call.key_layout`.
 
-    Of either shard, only what is seen may be at hand: `first_query` and `first_key` are the first tokens that are.
+class HeadRun(NamedTuple):
+    """Query heads q0..q1 over key/value heads k0..k1, the same number of query heads for each key/value head."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+class BlockAttention(NamedTuple):
+    """Attention of some queries over some keys, as kernel calls that were found before.
+
+    Args:
+        query, key: the shards.
+        scores: with a scale above 0.
+        turn: what q, and then dq, is multiplied by for that (`Scores.turn`).
+        calls: of `kernel`, each on parts of q and of k, v.
     """
 
-    call: Call
     query: int
     key: int
-    first_query: int = 0
-    first_key: int = 0
+    kernel: Kernel
+    scores: Scores
+    turn: int
+    calls: tuple[KernelCall, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
-        """Merges the cell's partial result into `into`. Nothing visible, nothing done."""
-        calls, scores = tuple(self._kernel_calls()), self.call.scores
-        q, k, v = (in_rows(x) for x in (turned(q, scores), k, v))
-        pieces = (Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in calls)
-        with self._span("forward"):
-            for i, partial in self.call.kernel.forward_many(pieces, scores.turned):
-                into.add(calls[i][0], *partial)
-                del partial  # so that the next one does not find it in memory
+        """Merges the block's partial result into `into`. Nothing visible, nothing done."""
+        q, k, v = in_rows(q if self.turn == 1 else q * self.turn), in_rows(k), in_rows(v)
+        pieces = [Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in self.calls]
+        kernel, scores = self.kernel, self.scores
+        with span(f"forward q{self.query} k{self.key}", query=self.query, key=self.key):
+            for first, *others in kernel.groups(pieces):
+                if others:
+                    group = [first, *others]
+                    packed = kernel.forward_packed([pieces[i] for i in group], scores)
+                    for i, (out, lse) in zip(group, packed, strict=True):
+                        into.add(self.calls[i][0], out, lse)
+                else:
+                    into.add(self.calls[first][0], *kernel.forward(*pieces[first], scores))
 
-    def backward(self, dout: Tensor, saved: Saved, dq: Sum, dk: Sum, dv: Sum) -> None:
-        """Adds the cell's share to dq, dk and dv; `saved` and dout [B, T, H, Dv] are of these queries and keys."""
-        calls, scores, lse = tuple(self._kernel_calls()), self.call.scores, saved.lse
-        dout, q, k, v, out = (in_rows(x) for x in (dout, turned(saved.q, scores), saved.k, saved.v, saved.out))
-        pieces = (
-            Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
-            for rows, columns, band in calls
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
+    ) -> None:
+        """Adds the block's share to dq, dk and dv; out and lse are over all keys of these queries."""
+        dout, q, k, v, out = (
+            in_rows(dout),
+            in_rows(q if self.turn == 1 else q * self.turn),
+            in_rows(k),
+            in_rows(v),
+            in_rows(out),
         )
-        with self._span("backward"):
-            for i, shares in self.call.kernel.backward_many(pieces, scores.turned):
-                rows, columns, _ = calls[i]
-                dq.add(rows, turned(shares[0], scores))
-                dk.add(columns, shares[1])
-                dv.add(columns, shares[2])
-                del shares
+        pieces = [
+            Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
+            for rows, columns, band in self.calls
+        ]
+        kernel, scores = self.kernel, self.scores
 
-    def _span(self, which: str) -> AbstractContextManager[object]:
-        """Shows the cell in a trace, if one is open."""
-        return span(f"{which} q{self.query} k{self.key}", query=self.query, key=self.key)
+        def add(i: int, *shares: Tensor) -> None:
+            rows, columns, _ = self.calls[i]
+            dq.add(rows, shares[0] if self.turn == 1 else shares[0] * self.turn)
+            dk.add(columns, shares[1])
+            dv.add(columns, shares[2])
 
-    def _kernel_calls(self) -> Iterator[tuple[Part, Part, Window]]:
-        """(part of the queries, part of the keys, band) of each kernel call."""
-        call, grid = self.call, self.call.grid
-        first, first_key = self.first_query, self.first_key
-        for row in grid.rows:
-            rows = slice(row, row + 1) if call.mask.per_row else slice(None)
-            for whole in grid.tiles(self.query, self.key, row):
-                for tile in call.kernel.cut(whole):
-                    for run in head_runs(call.key_heads):
-                        yield (
-                            (rows, slice(tile.q0 - first, tile.q1 - first), slice(run.q0, run.q1)),
-                            (rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
-                            tile.offsets,
-                        )
+        with span(f"backward q{self.query} k{self.key}", query=self.query, key=self.key):
+            for first, *others in kernel.groups(pieces):
+                if others:
+                    group = [first, *others]
+                    packed = kernel.backward_packed([pieces[i] for i in group], scores)
+                    for i, shares in zip(group, packed, strict=True):
+                        add(i, *shares)
+                else:
+                    add(first, *kernel.backward(*pieces[first], scores))
 
 
-def turned(x: Tensor, scores: Scores) -> Tensor:
-    """q, or its gradient, for scores whose scale is above 0 (`Scores.turn`)."""
-    return x if scores.turn == 1 else x * scores.turn
+def kernel_calls(
+    grid: Grid, kernel: Kernel, heads: tuple[HeadRun, ...], query: int, key: int, first_query: int, first_key: int
+) -> Iterator[KernelCall]:
+    """The calls for shard `query` of the queries and shard `key` of the keys.
+
+    Args:
+        first_query, first_key: the first tokens of the shards that are at hand; what is seen begins no earlier.
+    """
+    for row in grid.rows:
+        rows = slice(row, row + 1) if grid.mask.per_row else slice(None)
+        for whole in grid.tiles(query, key, row):
+            for tile in kernel.cut(whole):
+                for run in heads:
+                    yield (
+                        (rows, slice(tile.q0 - first_query, tile.q1 - first_query), slice(run.q0, run.q1)),
+                        (rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
+                        tile.offsets,
+                    )
+
+
+@lru_cache(maxsize=256)
+def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
+    """The fewest runs of equal groups, one kernel call each. A kernel shares heads evenly; a rank's may be uneven.
+
+    Args:
+        key_heads: for each query head at hand, the key/value head at hand that it uses.
+    """
+    runs: list[HeadRun] = []
+    for key_head in sorted(set(key_heads)):
+        q0 = key_heads.index(key_head)
+        q1 = q0 + key_heads.count(key_head)
+        if runs and _group(runs[-1]) == q1 - q0:
+            runs[-1] = HeadRun(runs[-1].q0, q1, runs[-1].k0, key_head + 1)
+        else:
+            runs.append(HeadRun(q0, q1, key_head, key_head + 1))
+    return tuple(runs)
+
+
+def _group(run: HeadRun) -> int:
+    return (run.q1 - run.q0) // (run.k1 - run.k0)

@@ -1,4 +1,4 @@
-"""What the shards of queries see of the shards of keys, cell by cell. Pure; no process group, no tensors."""
+"""What the shards of queries see of the shards of keys, block by block. Pure; no process group, no tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armillary.core import SequenceLayout
 Known = TypeVar("Known")
 
 
-class Hull(NamedTuple):
+class Visible(NamedTuple):
     """The fewest neighbouring queries and keys of two shards, as local indices, with every visible pair among them.
 
     Args:
@@ -25,7 +25,7 @@ class Hull(NamedTuple):
 
 
 class Grid:
-    """The cells of a call: shards of `layout` against those of `key_layout`, under a mask.
+    """The blocks of a call: shards of `layout` against those of `key_layout`, under a mask.
 
     Whatever follows from the three is found once and kept here, and goes when the grid does: a run whose masks are new
     at every step (documents) holds the grids of a few steps and nothing else.
@@ -46,17 +46,17 @@ class Grid:
         """Rows of the batch with documents of their own; one for all, where they have none."""
         return range(len(self.mask.documents or ()) if self.mask.per_row else 1)
 
-    def hull(self, query: int, key: int) -> Hull:
+    def hull(self, query: int, key: int) -> Visible:
         """Of shard `query` of the queries and shard `key` of the keys."""
         return self.once(("hull", query, key), lambda: _around(self._seen(query, key)))
 
     def pairs(self, query: int, key: int, batch: int) -> int:
-        """Visible pairs of the cell in all rows of a batch."""
+        """Visible pairs of the block in all rows of a batch."""
         found = self.once(("pairs", query, key), lambda: sum(tile.area for tile in self._seen(query, key)))
         return found * (1 if self.mask.per_row else batch)
 
     def tiles(self, query: int, key: int, row: int) -> tuple[Tile, ...]:
-        """Kernel calls of the cell in one row of the batch."""
+        """Kernel calls of the block in one row of the batch."""
         held = self.queries(query, row), self.keys(key, row)
         return self.once(("tiles", query, key, row), lambda: tiles_of(*held, self.mask.bounds()))
 
@@ -89,9 +89,9 @@ def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionM
     return Grid(layout, key_layout, mask)
 
 
-def _around(seen: Iterable[Tile]) -> Hull:
+def _around(seen: Iterable[Tile]) -> Visible:
     sides = [tile[:4] for tile in seen]
     if not sides:
-        return Hull()
+        return Visible()
     q0, q1, k0, k1 = zip(*sides, strict=True)
-    return Hull(range(min(q0), max(q1)), range(min(k0), max(k1)))
+    return Visible(range(min(q0), max(q1)), range(min(k0), max(k1)))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention import Call, Method, Projected, UPipe
+from armillary.attention import AttentionSpec, Method, Projected, UPipe
 from armillary.core import compat, label
 from armillary.core.accumulate import Totals
 from armillary.core.observe.ledger import phase
@@ -130,7 +130,7 @@ class CheckpointedRun:
     block: Block
     context: Context
     upipe: UPipe
-    call: Call
+    call: AttentionSpec
     draws: RNGReplay = field(default_factory=RNGReplay)
 
     @property

@@ -24,7 +24,7 @@ def axes_of(method: Method) -> tuple[Axis, ...]:
     Raises:
         ValueError: the method does not keep its axes in `axis`, as armillary's do.
     """
-    outer = () if method.inside is method else axes_of(method.inside)
+    outer = () if method.sequence_method is method else axes_of(method.sequence_method)
     own: Axis | None = getattr(method, "axis", None)
     axes = outer if own is None else (*outer, own)
     ranks = prod(axis.size for axis in axes)

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention import traced
-from armillary.attention.traced_projected import Parts
+from armillary.attention import compiled
+from armillary.attention.compiled import ProjectionParts
 from armillary.models.layers.rope import RotaryEmbedding
 
 
@@ -56,7 +56,7 @@ class HeadProjections:
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
         return chain.from_iterable(module.parameters() for module in modules if module is not None)
 
-    def parts(self) -> Parts | None:
+    def parts(self) -> ProjectionParts | None:
         """What makes them again, inside an op; None where something else (LoRA, maybe with dropout) is between."""
         modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
         known = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
@@ -71,7 +71,7 @@ class HeadProjections:
             for name, parameter in part._parameters.items()  # pyright: ignore[reportPrivateUsage]
             if parameter is not None and parameter.requires_grad
         ]
-        return Parts(self.ticket, self.head_dim, tensors, parameters)
+        return ProjectionParts(self.ticket, self.head_dim, tensors, parameters)
 
     def of_tokens(self, tokens: slice) -> HeadProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
@@ -101,11 +101,11 @@ class Projecting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ticket = traced.ticket(self)
+        self.ticket = compiled.ticket(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.ticket = traced.ticket(self)  # a copy is another module
+        self.ticket = compiled.ticket(self)  # a copy is another module
 
     @abstractmethod
     def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.parallel import axes_of
 from armillary.core import Axis
 from armillary.core.grid import check_grid
 from armillary.models.activation_checkpoint.policy import Checkpointing
@@ -91,7 +90,7 @@ def check(
         heads = (config.heads // ranks, config.kv_heads // ranks)
         q, k = (torch.empty(1, 1, count, config.head_dim, device="meta") for count in heads)
         attention.check(q, k, k)
-        for axis in axes_of(attention) if cut else ():
+        for axis in attention.axes if cut else ():
             check_grid(Axis.of(mesh["tp"]), axis)
     known = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
     if compiler is not None and compiler not in known:

@@ -13,9 +13,10 @@ from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.attention import AttentionMask, Work, build_attention, build_schedule
+from armillary.attention import AttentionMask, AttentionShape, build_attention, build_comm_plan
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
+from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
@@ -163,7 +164,7 @@ def ulysses_of(plan: BytesPlan) -> int:
 def rows_of(plan: BytesPlan, choice: Choice, rank: int) -> list[Row]:
     """Forward and backward of one rank."""
     ledger, work = attend(plan, choice, rank)
-    schedule = build_schedule(choice.name, work, choice.ring, choice.ulysses, team=choice.team)
+    schedule = build_comm_plan(choice.name, work, choice.ring, choice.ulysses, team=choice.team)
 
     def row(phase: str) -> Row:
         counted, closed = (
@@ -179,7 +180,7 @@ def rows_of(plan: BytesPlan, choice: Choice, rank: int) -> list[Row]:
     return [row(phase) for phase in PHASES]
 
 
-def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, Work]:
+def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, AttentionShape]:
     """Runs one call forward and backward as this rank would: what it sent, and what the call was."""
     heads, keys = plan.heads, plan.kv_heads or plan.heads
     with fake_world(rank, **choice.axes) as mesh:
@@ -189,12 +190,12 @@ def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, Work
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
             shapes = ((plan.rows, tokens, n, plan.head_dim) for n in (heads, keys, keys))
             q, k, v = (torch.empty(shape, dtype=DTYPES[plan.dtype]) for shape in shapes)
-            call = method.call(q, k, v, None, plan.mask, layout, None, None, None, AnyFlash())
-            out, saved = method.forward(q, k, v, call)
+            spec = method.check_call(q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
+            out, saved = method.forward(q, k, v, spec)
             with phase("backward"):
-                method.backward(torch.empty_like(out), saved, call)
-    return ledger, Work.of(
-        call.layout,
+                method.backward(torch.empty_like(out), saved, spec)
+    return ledger, AttentionShape.of(
+        spec.layout,
         plan.mask,
         heads=heads,
         kv_heads=keys,
@@ -219,7 +220,7 @@ class AnyFlash(SimulatedFlash):
         return out, lse.to(accumulation_dtype(q.dtype))
 
 
-def published(work: Work, choice: Choice) -> Sent | None:
+def published(work: AttentionShape, choice: Choice) -> Sent | None:
     """What the paper counts for forward, where every token sees all (arXiv 2407.00611).
 
     Ring: P steps of k and v. WallFacer: P / C^2 steps of a team's, and q, k, v and out within the team.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from armillary.attention.comm_plan import Schedule
+from armillary.attention.comm_plan import CommPlan
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.schedule_time import BACKWARD, FORWARD, Span, around, spent
 from armillary.plan.memory import Job
@@ -61,7 +61,7 @@ class Passes:
     backward: Span
 
     @classmethod
-    def of(cls, schedule: Schedule, cluster: Cluster, head_dim: int, copies: int) -> Passes:
+    def of(cls, schedule: CommPlan, cluster: Cluster, head_dim: int, copies: int) -> Passes:
         """Of `copies` groups of ranks side by side."""
         device = cluster.accelerator
         forward = FORWARD * head_dim / (device.flops * device.attention)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method, Projected, UPipe
-from armillary.attention.rotation import keys as rotate_keys
+from armillary.attention import AttentionMask, Method, Projected, Ring, UPipe
 from armillary.core.chunks import simulating
 from armillary.core.fake_world import fake_world
 from armillary.models import Checkpointing, LlamaConfig
@@ -78,7 +76,7 @@ def before_attention(model: LlamaConfig, axes: Mapping[str, int], build: Build, 
         model=model, axes=axes, attention=build, length=length, checkpointing=Checkpointing("layer"), on_host=True
     )
 
-    def note(q: Tensor, k: Tensor, v: Tensor, *_: object) -> None:
+    def note(_: Ring, q: Tensor, k: Tensor, v: Tensor, *__: object) -> None:
         held = {category: count / unit for category, count in live.device.current.items()}
         checkpoints, handed = held["checkpoints"] + held["other"], sum(x.nbytes for x in (q, k, v)) / unit
         found.append(Before(checkpoints, handed, checkpoints + held["attention"]))
@@ -86,23 +84,23 @@ def before_attention(model: LlamaConfig, axes: Mapping[str, int], build: Build, 
     with fake_world(**axes) as mesh:
         rehearsal = Rehearsal.of(job, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, simulating(), LiveBytes() as live, watched(rotate_keys, "forward", note):
+        with fake, simulating(), LiveBytes() as live, watched(Ring, "forward", note):
             rehearsal.start()
             rehearsal.loss().backward()
     return found[model.layers]
 
 
 @contextmanager
-def watched(module: ModuleType, name: str, note: Callable[..., None]) -> Generator[None]:
-    """Meanwhile, `note` is called with the arguments of a module's function before the function is."""
-    function = getattr(module, name)
+def watched(owner: type, name: str, note: Callable[..., None]) -> Generator[None]:
+    """Meanwhile, `note` is called with the arguments of a method before the method is."""
+    function = getattr(owner, name)
 
     def noted(*args: Any) -> Any:
         note(*args)
         return function(*args)
 
-    setattr(module, name, noted)
+    setattr(owner, name, noted)
     try:
         yield
     finally:
-        setattr(module, name, function)
+        setattr(owner, name, function)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.comm_plan import Work
+from armillary.attention.comm_plan import AttentionShape
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
@@ -123,7 +123,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
 def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int) -> Passes:
     """Attention of a block, on causal zigzag sequences."""
     mesh, attention = candidate.mesh, candidate.attention
-    work = Work.of(
+    work = AttentionShape.of(
         attention.layout(length, mesh.ring),
         AttentionMask(),
         heads=model.heads,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armillary.attention.methods.base import key_heads_of
 from armillary.attention.methods.head_axis import split_heads
 from armillary.attention.methods.stages import stages
+from armillary.attention.spec import key_heads_of
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, build_attention
-from armillary.attention.comm_plan import Schedule, Work
+from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.methods.teams import Placement, Teams
-from armillary.attention.registry import HEAD_METHODS, build_schedule, largest_team
+from armillary.attention.methods.wallfacer import largest_team
+from armillary.attention.registry import HEAD_METHODS, build_comm_plan
 from armillary.core import SequenceLayout
 
 
@@ -46,9 +47,9 @@ class AttentionChoice:
         team = self.team_of(ranks)
         return Teams(ranks, team, self.placement).seated(SequenceLayout.zigzag(length, ranks // team).refine(team))
 
-    def schedule(self, work: Work, ring: int, ulysses: int) -> Schedule:
+    def schedule(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """What it sends and computes on a mesh of ring x ulysses ranks."""
-        return build_schedule(
+        return build_comm_plan(
             self.name, work, ring, ulysses, self.heads_per_stage, team=self.team, placement=self.placement
         )
 

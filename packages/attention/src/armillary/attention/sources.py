@@ -17,7 +17,7 @@ from armillary.core.recompute import RNGReplay, capture_autocast
 Heads = Sequence[int]
 
 
-class Source(Protocol):
+class QKVSource(Protocol):
     """q, k and v of this rank's tokens, a few heads at a time."""
 
     @property
@@ -43,7 +43,7 @@ class Source(Protocol):
 
 
 @dataclass
-class Finished(Source):
+class Finished(QKVSource):
     """q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv] that are there as a whole; so are their gradients."""
 
     whole: tuple[Tensor, Tensor, Tensor]
@@ -78,7 +78,7 @@ class Finished(Source):
 
 
 @dataclass
-class Projected(Source):
+class Projected(QKVSource):
     """q, k and v that are made of x when they are asked for, and made again in backward: nothing is kept.
 
     Projections run under autocast as it is when this is constructed, whatever it is around them when they do.
