@@ -55,7 +55,7 @@ class Summary:
             f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
             f"  validation   {self.validation_loss:.4f}",
             f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
-            f"  between      {beside:.0f} s beside steps, for validation, saving and traces",
+            f"  besides      {beside:.0f} s outside of steps, for validation, saving and traces",
             f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
         ]
         lines += [f"  loss curve   {self.picture}"] if self.picture else []

@@ -83,7 +83,7 @@ def table(found: Found, best: list[Choice]) -> Table:
         made.add_column(name)
     for name in ("step", "MFU", "device", "host"):
         made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("why not the first")
+    made.add_column("slower because")
     for choice in best:
         memory = (gib(choice.memory.device), gib(choice.memory.host))
         why = "" if choice is best[0] else found.reason(choice)
@@ -96,9 +96,9 @@ def keeps(choice: Choice) -> str:
     """What blocks keep, and where things are."""
     kept = choice.checkpointing
     where = " on the host" if kept.offload else ""
-    tiled = ", MLP in pieces" if kept.tiled else ""
+    tiled = ", chunked MLP" if kept.tiled else ""
     optimizer = ", optimizer on the host" if choice.on_host else ""
-    return f"{'all' if kept.policy == 'none' else kept.policy.replace('_', ' ')}{where}{tiled}{optimizer}"
+    return f"{'no recompute' if kept.policy == 'none' else kept.policy.replace('_', ' ')}{where}{tiled}{optimizer}"
 
 
 def parts(choice: Choice) -> list[str]:
