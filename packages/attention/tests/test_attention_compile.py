@@ -122,6 +122,13 @@ def test_a_scale_of_zero_is_zero():
     assert torch.equal(compiled(q), attend(q, q, q, mask=MASKS[0], scale=0.0, kernel="dense"))
 
 
+def test_a_compiled_call_has_the_scale_and_the_softcap_that_it_is_given():
+    attend, (q, k, v) = Local(), torch.randn(3, 1, 6, 2, 8, generator=torch.Generator().manual_seed(0))
+    options = {"mask": MASKS[0], "scale": 0.7, "softcap": 0.5}
+    compiled = torch.compile(lambda: attend(q, k, v, **options), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(), attend(q, k, v, **options))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_softcaps_and_kernels_that_there_are_none_of(compiled):
     torch._dynamo.reset()
