@@ -70,10 +70,15 @@ class Namespaces:
         return subprocess.Popen(["ip", "netns", "exec", self.names[i], *argv], env={**given, **names}, **kwargs)
 
     def kill(self, i: int) -> None:
-        """Ends all that runs on host `i`, at once and without a word, as a power cut would."""
-        for pid in _ip("netns", "pids", self.names[i]).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        """Ends all that runs on host `i`, at once and without a word, as a power cut would.
+
+        All of it is stopped first: whoever is killed later could else still tell of those that were killed before.
+        """
+        pids = [int(pid) for pid in _ip("netns", "pids", self.names[i]).split()]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def close(self) -> None:
         """Ends all that still runs there and removes the namespaces. May be called again."""
