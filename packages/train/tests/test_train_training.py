@@ -186,7 +186,7 @@ def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[fl
 
 def has_z(run: Run, number: int) -> bool:
     row = run.training.row(number)
-    return any(ord("Z") in row.store.read(p.document, p.start, p.start + p.length) for p in row.pieces)
+    return any(ord("Z") in row.store.read(p.document, p.start, p.start + p.length) for p in row.slices)
 
 
 def test_a_skipped_step_changes_no_bit_and_names_the_rows_and_the_rank(worlds, small):
