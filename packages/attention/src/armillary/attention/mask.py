@@ -44,7 +44,7 @@ class AttentionMask:
         object.__setattr__(self, "causal", flag("causal", causal))
         object.__setattr__(self, "window", window_of(window))
         object.__setattr__(self, "documents", documents_of(documents))
-        # Looked up for every cell, and boundaries may be many. Of numbers only: pickles go to other processes.
+        # Looked up for every call, and boundaries may be many. Of numbers only: pickles go to other processes.
         left, right = (-1 if side is None else side for side in self.window or (None, None))
         object.__setattr__(self, "ends", _tensor(self.documents))
         object.__setattr__(self, "_hash", hash((self.causal, left, right, self.documents or ())))

@@ -120,11 +120,6 @@ class Method(ABC):
         """Which of these query heads this rank attends with: all, unless a head axis divides them."""
         return heads
 
-    def key_tokens(self, spec: AttentionSpec) -> int:
-        """Keys that this rank holds."""
-        within = self.shards // self.sequence_shards
-        return spec.key_layout.refine(within).sizes[self.shard]
-
     def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
         """lse [B, T, H] of this rank's queries."""
         return saved.lse

@@ -77,8 +77,8 @@ class HeadMoves:
         whole = [(known[work], range(u, shards * self.ranks, self.ranks)) for u, work in enumerate(works) if work]
         total = shards * self.ranks
         return CommPlan(
-            together([placed(schedule.forward, ranks, total) for schedule, ranks in whole]),
-            together([placed(schedule.backward, ranks, total) for schedule, ranks in whole]),
+            together([placed(plan.forward, ranks, total) for plan, ranks in whole]),
+            together([placed(plan.backward, ranks, total) for plan, ranks in whole]),
         )
 
     def _move(self, size: Callable[[int, int], int]) -> Move:

@@ -307,7 +307,7 @@ class StagesPlan:
     """The steps of each stage of a call, on all ranks.
 
     Args:
-        inner: the schedule inside, from what each rank of the head axis has to do; None: nothing.
+        inner: the plan inside, from what each rank of the head axis has to do; None: nothing.
     """
 
     moves: HeadMoves
