@@ -161,7 +161,7 @@ def test_what_is_no_mesh_and_what_no_primitive_takes(worlds):
                 raise ValueError(text)
 
 
-def test_no_group_is_started_for_what_is_refused(no_group):
+def test_no_group_is_started_for_what_is_refused():
     for wrong in ({"device_type": "gpu"}, {"device_type": "cpu", "timeout": 60}):
         with pytest.raises(ValueError):
             start_process_group(**wrong)

@@ -1,3 +1,3 @@
-from armillary.core.testing.plugin import one_thread, worlds
+from armillary.core.testing.plugin import no_group_left, one_thread, worlds
 
-__all__ = ["one_thread", "worlds"]
+__all__ = ["no_group_left", "one_thread", "worlds"]

@@ -6,10 +6,11 @@ from collections.abc import Generator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from armillary.core.testing.world import Worlds
 
-__all__ = ["one_thread", "worlds"]
+__all__ = ["no_group_left", "one_thread", "worlds"]
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,12 @@ def one_thread() -> Generator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Generator[None]:
+    """Ends the process group that a test has started in this process, such as by a mesh of one rank."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
