@@ -49,7 +49,7 @@ import report
 
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden_dim=96),
-    data=DataConfig(sequence_length=250, rows=4),
+    data=DataConfig(sequence_length=250, global_batch_size=4),
     validation=ValidationConfig(every=10**6, batches=2),
     log=LogConfig(every=10**6, plot=False),
     train=TrainConfig(device="cpu"),
@@ -133,8 +133,8 @@ def curves(steps: int | None) -> bool:
         for mesh in MESHES
     ]
     notes = [
-        f"LLaMA of dim 64, 2 layers, 8 and 4 heads, {SMALL.data.rows} rows of {SMALL.data.sequence_length} bytes of "
-        f"Python's own text a step, {steps or 200} steps of AdamW",
+        f"LLaMA of dim 64, 2 layers, 8 and 4 heads, {SMALL.data.global_batch_size} rows of "
+        f"{SMALL.data.sequence_length} bytes of Python's own text a step, {steps or 200} steps of AdamW",
         "furthest: the largest difference of any step's loss from one rank's, in nats",
         *[f"limit in {precision}: {limit:g}" for precision, limit in LIMITS.items()],
     ]
@@ -178,7 +178,7 @@ RECALL = replace(
     SMALL,
     # RoPE of few, fast frequencies: a head that looks one token back is soon found.
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
-    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, rows=64),
+    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, global_batch_size=64),
     optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
     validation=ValidationConfig(every=10**6, batches=8, tasks=("recall",)),
 )
@@ -220,7 +220,8 @@ def recall(steps: int | None) -> bool:
     notes = [
         f"rows of {data.sequence_length} tokens on 4 ranks with {data.pairs} (key, value) pairs, each asked for on a "
         f"rank that holds none of it; {data.symbols} values, so chance is {chance:.3f}; held-out rows",
-        f"{steps or 500} steps of {data.rows} rows; own shard alone: Ring whose ranks see their own keys alone",
+        f"{steps or 500} steps of {data.global_batch_size} rows; own shard alone: Ring whose ranks see their own keys "
+        "alone",
     ]
     print(report.write("equality-recall", "Recall across ranks", rows, notes))
     *methods, broken = [row["right answers"] for row in rows]

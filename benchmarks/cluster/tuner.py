@@ -24,7 +24,8 @@ import report
 
 MODEL = ["--model.dim", "32", "--model.layers", "1", "--model.heads", "16", "--model.kv-heads", "4"]
 MODEL += ["--model.head-dim", "64", "--model.hidden-dim", "32"]
-DATA = ["--data.sequence-length", "512", "--data.rows", "1", "--train.device", "cpu", "--save.every", "1000"]
+DATA = ["--data.sequence-length", "512", "--data.global-batch-size", "1", "--train.device", "cpu"]
+DATA += ["--save.every", "1000"]
 METHODS = ("ring", "token_ring", "all_gather", "ulysses", "usp", "wallfacer")
 CLUSTER = "emulated-2x4-card-per-node"
 

@@ -37,7 +37,7 @@ from armillary.train.config.command import read_command
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=50, rows=4),
+    data=DataConfig(sequence_length=50, global_batch_size=4),
     validation=ValidationConfig(batches=1),
     log=LogConfig(plot=False),
     train=TrainConfig(steps=3, device="cpu"),
@@ -192,7 +192,9 @@ def failing(config: Config, candidate: Candidate, device: torch.device, iteratio
     if candidate.attention.name == "ring":
         raise torch.OutOfMemoryError("no memory is left\nfor two lines")
     if candidate.attention.name == "ulysses":
-        return bench.measure(replace(config, data=replace(config.data, rows=1)), candidate, device, iterations)
+        return bench.measure(
+            replace(config, data=replace(config.data, global_batch_size=1)), candidate, device, iterations
+        )
     return Timing(1.0, 1.0)
 
 
@@ -201,7 +203,7 @@ def test_candidates_that_cannot_be_run_are_kept_with_their_reason(worlds, tmp_pa
     reasons = {str(each.candidate): each.reason for each in tuned.measured}
     assert reasons["ring on ring 4"] == reasons["ring on shard 2 x ring 2"] == "no memory is left"
     assert reasons["ulysses on shard 2 x ulysses 2"].startswith(
-        "--data.rows 1 cannot be shared by replicate 1 x shard 2"
+        "--data.global-batch-size 1 cannot be shared by replicate 1 x shard 2"
     )
     assert reasons["upipe+ring, 2 heads a stage on ring 2 x ulysses 2"] is None
     assert "ring on ring 4: no memory is left\n" in printed
@@ -272,7 +274,7 @@ def test_what_is_predicted_slow_or_too_large_is_left_out_and_the_rest_goes_faste
 BIG = replace(
     SMALL,
     model=ModelConfig(dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336),
-    data=DataConfig(sequence_length=131_072, rows=1),
+    data=DataConfig(sequence_length=131_072, global_batch_size=1),
     checkpointing=Checkpointing("attention_output", offload=True),
     optimizer=OptimizerConfig(on_host=True),
 )
@@ -289,7 +291,7 @@ def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     times = [predict(candidate).seconds for candidate in wanted]
     assert times == sorted(times) and times[-1] <= 1.05 * times[0]
     assert len(pruned(replace(asked, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
-    longer = replace(BIG, data=DataConfig(sequence_length=3_000_000, rows=1))
+    longer = replace(BIG, data=DataConfig(sequence_length=3_000_000, global_batch_size=1))
     wanted, left_out = pruned(replace(asked, run=longer, slower=9), 8, torch.bfloat16, every)
     reasons = {str(each.candidate): each.reason or "" for each in left_out}
     assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")

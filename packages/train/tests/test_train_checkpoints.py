@@ -55,7 +55,7 @@ RING = ParallelConfig(ring=4, ulysses=1)
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     parallel=RING,
-    data=DataConfig(sequence_length=60, rows=4),
+    data=DataConfig(sequence_length=60, global_batch_size=4),
     validation=ValidationConfig(every=20, batches=1),
     save=SaveConfig(every=2, keep_last=3),
     log=LogConfig(plot=False),

@@ -87,6 +87,7 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         ("[model]\ndmi = 3", "model.dmi is no key; the nearest is model.dim"),
         ("sequence-length = 3", "sequence-length is no key; the nearest is data.sequence_length"),
         ("[trian]\nsteps = 3", "trian is no key; the nearest is train."),
+        ("[data]\nrows = 3", "data.rows is no key; it is data.global_batch_size now"),
         ('[model]\ndim = "3"', "model.dim = '3': Input should be a valid integer"),
         ("[model]\ndim = 3.5", "model.dim = 3.5: Input should be a valid integer"),
         ("[model]\ndim = true", "model.dim = True: Input should be a valid integer"),

@@ -82,7 +82,7 @@ def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_its_share():
 
 def test_parts_of_a_step_have_their_shapes():
     config = Config(ModelConfig(vocab_size=257), ParallelConfig(ring=2, ulysses=1))
-    parts = replace(config, data=replace(config.data, rows=8), train=replace(config.train, accumulation=2))
+    parts = replace(config, data=replace(config.data, global_batch_size=8), train=replace(config.train, accumulation=2))
     assert dry_run(parts).shapes == dry_run(config).shapes
 
 

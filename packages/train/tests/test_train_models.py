@@ -46,7 +46,7 @@ from armillary.train.rows import open_stores, vocabulary_size
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=96, rows=2),
+    data=DataConfig(sequence_length=96, global_batch_size=2),
     optimizer=OptimizerConfig(warmup_steps=1),
     validation=ValidationConfig(batches=1),
     save=SaveConfig(asynchronous=False),

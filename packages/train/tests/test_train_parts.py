@@ -94,12 +94,13 @@ def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
             "--data.pairs 17 have a key each; make --data.symbols 16 as many",
         ),
         (
-            "--data.rows 4 --parallel.shard 2 --train.accumulation 4",
-            "--data.rows 4 cannot be shared by replicate 1 x shard 2, 4 times in a step; make it a multiple of 8",
+            "--data.global-batch-size 4 --parallel.shard 2 --train.accumulation 4",
+            "--data.global-batch-size 4 cannot be shared by replicate 1 x shard 2, 4 times in a step; make it a "
+            "multiple of 8",
         ),
         (
-            "--data.rows 3 --parallel.shard 2",
-            "--data.rows 3 cannot be shared by replicate 1 x shard 2; make it a multiple of 2",
+            "--data.global-batch-size 3 --parallel.shard 2",
+            "--data.global-batch-size 3 cannot be shared by replicate 1 x shard 2; make it a multiple of 2",
         ),
     ],
 )

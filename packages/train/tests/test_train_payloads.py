@@ -36,7 +36,7 @@ from armillary.train.checkpoint.state import training_state
 CONFIG = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     parallel=ParallelConfig(),
-    data=DataConfig(sequence_length=60, rows=1),
+    data=DataConfig(sequence_length=60, global_batch_size=1),
     validation=ValidationConfig(every=20, batches=1),
     log=LogConfig(plot=False),
     train=TrainConfig(steps=1, device="cpu"),

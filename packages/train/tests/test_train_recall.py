@@ -26,7 +26,7 @@ from armillary.train import (
 RECALL = Config(
     # RoPE of few, fast frequencies: a head that looks one token back is soon found.
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
-    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, rows=64),
+    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, global_batch_size=64),
     parallel=ParallelConfig(ring=2, ulysses=1, attention="ring"),
     optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
     validation=ValidationConfig(every=1000, batches=4, tasks=("recall",)),

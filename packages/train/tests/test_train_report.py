@@ -41,7 +41,7 @@ from armillary.train.reporting.sink import Guarded
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=64, rows=2),
+    data=DataConfig(sequence_length=64, global_batch_size=2),
     validation=ValidationConfig(every=3, batches=1),
     save=SaveConfig(every=3),
     train=TrainConfig(steps=6, device="cpu"),

@@ -36,7 +36,7 @@ STEPS = 5  # what is wrong with a gradient shows in the loss of the second
 # Nothing divides anything: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),
-    data=DataConfig(sequence_length=250, rows=4),
+    data=DataConfig(sequence_length=250, global_batch_size=4),
     validation=ValidationConfig(every=20, batches=2),
     save=SaveConfig(every=20),
     log=LogConfig(plot=False),

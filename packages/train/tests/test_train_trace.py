@@ -28,7 +28,7 @@ from armillary.train.reporting.tracing import StepTrace
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=64, rows=2),
+    data=DataConfig(sequence_length=64, global_batch_size=2),
     save=SaveConfig(every=10),
     train=TrainConfig(steps=4, device="cpu"),
 )

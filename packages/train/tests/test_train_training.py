@@ -43,7 +43,7 @@ def small(tmp_path_factory) -> Config:
         (folder / f"{i:02}.txt").write_text("a Zebra" if i == 33 else text)
     return Config(
         model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-        data=DataConfig(path=(folder,), sequence_length=50, rows=8),
+        data=DataConfig(path=(folder,), sequence_length=50, global_batch_size=8),
         optimizer=OptimizerConfig(warmup_steps=2),
         train=TrainConfig(steps=5, device="cpu", output=tmp_path_factory.mktemp("out")),
     )

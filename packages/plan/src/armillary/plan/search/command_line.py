@@ -37,7 +37,7 @@ def config_of(found: Found, choice: Choice) -> Config:
         model=sizes_of(found.model),
         parallel=ParallelConfig(**choice.candidate.parallel),
         checkpointing=choice.checkpointing,
-        data=DataConfig(sequence_length=found.length, rows=found.plan.rows),
+        data=DataConfig(sequence_length=found.length, global_batch_size=found.plan.rows),
         optimizer=replace(recipe.optimizer, on_host=choice.on_host),
         train=replace(recipe.train, accumulation=1),
     )

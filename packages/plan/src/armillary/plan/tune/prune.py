@@ -40,7 +40,7 @@ def looked_at(order: Order, ranks: int) -> list[Candidate]:
     config = order.measured_run
     fixed = config.parallel.replicate * config.parallel.tp
     heads = model_config(config.model, VOCABULARY, config.data.sequence_length).heads // config.parallel.tp
-    rows = config.data.rows // (config.parallel.replicate * config.train.accumulation)
+    rows = config.data.global_batch_size // (config.parallel.replicate * config.train.accumulation)
     if ranks % fixed:
         raise ValueError(
             f"--parallel.replicate {config.parallel.replicate} x --parallel.tp {config.parallel.tp} do not divide "
@@ -111,7 +111,7 @@ def job_of(config: Config, precision: torch.dtype) -> Job:
         axes={},
         attention=lambda mesh: NotImplemented,
         length=config.data.sequence_length,
-        rows=config.data.rows // config.train.accumulation,
+        rows=config.data.global_batch_size // config.train.accumulation,
         checkpointing=config.checkpointing,
         on_host=config.optimizer.on_host,
         precision=precision,

@@ -30,7 +30,7 @@ def question_of(config: Config, ranks: int, precision: str) -> Question:
         **{f"parallel.{name}": getattr(config.parallel, name) for name in FIXED},
         **sizes(model_config(config.model, 1, config.data.sequence_length)),
         "data.sequence_length": config.data.sequence_length,
-        "data.rows": config.data.rows,
+        "data.global_batch_size": config.data.global_batch_size,
         "data.layout": config.data.layout,
         "optimizer.on_host": config.optimizer.on_host,
         "train.accumulation": config.train.accumulation,

@@ -86,8 +86,8 @@ class DataConfig:
     """Share of rows from each path; by default all paths come to their ends together."""
     sequence_length: Count = 1024
     """Tokens of a row (N), over all ranks of ring and ulysses."""
-    rows: Count = 4
-    """Rows of a step, over all ranks; a multiple of replicate x shard."""
+    global_batch_size: Count = 4
+    """Sequences of a step, over all ranks and --train.accumulation; a multiple of replicate x shard."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
     """How documents make rows: joined and cut; cut only where a row cannot hold them; or one to a row, cut off."""
     document_mask: bool = False
@@ -195,7 +195,7 @@ class LogConfig:
 class TrainConfig:
     steps: Count = 80
     accumulation: Count = 1
-    """Parts that the rows of a step are trained on one after the other; data.rows is a multiple of them."""
+    """Gradient accumulation: micro-batches of a step, one after the other; they divide data.global_batch_size."""
     seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
@@ -235,4 +235,4 @@ class Config:
     @property
     def rows_per_batch(self) -> int:
         """Rows that a rank works on at a time, B."""
-        return self.data.rows // (self.replicas * self.train.accumulation)
+        return self.data.global_batch_size // (self.replicas * self.train.accumulation)

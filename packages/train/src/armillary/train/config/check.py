@@ -41,11 +41,11 @@ def check_data(config: Config) -> None:
         raise ValueError(f"--data.weights has {given}; give one for each of --data.path")
     if not all(weight > 0 and isfinite(weight) for weight in data.weights):
         raise ValueError(f"--data.weights {' '.join(map(str, data.weights))}: all must be above 0")
-    if data.rows % (config.replicas * parts):
+    if data.global_batch_size % (config.replicas * parts):
         times = "" if parts == 1 else f", {parts} times in a step"
         raise ValueError(
-            f"--data.rows {data.rows} cannot be shared by replicate {parallel.replicate} x shard "
-            f"{parallel.shard}{times}; make it a multiple of {config.replicas * parts}"
+            f"--data.global-batch-size {data.global_batch_size} cannot be shared by replicate {parallel.replicate} x "
+            f"shard {parallel.shard}{times}; make it a multiple of {config.replicas * parts}"
         )
 
 

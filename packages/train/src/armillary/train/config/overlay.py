@@ -18,6 +18,9 @@ from armillary.core.quantity import whole
 
 Settings = TypeVar("Settings")
 
+RENAMED = {"data.rows": "data.global_batch_size"}
+"""Keys of earlier versions, by which a file is refused with the new name."""
+
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Sections and their keys, and "recipe" where the file names one.
@@ -123,6 +126,8 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def nearest(key: str, known: list[str]) -> str:
     """What may have been meant."""
+    if key in RENAMED:
+        return f"it is {RENAMED[key]} now"
     leaf = key.rpartition(".")[2]
     same = [name for name in known if name.rpartition(".")[2] == leaf]
     found = (same or get_close_matches(key, known, n=1, cutoff=0.0))[:1]

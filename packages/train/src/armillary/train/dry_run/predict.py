@@ -66,7 +66,7 @@ def dry_run(config: Config, ranks: int | None = None) -> DryRun:
     dtype = precision_of(config)
     with fake_world(**axes) as mesh:
         model, attention = build_model(config, mesh, vocabulary(config), dtype)
-    tokens = config.data.rows * config.data.sequence_length
+    tokens = config.data.global_batch_size * config.data.sequence_length
     return DryRun(
         axes=axes,
         model=model.config,

@@ -22,7 +22,7 @@ def wallfacer(layers: int, heads: int) -> Config:
         model=ModelConfig(family="gpt", dim=4096, layers=layers, heads=heads, vocab_size=50_257),
         parallel=ParallelConfig(ring=8, ulysses=1, attention="wallfacer"),
         checkpointing=Checkpointing("attention_output"),
-        data=DataConfig(sequence_length=262_144, rows=1),
+        data=DataConfig(sequence_length=262_144, global_batch_size=1),
         optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-5, warmup_steps=100),
         train=TrainConfig(steps=1000, timeout_minutes=60.0),
     )

@@ -114,7 +114,7 @@ def long_run(
         model=model,
         parallel=parallel,
         checkpointing=checkpointing,
-        data=DataConfig(sequence_length=length, rows=rows),
+        data=DataConfig(sequence_length=length, global_batch_size=rows),
         optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, warmup_steps=20, on_host=on_host),
         validation=ValidationConfig(every=100, batches=1),
         save=SaveConfig(every=100),
