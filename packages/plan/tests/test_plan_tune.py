@@ -276,7 +276,7 @@ BIG = replace(
     model=ModelConfig(dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336),
     data=DataConfig(sequence_length=131_072, global_batch_size=1),
     checkpointing=Checkpointing("attention_output", offload=True),
-    optimizer=OptimizerConfig(on_host=True),
+    optimizer=OptimizerConfig(cpu_offload=True),
 )
 
 
@@ -339,10 +339,10 @@ def trained(config: Config, folder: Path) -> tuple[list[float], dict[str, int]]:
 
 def test_the_trainer_takes_the_choice_and_is_told_everything_else_too(worlds, tmp_path):
     path = chosen(tmp_path)
-    command, told = read_command(["--config", str(path)])
+    command, overrides = read_command(["--config", str(path)])
     written_out = ParallelConfig(ring=2, ulysses=2, attention="upipe+ring", heads_per_stage=2)
     assert command.run == replace(SMALL, parallel=written_out)
-    assert "  parallel.ring             none -> 2" in told
+    assert "  parallel.ring             none -> 2" in overrides
     (losses, axes), *others = worlds(4).run(trained, command.run, tmp_path / "run")
     assert len(losses) == 3 and axes == {"shard": 1, "ring": 2, "ulysses": 2}
     assert all(found == (losses, axes) for found in others)

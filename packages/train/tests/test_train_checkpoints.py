@@ -105,7 +105,7 @@ def reference(worlds, tmp_path_factory):
     "config",
     [
         SMALL,
-        replace(SMALL, parallel=ParallelConfig(2, 1, 2, 1), optimizer=OptimizerConfig(on_host=True)),
+        replace(SMALL, parallel=ParallelConfig(2, 1, 2, 1), optimizer=OptimizerConfig(cpu_offload=True)),
         replace(SMALL, parallel=ParallelConfig(tp=2, shard=2), save=SaveConfig(2, keep_last=3, asynchronous=False)),
     ],
     ids=["ring, asynchronous", "replicas, on the host", "tensor parallel, on the spot"],

@@ -1,4 +1,4 @@
-"""Recipes, files and flags: what wins, what is told, and what is refused."""
+"""Recipes, files and flags: what wins, what is printed, and what is refused."""
 
 import json
 from dataclasses import asdict, replace
@@ -129,8 +129,8 @@ def test_what_a_run_leaves_behind_is_read_back_as_it_was(tmp_path, name):
 
 def test_what_differs_from_the_recipe_is_told_in_aligned_lines():
     flags = "--model.dim 256 --data.path a b --parallel.ring 4 --train.steps 80"
-    _, told = read_command(flags.split())
-    assert told == [
+    _, overrides = read_command(flags.split())
+    assert overrides == [
         "recipe: debug",
         "  model.dim      128 -> 256",
         "  parallel.ring  none -> 4",
@@ -154,9 +154,9 @@ def test_a_recipe_of_ones_own(tmp_path, monkeypatch):
         "def wrong():\n    return 7\n"
     )
     monkeypatch.chdir(tmp_path)
-    run, told = read_command(["--recipe", "mine_for_test:run", "--train.seed", "1"])
+    run, overrides = read_command(["--recipe", "mine_for_test:run", "--train.seed", "1"])
     assert run.run == Config(train=TrainConfig(steps=7, seed=1))
-    assert told == ["recipe: mine_for_test:run", "  train.seed  0 -> 1"]
+    assert overrides == ["recipe: mine_for_test:run", "  train.seed  0 -> 1"]
     for name, said in {
         "mine_for_test:wrong": "it returns int, not a Config",
         "mine_for_test:nothing": "mine_for_test has no function 'nothing'",

@@ -12,7 +12,7 @@ from armillary.core.testing import mesh
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.models.parallel import parallelize
 from armillary.train import OptimizerConfig
-from armillary.train.lr_schedule import learning_rate, told
+from armillary.train.lr_schedule import learning_rate, schedule_notes
 from armillary.train.optimizer import build_optimizer, clip_gradients
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -63,16 +63,16 @@ def test_a_warm_up_that_would_not_end_takes_half_of_the_run_and_that_is_said(sch
     assert found[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     config = OptimizerConfig(warmup_steps=warmup, schedule=schedule)
-    (line,) = told(0, 6, config)
+    (line,) = schedule_notes(0, 6, config)
     assert line == f"warm-up: 3 of 6 steps; --optimizer.warmup-steps {warmup} would not end before the run does"
-    assert told(0, warmup + 1, config) == [] and told(6, 6, config) == [line]
+    assert schedule_notes(0, warmup + 1, config) == [] and schedule_notes(6, 6, config) == [line]
 
 
 def test_a_run_that_goes_on_says_at_which_rate():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
-    (line,) = told(20, 36, config)  # it had come down to 0.1
+    (line,) = schedule_notes(20, 36, config)  # it had come down to 0.1
     assert line == "learning rate of step 21: 5.06e-01, on a schedule of 36 steps in all"
-    assert told(20, 20, config) == []
+    assert schedule_notes(20, 20, config) == []
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_steps_give_the_same_losses_under_every_checkpoint_policy(
         SMALL,
         parallel=ParallelConfig(shard=1, ring=2, ulysses=2, attention=attention),
         checkpointing=checkpointing,
-        optimizer=OptimizerConfig(on_host=on_host),
+        optimizer=OptimizerConfig(cpu_offload=on_host),
     )
     summary, _ = on(worlds, 4, config, tmp_path)
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]

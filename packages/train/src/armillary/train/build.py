@@ -20,7 +20,7 @@ from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
-from armillary.train.consistency import check_alike, settings
+from armillary.train.consistency import check_consistent, settings
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
@@ -37,7 +37,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     check_log(config.log, config.train.steps, device)
     mine = not dist.is_initialized()
     if mine:
-        start_process_group(device.type, patience(config), host_too=config.optimizer.on_host)
+        start_process_group(device.type, collective_timeout(config), host_too=config.optimizer.cpu_offload)
     yield device
     if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
         dist.destroy_process_group()
@@ -50,8 +50,8 @@ def prepare(config: Config, device: torch.device) -> Run:
         ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
             first step.
     """
-    check_alike("the configuration", settings(config))
-    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
+    check_consistent("the configuration", settings(config))
+    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=collective_timeout(config))
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.bounded(vocab_size) for store in stores]
@@ -63,15 +63,15 @@ def prepare(config: Config, device: torch.device) -> Run:
         training, validation = load_rows(config, stores, attention, replica)
     else:
         training, validation = (task(config.data.task, held_out=held_out) for held_out in (False, True))
-    check_alike("data", training.state_dict())
+    check_consistent("data", training.state_dict())
     tasks = {name: task(name, held_out=True) for name in config.validation.tasks}
-    model.to_empty(device="cpu" if config.optimizer.on_host else device)
+    model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
     return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation, tasks)
 
 
-def patience(config: Config) -> timedelta:
+def collective_timeout(config: Config) -> timedelta:
     """How long a collective may wait: longer than a step may take, so that the watchdog speaks first."""
     return timedelta(minutes=1.5 * config.train.timeout_minutes)
 
@@ -106,7 +106,7 @@ def shard_model(
         attention=attention,
         checkpointing=config.checkpointing,
         precision=precision,
-        cpu_offload=config.optimizer.on_host,
+        cpu_offload=config.optimizer.cpu_offload,
         compiler=parallel.compiler,
     )
     return model, attention

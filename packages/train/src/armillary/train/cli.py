@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     watchdog: Watchdog | None = None
     with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.under_way):
-        command, told = read_command(sys.argv[1:] if argv is None else argv)
+        command, overrides = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
             from armillary.train.dry_run import show_dry_run  # not on every rank of every run
 
@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         watchdog = watchdog_of(command.run)
         try:
-            run_to_its_end(command.run, watchdog, told)
+            run_to_its_end(command.run, watchdog, overrides)
         except FloatingPointError as error:  # the watchdog has said so on every rank
             record(f"FloatingPointError: {error}")
             sys.exit(FAILED)
 
 
-def run_to_its_end(config: Config, watchdog: Watchdog, told: list[str]) -> None:
+def run_to_its_end(config: Config, watchdog: Watchdog, overrides: list[str]) -> None:
     """Trains, with everything around it. Errors as in `process_group`, `prepare` and `train`."""
     # Before the group is there a signal may end this rank: there is nothing to lose, and nobody to tell.
     with process_group(config) as device, StopSignal() as stop, watchdog:
         run = prepare(config, device)
         if dist.get_rank() == 0:
-            print(*told, sep="\n", flush=True)
+            print(*overrides, sep="\n", flush=True)
         train(run, stop, watchdog)

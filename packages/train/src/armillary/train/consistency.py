@@ -12,7 +12,7 @@ from armillary.train.config import Config
 from armillary.train.config.overlay import flag, flat
 
 
-def check_alike(what: str, mine: Mapping[str, Any]) -> None:
+def check_consistent(what: str, mine: Mapping[str, Any]) -> None:
     """Refuses ranks that differ in one of these values. Collective.
 
     Raises:

@@ -24,8 +24,8 @@ def warmup_of(steps: int, config: OptimizerConfig) -> int:
     return config.warmup_steps if config.warmup_steps < steps else steps // 2
 
 
-def told(step: int, steps: int, config: OptimizerConfig) -> list[str]:
-    """What a person should know of a run of `steps` that begins after `step`."""
+def schedule_notes(step: int, steps: int, config: OptimizerConfig) -> list[str]:
+    """Lines to print for a run of `steps` that starts or resumes after `step`: a shorter warm-up, the resumed rate."""
     warmup, said = warmup_of(steps, config), list[str]()
     if warmup != config.warmup_steps:
         said.append(

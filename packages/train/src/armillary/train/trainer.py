@@ -14,7 +14,7 @@ from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.checkpoint import Checkpoints, OutputLock
 from armillary.train.config import Config
-from armillary.train.lr_schedule import told
+from armillary.train.lr_schedule import schedule_notes
 from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.reporting.profiling import Profiler
 from armillary.train.reporting.report import Reporter
@@ -87,7 +87,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         watchdog.begins("restoring", 0)
         step = saved.restore()
         report.resumed(step)
-        for line in told(step, steps, config.optimizer):
+        for line in schedule_notes(step, steps, config.optimizer):
             report.say(line)
         profiler = Profiler(config.log, config.train.output / "profile", report.say)
         traced = StepTrace(config.log, run.device, step + 1, steps, report.say)

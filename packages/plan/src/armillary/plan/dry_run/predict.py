@@ -129,6 +129,6 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
         length=config.data.sequence_length,
         rows=config.rows_per_batch,
         checkpointing=config.checkpointing,
-        on_host=config.optimizer.on_host,
+        on_host=config.optimizer.cpu_offload,
         precision=dtype,
     )

@@ -38,7 +38,7 @@ def config_of(found: Found, choice: Choice) -> Config:
         parallel=ParallelConfig(**choice.candidate.parallel),
         checkpointing=choice.checkpointing,
         data=DataConfig(sequence_length=found.length, global_batch_size=found.plan.rows),
-        optimizer=replace(recipe.optimizer, on_host=choice.on_host),
+        optimizer=replace(recipe.optimizer, cpu_offload=choice.on_host),
         train=replace(recipe.train, accumulation=1),
     )
 

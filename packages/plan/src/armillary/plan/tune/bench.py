@@ -18,7 +18,7 @@ from armillary.core import SequenceLayout, build_mesh
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.plan.search.candidates import Candidate
-from armillary.train.build import patience, precision, shard_model
+from armillary.train.build import collective_timeout, precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.model import model_config
@@ -61,11 +61,11 @@ class Bench:
         """
         config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         check(config)
-        mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=patience(config))
+        mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=collective_timeout(config))
         sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
         model, attention = shard_model(sizes, config, mesh, precision(config, device))
         layout = attention.layout(config.data.sequence_length, config.data.layout)
-        model.to_empty(device="cpu" if config.optimizer.on_host else device)
+        model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
         initialize(model, config.train.seed)
         positions = layout.positions(attention.shard).to(device)
         tokens = torch.randint(VOCABULARY, (config.rows_per_batch, len(positions)), device=device)

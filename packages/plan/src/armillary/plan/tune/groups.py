@@ -13,7 +13,7 @@ import torch.distributed as dist
 from armillary.core import compat
 from armillary.core.health.ranks import Ranks
 from armillary.core.health.watchdog import Watchdog
-from armillary.train.build import patience, process_group
+from armillary.train.build import collective_timeout, process_group
 from armillary.train.config import Config
 from armillary.train.trainer import watchdog_of
 
@@ -50,7 +50,7 @@ class Groups:
         self.watchdog.begins(phase, number)
         hook = sys.excepthook  # each group that starts wraps it once more
         with process_group(self.config) as device:
-            ranks = Ranks(patience(self.config))
+            ranks = Ranks(collective_timeout(self.config))
             yield device, ranks
             ranks.gather()  # nobody takes a group down that others still use
             ranks.close()

@@ -113,6 +113,6 @@ def job_of(config: Config, precision: torch.dtype) -> Job:
         length=config.data.sequence_length,
         rows=config.data.global_batch_size // config.train.accumulation,
         checkpointing=config.checkpointing,
-        on_host=config.optimizer.on_host,
+        on_host=config.optimizer.cpu_offload,
         precision=precision,
     )

@@ -32,7 +32,7 @@ def question_of(config: Config, ranks: int, precision: str) -> Question:
         "data.sequence_length": config.data.sequence_length,
         "data.global_batch_size": config.data.global_batch_size,
         "data.layout": config.data.layout,
-        "optimizer.on_host": config.optimizer.on_host,
+        "optimizer.cpu_offload": config.optimizer.cpu_offload,
         "train.accumulation": config.train.accumulation,
         "train.precision": precision,
         **{f"checkpointing.{name}": value for name, value in asdict(config.checkpointing).items()},

@@ -24,7 +24,7 @@ from armillary.plan.tune.question import Question, difference, dtype_name, quest
 from armillary.plan.tune.screen import Screen
 from armillary.train.build import precision
 from armillary.train.config import Config
-from armillary.train.consistency import check_alike, settings
+from armillary.train.consistency import check_consistent, settings
 
 NEAR = 1.05
 """As fast as the fastest are those that take at most so many times as long: once measured, noise may have chosen."""
@@ -76,7 +76,7 @@ class Tuner:
         """The tuner, and what rank 0 finds in the file."""
         config = order.measured_run
         with groups.group("starting") as (device, ranks):
-            check_alike("the configuration", settings(config) | options(order))
+            check_consistent("the configuration", settings(config) | options(order))
             dtype = precision(config, device)
             candidates, tuned = ranks.on_first(lambda: opened(order, dtype))
         return cls(order, groups, candidates, Screen(ranks.rank), measure, compare), tuned

@@ -134,7 +134,7 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this global norm; inf scales nothing."""
-    on_host: bool = False
+    cpu_offload: bool = False
     """Keep master weights, their gradients and AdamW's state in the host's memory, and step there."""
 
 

@@ -54,7 +54,7 @@ class Command(Source):
 
 
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command, and lines that tell its configuration: the recipe, and what differs from it.
+    """The command, and its overrides as lines to print: the recipe, and what differs from it.
 
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
@@ -65,7 +65,7 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     if command.trace is not None:
         log = replace(command.run.log, trace=command.trace)
         command = replace(command, run=replace(command.run, log=log))
-    return command, told(source, recipe, command.run)
+    return command, overrides(source, recipe, command.run)
 
 
 def check_dry(command: Command) -> None:
@@ -96,8 +96,8 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
     return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path())
 
 
-def told(source: Source, recipe: Config, config: Config) -> list[str]:
-    """Lines that tell a configuration."""
+def overrides(source: Source, recipe: Config, config: Config) -> list[str]:
+    """The recipe's name, and a line for each field that differs from it."""
     return [f"recipe: {source.recipe}", *(f"  {line}" for line in differences(recipe, config))]
 
 

@@ -18,7 +18,7 @@ from armillary.core.quantity import whole
 
 Settings = TypeVar("Settings")
 
-RENAMED = {"data.rows": "data.global_batch_size"}
+RENAMED = {"data.rows": "data.global_batch_size", "optimizer.on_host": "optimizer.cpu_offload"}
 """Keys of earlier versions, by which a file is refused with the new name."""
 
 

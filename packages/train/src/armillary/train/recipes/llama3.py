@@ -70,7 +70,7 @@ def llama3_8b_5m() -> Config:
         length=5_242_880,
         parallel=ParallelConfig(ring=1, ulysses=8, attention="upipe"),
         checkpointing=Checkpointing("layer", offload=True, prefetch=False),
-        on_host=True,
+        cpu_offload=True,
         timeout_minutes=600.0,
     )
 
@@ -106,7 +106,7 @@ def long_run(
     rows: int = 1,
     accumulation: int = 1,
     lr: float = 2e-5,
-    on_host: bool = False,
+    cpu_offload: bool = False,
     timeout_minutes: float = 60.0,
 ) -> Config:
     """What these recipes have in common: a thousand steps with a short warm-up."""
@@ -115,7 +115,7 @@ def long_run(
         parallel=parallel,
         checkpointing=checkpointing,
         data=DataConfig(sequence_length=length, global_batch_size=rows),
-        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, warmup_steps=20, on_host=on_host),
+        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, warmup_steps=20, cpu_offload=cpu_offload),
         validation=ValidationConfig(every=100, batches=1),
         save=SaveConfig(every=100),
         train=TrainConfig(steps=1000, accumulation=accumulation, timeout_minutes=timeout_minutes),
