@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, UPipe, WallFacer
 from armillary.attention.kernels import Scores
+from armillary.attention.memory import Sizes
+from armillary.attention.methods import all_gather, local, ring, token_ring, wallfacer
 from armillary.attention.spec import AttentionSpec, Saved, key_heads_of
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.estimate import methods as of
-from armillary.plan.memory.estimate.methods import Sizes
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
 LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)
@@ -74,11 +74,14 @@ def test_it_agrees_with_the_simulation(job):
 def test_each_method_allocates_what_its_formula_says(name, ranks, team, heads):
     x, keys = sizes(*heads), heads[0] > heads[1]
     said = {
-        "local": lambda: (of.local_forward(x), of.local_backward(x)),
-        "ring": lambda: (of.ring_forward(x, ranks), of.ring_backward(x, ranks, keys)),
-        "token_ring": lambda: (of.token_ring_forward(x, ranks), of.token_ring_backward(x, ranks)),
-        "wallfacer": lambda: (of.wallfacer_forward(x, ranks, team), of.wallfacer_backward(x, ranks, team, keys)),
-        "all_gather": lambda: (of.all_gather_forward(x, ranks), of.all_gather_backward(x, ranks)),
+        "local": lambda: (local.forward_memory(x), local.backward_memory(x)),
+        "ring": lambda: (ring.forward_memory(x, ranks), ring.backward_memory(x, ranks, keys)),
+        "token_ring": lambda: (token_ring.forward_memory(x, ranks), token_ring.backward_memory(x, ranks)),
+        "wallfacer": lambda: (
+            wallfacer.forward_memory(x, ranks, team),
+            wallfacer.backward_memory(x, ranks, team, keys),
+        ),
+        "all_gather": lambda: (all_gather.forward_memory(x, ranks), all_gather.backward_memory(x, ranks)),
     }[name]()
     assert said == pytest.approx(measured(AttentionChoice(name, team=team), ranks, *heads), rel=0.04)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
+from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import OnSequence
 from armillary.attention.spec import AttentionSpec, Saved
@@ -75,6 +76,27 @@ def comm_plan(work: AttentionShape) -> CommPlan:
     heads = len(work.key_heads)
     attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in every) for r in every))
     return CommPlan(steps(gather, attend), steps(gather, attend, scatter))
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes, ranks: int) -> float:
+    """k and v of all P ranks; own queries against a causal square, then half of them against all other keys."""
+    if ranks == 1:
+        return kernel_forward(x)
+    merged, part = x.w * x.q + x.lse, kernel_forward(x, 0.5)
+    return 2 * ranks * x.k + merged + part + max(x.q, x.w * x.q / 2 + 2 * x.lse)
+
+
+def backward_memory(x: Sizes, ranks: int) -> float:
+    """k and v of all P ranks, and dk and dv of as many in float32, which are then sent to their owners and summed."""
+    if ranks == 1:
+        return kernel_backward(x)
+    every = 2 * ranks * x.k
+    others = kernel_backward(x, queries=0.5, keys=ranks - 1)
+    scattering = x.w * x.q + x.w * every + 2 * x.w * x.k
+    return x.w * every + max(every + x.q + others, scattering)
 
 
 REGISTERED = OnSequence(build=lambda axis, _: AllGatherKV(axis), comm_plan=lambda work, _: comm_plan(work))

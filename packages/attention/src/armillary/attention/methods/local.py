@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step
+from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
 from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
@@ -39,3 +40,16 @@ def comm_plan(work: AttentionShape) -> CommPlan:
         raise ValueError(f"the layout has {work.layout.shards} shards; local attention is of one")
     attend = (Step(pairs=(work.grid.pairs(0, 0, work.batch) * len(work.key_heads),)),)
     return CommPlan(attend, attend)
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes) -> float:
+    """One block."""
+    return kernel_forward(x)
+
+
+def backward_memory(x: Sizes) -> float:
+    """One block; gradients stay as the kernel gave them."""
+    return kernel_backward(x)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
+from armillary.attention.memory import Sizes, rotate_keys_backward, rotate_keys_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import Backward, OnSequence
 from armillary.attention.methods.token_ring import pass_queries_backward, pass_queries_backward_steps
@@ -122,6 +123,25 @@ def backward_steps(
         return pass_queries_backward_steps(work, rings(moving), RingReduce.sends)
     keys = work.k + work.v
     return rotation_steps(work, rings(moving), keys * work.e, keys * work.a, RingReduce.sends)
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes, ranks: int) -> float:
+    """P ranks pass keys on."""
+    return rotate_keys_forward(x, ranks)
+
+
+def backward_memory(x: Sizes, ranks: int, keys: bool) -> float:
+    """Keys go round, or queries."""
+    return rotate_keys_backward(x, ranks) if keys else rotate_queries_backward(x, ranks, direct=False)
+
+
+def keys_go_round(x: Sizes) -> bool:
+    """Whether a ring's backward sends fewer bytes with keys than with queries."""
+    queries = 3 * x.q + x.lse + x.w * x.q
+    return queries >= 2 * x.k * (1 + x.w)
 
 
 REGISTERED = OnSequence(

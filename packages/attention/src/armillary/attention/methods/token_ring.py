@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
+from armillary.attention.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import OnSequence
 from armillary.attention.rotation.returns import DirectReduce, Returns, Shares
@@ -115,6 +116,26 @@ def pass_queries_backward_steps(work: AttentionShape, rings: Sequence[RingTopolo
     """What `pass_queries_backward` sends and computes on all ranks of some rings."""
     hop = (work.q + 2 * work.out) * work.e + work.lse * work.a
     return rotation_steps(work, rings, hop, work.q * work.a, returning)
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes, ranks: int) -> float:
+    """P ranks pass queries on, and partial results come straight back.
+
+    The first to come back is merged at the third step, with queries in hand and coming: there are this rank's own
+    partial result and its float32 copy, the third step's, and the one that came (half of the tokens) with its copy.
+    """
+    if ranks == 1:
+        return kernel_forward(x)
+    passing = x.q * min(ranks - 2, 2)
+    return passing + 2.5 * kernel_forward(x) + 1.5 * x.w * x.q + x.lse
+
+
+def backward_memory(x: Sizes, ranks: int) -> float:
+    """P ranks pass queries on, and send shares of dq straight home."""
+    return rotate_queries_backward(x, ranks, direct=True)
 
 
 REGISTERED = OnSequence(build=lambda axis, _: TokenRing(axis), comm_plan=lambda work, _: comm_plan(work))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, beside, steps
+from armillary.attention.memory import Sizes
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import InnerPlan, MethodOptions, OnHeads
 from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, checked_inner, split_heads
@@ -382,6 +383,28 @@ def comm_plan(
     backward = walk.walk([q, v, v], lambda inner: inner.backward, walk.gradients_home)
     there, back = (Step(() if work.projected else (way(*queries, lse),)) for way in (moves.to_heads, moves.to_tokens))
     return CommPlan(steps(*forward, back), steps(there, *backward))
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes, inner: float) -> float:
+    """A stage: q, k and v have arrived; then `inner`."""
+    return x.q + 2 * x.k + inner
+
+
+def backward_memory(x: Sizes, inner: float, ranks: int, turns: int, several: bool, wide: bool) -> float:
+    """A stage: q, out, dout, k and v have arrived, then `inner`; and there are sums of dk and dv of the round so far.
+
+    Args:
+        ranks: U. With one, out and dout are where they were; where only `several` stages make up the whole, the kernel
+            has them copied, as heads of a stage do not lie together.
+        turns: stages of a round. Sums are as the first stage gave them, and in float32 from the second on.
+        wide: `inner` gives dk and dv in float32.
+    """
+    outs = 2 * x.q if ranks > 1 or several else 0
+    sums = 0 if turns == 1 else 2 * x.k * (x.w if wide or turns > 2 else 1)
+    return x.q + outs + 2 * x.k + sums + inner
 
 
 def heads_told(options: MethodOptions, ranks: int) -> int:

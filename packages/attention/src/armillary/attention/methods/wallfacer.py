@@ -32,6 +32,13 @@ from armillary.attention.comm_plan import (
     steps,
 )
 from armillary.attention.mask import AttentionMask
+from armillary.attention.memory import (
+    Sizes,
+    kernel_forward,
+    rotate_keys_backward,
+    rotate_keys_forward,
+    rotate_queries_backward,
+)
 from armillary.attention.methods.base import Method, layout_of
 from armillary.attention.methods.entry import Backward, MethodOptions, OnSequence
 from armillary.attention.methods.ring import Ring, backward_steps, check_backward, forward_steps
@@ -266,6 +273,33 @@ def comm_plan(
         steps(*parts.bring(parts.gather(work.q * e)), *ring, Step(parts.scatter(work.out * e, lse))),
         steps(*parts.bring(inputs), *back, *parts.home(parts.scatter(work.q * work.a))),
     )
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes, ranks: int, team: int) -> float:
+    """q, k and v of the team, a ring of R = P / C^2 ranks over them, and then the members' parts of out and lse."""
+    if team == 1:
+        return rotate_keys_forward(x, ranks)
+    all_, gathered = x.times(team), team * (x.q + 2 * x.k)
+    ring = rotate_keys_forward(all_, ranks // team**2, onward=1)
+    merging = 2 * kernel_forward(all_) + 2 * x.w * x.q + 5 * x.lse
+    return gathered + max(ring, merging)
+
+
+def backward_memory(x: Sizes, ranks: int, team: int, keys: bool) -> float:
+    """q, k, v, out, dout and lse of the team, a ring over them, and then each member's parts of the gradients.
+
+    These are summed in float32: what is sent, what came, and the sums for dk and dv.
+    """
+    if team == 1:
+        return rotate_keys_backward(x, ranks) if keys else rotate_queries_backward(x, ranks, direct=False)
+    all_, ring = x.times(team), ranks // team**2
+    gathered = all_.travelling + 2 * all_.k
+    inner = rotate_keys_backward(all_, ring, onward=1) if keys else rotate_queries_backward(all_, ring, direct=False)
+    home = 2 * x.w * (all_.q + 2 * all_.k) + 2 * x.w * x.k
+    return max(gathered + inner, home)
 
 
 def largest_team(ranks: int) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import float32
 
+from armillary.attention.memory import Sizes
+from armillary.attention.methods import all_gather, local, ring, token_ring, upipe, wallfacer
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
-from armillary.plan.memory.estimate import methods
 from armillary.plan.memory.estimate.choice import AttentionChoice
-from armillary.plan.memory.estimate.methods import Sizes
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulate import Job
 from armillary.train.dry_run.stages import HeadStages
@@ -109,43 +109,43 @@ class Step:
         ranks = self.ring
         match self.attention.sequence:
             case "ring":
-                return methods.ring_forward(x, ranks)
+                return ring.forward_memory(x, ranks)
             case "token_ring":
-                return methods.token_ring_forward(x, ranks)
+                return token_ring.forward_memory(x, ranks)
             case "wallfacer":
-                return methods.wallfacer_forward(x, ranks, self.attention.team_of(ranks))
+                return wallfacer.forward_memory(x, ranks, self.attention.team_of(ranks))
             case "all_gather":
-                return methods.all_gather_forward(x, ranks)
+                return all_gather.forward_memory(x, ranks)
             case _:
-                return methods.local_forward(x)
+                return local.forward_memory(x)
 
     def backward(self, x: Sizes) -> float:
         """Likewise."""
-        ranks, keys = self.ring, methods.keys_go_round(x)
+        ranks, keys = self.ring, ring.keys_go_round(x)
         match self.attention.sequence:
             case "ring":
-                return methods.ring_backward(x, ranks, keys)
+                return ring.backward_memory(x, ranks, keys)
             case "token_ring":
-                return methods.token_ring_backward(x, ranks)
+                return token_ring.backward_memory(x, ranks)
             case "wallfacer":
-                return methods.wallfacer_backward(x, ranks, self.attention.team_of(ranks), keys)
+                return wallfacer.backward_memory(x, ranks, self.attention.team_of(ranks), keys)
             case "all_gather":
-                return methods.all_gather_backward(x, ranks)
+                return all_gather.backward_memory(x, ranks)
             case _:
-                return methods.local_backward(x)
+                return local.backward_memory(x)
 
     def staged_forward(self) -> float:
         """A stage of UPipe, or of any method as blocks run it that keep x, out and lse alone: q, k and v too."""
         stage = self.stages
         x = self.call(stage.queries, stage.keys)
-        return methods.upipe_forward(x, self.forward(x))
+        return upipe.forward_memory(x, self.forward(x))
 
     def staged_backward(self) -> float:
         """Likewise, besides out and dout: q, k and v, and what the stages before have left."""
         stage = self.stages
         x = self.call(stage.queries, stage.keys)
         wide = self.attention.sequence != "local" and self.ring > 1
-        return methods.upipe_backward(x, self.backward(x), self.ulysses, stage.turns, stage.several, wide)
+        return upipe.backward_memory(x, self.backward(x), self.ulysses, stage.turns, stage.several, wide)
 
     def whole_backward(self) -> float:
         """Where autograd has kept q, k, v, out and lse: dout of this rank's heads, and what the method needs."""
