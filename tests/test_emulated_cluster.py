@@ -88,14 +88,14 @@ def test_predictions_are_held_against_what_was_measured():
     assert verdict(rows[:3]).startswith("S: ranking as predicted; predicted ratios over ring off by up to +12% (b)")
 
 
-def test_each_contender_has_a_schedule_of_its_shapes():
+def test_each_contender_has_a_plan_of_its_shapes():
     for cluster in RACES:
         chosen = race(cluster, 32)
         for contender in chosen.contenders:
             for shapes in chosen.shapes:
-                layout, schedule = contender.layout(shapes), contender.schedule(shapes)
+                layout, plan = contender.layout(shapes), contender.comm_plan(shapes)
                 assert layout.length == 32 * chosen.cluster.ranks and layout.shards == contender.ring
-                assert all(schedule.bytes(rank) for rank in range(chosen.cluster.ranks))
+                assert all(plan.bytes(rank) for rank in range(chosen.cluster.ranks))
 
 
 @needs_namespaces

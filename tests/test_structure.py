@@ -14,7 +14,7 @@ SOURCES = {
 
 # What is still there. Whoever removes something takes it out here too; nothing comes in.
 CYCLES = list[str]()
-SHARED_NAMES = "2 Block, 2 Choice, 2 Found, 2 Prediction, 2 Screen, 2 Step"
+SHARED_NAMES = "2 Choice"
 
 DRIVER = {f"armillary.attention.{name}" for name in ("autograd", "calls", "compiled", "parallel")}
 """What runs a call of any method. `Method.__call__` alone hands a call to it (`methods/base.py`)."""

@@ -35,7 +35,7 @@ class Contender:
         """On a mesh of that shape, from `build_mesh`."""
         return self.attention(mesh)
 
-    def schedule(self, shapes: Shapes) -> CommPlan:
+    def comm_plan(self, shapes: Shapes) -> CommPlan:
         """What it sends and computes on all ranks."""
         work = AttentionShape.of(
             self.layout(shapes),
@@ -46,7 +46,7 @@ class Contender:
             dtype=torch.float32,
             projected=False,
         )
-        return self.attention.schedule(work, self.ring, self.ulysses)
+        return self.attention.comm_plan(work, self.ring, self.ulysses)
 
     def layout(self, shapes: Shapes) -> SequenceLayout:
         """Over the sequence axis, as `Method.layout` of what `build` makes."""

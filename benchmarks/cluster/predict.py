@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from contenders import Contender, Shapes
 
 from armillary.plan import Cluster
-from armillary.plan.comm_time.schedule_time import spent
+from armillary.plan.comm_time.comm_plan_time import spent
 
 FORWARD, BACKWARD = 2, 5
 """Matrix products of a cell."""
@@ -42,7 +42,7 @@ def cell_sizes(shapes: Shapes) -> tuple[int, int]:
 
 def predicted(cluster: Cluster, contender: Contender, shapes: Shapes, kernels: Kernels) -> float:
     """Seconds of a forward and backward, as the planner has them."""
-    schedule, products = contender.schedule(shapes), FORWARD + BACKWARD
+    plan, products = contender.comm_plan(shapes), FORWARD + BACKWARD
     machine = replace(cluster, accelerator=replace(cluster.accelerator, step=kernels.cell / 2))
-    passes = ((schedule.forward, FORWARD), (schedule.backward, BACKWARD))
+    passes = ((plan.forward, FORWARD), (plan.backward, BACKWARD))
     return sum(spent(steps, machine, kernels.pair * n / products).seconds for steps, n in passes)

@@ -80,7 +80,7 @@ def test_it_tells_mesh_shapes_memory_and_time(capsys):
     assert "tokens 4 x 128" in rows and "room 74.10 221.19" in rows
     assert rows[-3].startswith("that is a bound: ")
     assert rows[-4].startswith("memory: fits, by simulation: the device's memory is ")
-    assert " by its schedule, an MFU of " in rows[-2]
+    assert " by its communication plan, an MFU of " in rows[-2]
     assert rows[-1].startswith("that is longer than the ")  # of which the watchdog would end it
 
 

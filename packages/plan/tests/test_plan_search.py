@@ -14,7 +14,7 @@ from armillary.core.network import Send
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
 from armillary.plan.cli import main
-from armillary.plan.comm_time.schedule_time import FORWARD, Span, around, spent
+from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, around, spent
 from armillary.plan.comm_time.step_time import step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice
@@ -99,7 +99,7 @@ def moved(kind: Kind, *ends: tuple[int, int], gigabytes: float = 1) -> Move:
     return Move(kind, "ring", tuple(Send(*pair, int(gigabytes * 1e9)) for pair in ends))
 
 
-def test_a_step_of_a_schedule_takes_the_slower_of_computing_and_sending():
+def test_a_step_of_a_plan_takes_the_slower_of_computing_and_sending():
     gigabyte = moved("p2p", (0, 1))
     steps = [Step((gigabyte,), (3, 1)), Step((gigabyte,), (0, 0)), Step((), (1, 2))]
     found = spent(steps, PLAIN, seconds_per_pair=0.5, copies=8)

@@ -18,7 +18,7 @@ from armillary.plan.tune import bench, tuner
 from armillary.plan.tune.bench import Timing
 from armillary.plan.tune.command import Order, read_order
 from armillary.plan.tune.file import Measured, Tuned, read, write
-from armillary.plan.tune.prune import Prediction, looked_at, parted, predictor, pruned
+from armillary.plan.tune.prune import CandidatePrediction, looked_at, parted, predictor, pruned
 from armillary.plan.tune.question import question_of
 from armillary.train import (
     Config,
@@ -261,14 +261,19 @@ def test_ranks_agree_on_seconds_of_turns(worlds):
 
 def test_what_is_predicted_slow_or_too_large_is_left_out_and_the_rest_goes_fastest_first():
     a, b, c, d = list(candidates(heads=4, ranks=4, rows=1))[:4]
-    predictions = [Prediction(a, 3.1), Prediction(b, 3.0), Prediction(c, 2.0), Prediction(d, 1.0, "9 of 8 GiB")]
+    predictions = [
+        CandidatePrediction(a, 3.1),
+        CandidatePrediction(b, 3.0),
+        CandidatePrediction(c, 2.0),
+        CandidatePrediction(d, 1.0, "9 of 8 GiB"),
+    ]
     wanted, left_out = parted(predictions, slower=1.5)
     assert wanted == [c, b]
     assert left_out == [
         Measured(a, reason="predicted to take 1.55 times as long as the fastest"),
         Measured(d, reason="predicted not to fit: 9 of 8 GiB"),
     ]
-    assert parted([Prediction(a, 1.0, "all"), Prediction(b, 2.0, "all")], slower=3)[0] == [a, b]
+    assert parted([CandidatePrediction(a, 1.0, "all"), CandidatePrediction(b, 2.0, "all")], slower=3)[0] == [a, b]
 
 
 BIG = replace(

@@ -2,7 +2,7 @@
 
 presets.py   models and clusters by the names that people type
 cluster/     accelerators, nodes, and how long sends take between them
-comm_time/   what methods send, and how long their schedules and a whole step take
+comm_time/   what methods send, and how long their communication plans and a whole step take
 memory/      what a step holds: simulated, and by formulas
 search/      every way to run a model on a cluster, best first
 tune/        the same measured on the machine at hand

@@ -164,14 +164,14 @@ def ulysses_of(plan: BytesPlan) -> int:
 def rows_of(plan: BytesPlan, choice: Choice, rank: int) -> list[Row]:
     """Forward and backward of one rank."""
     ledger, work = attend(plan, choice, rank)
-    schedule = build_comm_plan(choice.name, work, choice.ring, choice.ulysses, team=choice.team)
+    comm_plan = build_comm_plan(choice.name, work, choice.ring, choice.ulysses, team=choice.team)
 
     def row(phase: str) -> Row:
         counted, closed = (
             Sent(p2p, total - p2p)
             for p2p, total in (
                 (ledger.bytes(kind="p2p", phase=phase), ledger.bytes(phase=phase)),
-                (schedule.bytes(rank, "p2p", phase), schedule.bytes(rank, phase=phase)),
+                (comm_plan.bytes(rank, "p2p", phase), comm_plan.bytes(rank, phase=phase)),
             )
         )
         paper = published(work, choice) if phase == "forward" else None

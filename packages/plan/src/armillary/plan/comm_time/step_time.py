@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 
 from armillary.attention.comm_plan import CommPlan
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.schedule_time import BACKWARD, FORWARD, Span, around, spent
+from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, around, spent
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate.moments import Moments
-from armillary.plan.memory.estimate.step import MASTER, Step
+from armillary.plan.memory.estimate.step import MASTER, StepSizes
 
 ADAM = 7 * MASTER
 """Bytes that AdamW reads and writes for each parameter: itself, its gradient, both moments."""
@@ -61,14 +61,12 @@ class Passes:
     backward: Span
 
     @classmethod
-    def of(cls, schedule: CommPlan, cluster: Cluster, head_dim: int, copies: int) -> Passes:
+    def of(cls, plan: CommPlan, cluster: Cluster, head_dim: int, copies: int) -> Passes:
         """Of `copies` groups of ranks side by side."""
         device = cluster.accelerator
         forward = FORWARD * head_dim / (device.flops * device.attention)
         backward = BACKWARD * head_dim / (device.flops * device.attention_backward)
-        return cls(
-            spent(schedule.forward, cluster, forward, copies), spent(schedule.backward, cluster, backward, copies)
-        )
+        return cls(spent(plan.forward, cluster, forward, copies), spent(plan.backward, cluster, backward, copies))
 
 
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
@@ -80,7 +78,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     Raises:
         ValueError: as `estimate`.
     """
-    step, device = Step.of(job), cluster.accelerator
+    step, device = StepSizes.of(job), cluster.accelerator
     products = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
     dense = 2 * step.model.block * tokens / products
@@ -110,7 +108,7 @@ def exposed(waiting: tuple[float, float], hiding: tuple[float, float]) -> float:
     return sum(max(0.0, wait - free) for wait, free in zip(waiting, hiding, strict=True))
 
 
-def recomputed(step: Step, dense: float, forward: Span) -> tuple[float, Span]:
+def recomputed(step: StepSizes, dense: float, forward: Span) -> tuple[float, Span]:
     """What backward computes again of a block: (matrix products, attention).
 
     UPipe projects again in any case. Keeping x alone, all is computed again; keeping attention's results, all but
@@ -128,7 +126,7 @@ def recomputed(step: Step, dense: float, forward: Span) -> tuple[float, Span]:
             return projecting + (rest * dense if step.checkpointing.tiled else 0.0), Span()
 
 
-def waits(step: Step, cluster: Cluster) -> tuple[float, float]:
+def waits(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
     """What a block's parameters take on their way in forward, and with their gradients in backward."""
     if step.sharing == 1:
         return 0.0, 0.0
@@ -136,7 +134,7 @@ def waits(step: Step, cluster: Cluster) -> tuple[float, float]:
     return gather, gather + reduce
 
 
-def ends(step: Step, cluster: Cluster) -> float:
+def ends(step: StepSizes, cluster: Cluster) -> float:
     """Gathering the embedding and the head, and reducing their gradients: nothing hides that."""
     if step.sharing == 1:
         return 0.0
@@ -144,7 +142,7 @@ def ends(step: Step, cluster: Cluster) -> float:
     return around(cluster, alone * step.e) + around(cluster, alone * MASTER)
 
 
-def copies(step: Step, cluster: Cluster) -> tuple[float, float]:
+def copies(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
     """What copying checkpoints of a block to the host takes in forward, and back in backward."""
     if not step.checkpointing.offload:
         return 0.0, 0.0
@@ -152,7 +150,7 @@ def copies(step: Step, cluster: Cluster) -> tuple[float, float]:
     return there, there
 
 
-def update(step: Step, cluster: Cluster) -> float:
+def update(step: StepSizes, cluster: Cluster) -> float:
     """AdamW on a rank's share of the parameters; on the host, with its gradients going there and the result back."""
     owned = step.model.all / step.sharing
     if not step.on_host:

@@ -51,6 +51,6 @@ def verdict(found: Prediction) -> Iterator[str]:
     if found.time is None:
         yield f"a step: {work}; its time is not predicted with replicas or under tensor parallelism"
         return
-    yield f"a step: {work}, {duration(found.time.seconds)} by its schedule, an MFU of {found.mfu:.1%}"
+    yield f"a step: {work}, {duration(found.time.seconds)} by its communication plan, an MFU of {found.mfu:.1%}"
     if found.time.seconds > found.limit:
         yield f"that is longer than the {duration(found.limit)} of --train.timeout-minutes, after which a run ends"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Block:
+class Allocation:
     """Memory that is held: its bytes, what it is for, and the moment since when it has been held at this size."""
 
     account: Account
@@ -18,10 +18,10 @@ class Block:
 
 @dataclass(eq=False)
 class Account:
-    """The blocks of one memory, the device's or the host's, in bytes by category.
+    """The allocations of one memory, the device's or the host's, in bytes by category.
 
-    A block may be told late what it is for: a gradient is one among many tensors until it turns up in a parameter's
-    `.grad`. While it is held, the breakdown at the peak is corrected too.
+    An allocation may be told late what it is for: a gradient is one among many tensors until it turns up in a
+    parameter's `.grad`. While it is held, the breakdown at the peak is corrected too.
     """
 
     current: Counter[str] = field(default_factory=Counter[str])
@@ -35,38 +35,38 @@ class Account:
     _moment: int = 0
     _peak_moment: int = 0
 
-    def take(self, bytes: int, category: str, label: str | None = None) -> Block:
-        """A new block. `label`: what is being computed."""
-        block = Block(self, 0, category)
-        self.resize(block, bytes, label)
-        return block
+    def take(self, bytes: int, category: str, label: str | None = None) -> Allocation:
+        """A new allocation. `label`: what is being computed."""
+        allocation = Allocation(self, 0, category)
+        self.resize(allocation, bytes, label)
+        return allocation
 
-    def resize(self, block: Block, bytes: int, label: str | None = None) -> None:
-        """Gives a block of this account another size; 0 gives its memory back."""
+    def resize(self, allocation: Allocation, bytes: int, label: str | None = None) -> None:
+        """Gives an allocation of this account another size; 0 gives its memory back."""
         self._moment += 1
-        self.current[block.category] += bytes - block.bytes
-        self.total += bytes - block.bytes
-        block.bytes, block.since = bytes, self._moment
+        self.current[allocation.category] += bytes - allocation.bytes
+        self.total += bytes - allocation.bytes
+        allocation.bytes, allocation.since = bytes, self._moment
         if self.total > self.peak:
             self.peak, self.at_peak, self.label_at_peak = self.total, self.current.copy(), label
             self._peak_moment = self._moment
 
-    def book(self, block: Block, category: str) -> None:
-        """Books a block of this account under another category, at the peak too if it was part of it."""
+    def book(self, allocation: Allocation, category: str) -> None:
+        """Books an allocation of this account under another category, at the peak too if it was part of it."""
         books = [self.current]
-        if block.since <= self._peak_moment:
+        if allocation.since <= self._peak_moment:
             books.append(self.at_peak)
         for book in books:
-            book[block.category] -= block.bytes
-            book[category] += block.bytes
-        block.category = category
+            book[allocation.category] -= allocation.bytes
+            book[category] += allocation.bytes
+        allocation.category = category
 
-    def hand_over(self, block: Block, other: Account) -> None:
-        """Moves a block of this account to another one."""
-        size = block.bytes
-        self.resize(block, 0)
-        block.account = other
-        other.resize(block, size)
+    def hand_over(self, allocation: Allocation, other: Account) -> None:
+        """Moves an allocation of this account to another one."""
+        size = allocation.bytes
+        self.resize(allocation, 0)
+        allocation.account = other
+        other.resize(allocation, size)
 
     def breakdown(self) -> dict[str, int]:
         """Bytes at the peak by category, largest first."""

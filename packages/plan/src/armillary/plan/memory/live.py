@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.observe.label import Label, current_label
-from armillary.plan.memory.accounts import Account, Block
+from armillary.plan.memory.accounts import Account, Allocation
 from armillary.plan.memory.internals import key_of, local, name_of, resizes_reported, shapes_unseen
 from armillary.plan.memory.undisturbed import Undisturbed
 
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
         self.ops = 0
         """Ops counted so far."""
         self._block = block
-        self._held: dict[int, tuple[Block, ref[UntypedStorage]]] = {}
+        self._held: dict[int, tuple[Allocation, ref[UntypedStorage]]] = {}
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
@@ -78,13 +78,13 @@ class LiveBytes(TorchDispatchMode):
         account = self.host if host else self.device
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
-            block, _ = self._held.get(key_of(storage), (None, None))
-            if block is None:
+            allocation, _ = self._held.get(key_of(storage), (None, None))
+            if allocation is None:
                 self._take(storage, account, category)
                 continue
-            block.account.book(block, category)
-            if block.account is not account:
-                block.account.hand_over(block, account)
+            allocation.account.book(allocation, category)
+            if allocation.account is not account:
+                allocation.account.hand_over(allocation, account)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -109,28 +109,28 @@ class LiveBytes(TorchDispatchMode):
             self._take(storage, self.host if host else self.device, name)
 
     def _take(self, storage: UntypedStorage, account: Account, category: str) -> None:
-        block = account.take(self._rounded(storage.nbytes()), category, said(current_label()))
-        self._held[key_of(storage)] = block, ref(storage, partial(self._died, key_of(storage)))
+        allocation = account.take(self._rounded(storage.nbytes()), category, said(current_label()))
+        self._held[key_of(storage)] = allocation, ref(storage, partial(self._died, key_of(storage)))
 
     def _died(self, key: int, _: ref[UntypedStorage]) -> None:
-        block, _ = self._held.pop(key)
-        block.account.resize(block, 0)
+        allocation, _ = self._held.pop(key)
+        allocation.account.resize(allocation, 0)
 
     def _resized(self, storage: UntypedStorage) -> None:
         """FSDP2 frees a gathered parameter so, and fills it again: nobody else leaves a storage without memory."""
-        block, _ = self._held.get(key_of(storage), (None, None))
+        allocation, _ = self._held.get(key_of(storage), (None, None))
         size = self._rounded(storage.nbytes())
-        if block is None or block.bytes == size:
+        if allocation is None or allocation.bytes == size:
             return
-        if block.category == OTHER and 0 in (size, block.bytes):
-            block.account.book(block, "parameters")
-        block.account.resize(block, size, said(current_label()))
+        if allocation.category == OTHER and 0 in (size, allocation.bytes):
+            allocation.account.book(allocation, "parameters")
+        allocation.account.resize(allocation, size, said(current_label()))
 
     def _recognise(self, category: str, arguments: Iterable[Any]) -> None:
         for tensor in tensors_in(arguments):
-            block, _ = self._held.get(key_of(tensor.untyped_storage()), (None, None))
-            if block is not None and block.category == OTHER:
-                block.account.book(block, category)
+            allocation, _ = self._held.get(key_of(tensor.untyped_storage()), (None, None))
+            if allocation is not None and allocation.category == OTHER:
+                allocation.account.book(allocation, category)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block) * self._block

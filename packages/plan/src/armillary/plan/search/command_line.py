@@ -10,7 +10,7 @@ from typing import Any
 from armillary.models import GPTConfig
 from armillary.plan.choice import flags, recipe_of, write
 from armillary.plan.presets import Model
-from armillary.plan.search.search import Choice, Found
+from armillary.plan.search.search import Choice, SearchResult
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.model import OF_GPT, SIZES
 
@@ -26,7 +26,7 @@ RECIPES = {
 """How a model of each preset is trained."""
 
 
-def config_of(found: Found, choice: Choice) -> Config:
+def config_of(found: SearchResult, choice: Choice) -> Config:
     """The trainer's configuration for a choice.
 
     Learning rate, steps and when to save are those of the recipe for such a model, which trains on from published
@@ -55,7 +55,7 @@ def sizes_of(model: Model) -> ModelConfig:
     return ModelConfig(**sizes)
 
 
-def write_choice(found: Found, path: Path) -> None:
+def write_choice(found: SearchResult, path: Path) -> None:
     """Writes the first choice to a file for `armillary-train --config`.
 
     Raises:
@@ -68,7 +68,7 @@ def write_choice(found: Found, path: Path) -> None:
     write(path, RECIPES[found.plan.model], config_of(found, best), about)
 
 
-def command_line(found: Found, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
+def command_line(found: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
     """For every node: torchrun, which starts a process for each accelerator and finds the others at HEAD_NODE.
 
     Args:

@@ -7,13 +7,13 @@ from typing import Any
 
 from armillary.data.optional import optional
 from armillary.plan.search.report import heading, keeps
-from armillary.plan.search.search import Found
+from armillary.plan.search.search import SearchResult
 
 SMALL = 0.002
 """Share of the slowest step below which a part is not drawn."""
 
 
-def draw(found: Found, path: Path) -> Path:
+def draw(found: SearchResult, path: Path) -> Path:
     """Draws the best choices as bars of what their time goes to, as a PNG at `path`, which is returned.
 
     Raises:
@@ -38,7 +38,7 @@ def draw(found: Found, path: Path) -> Path:
     return path
 
 
-def bars(axes: Any, found: Found) -> None:
+def bars(axes: Any, found: SearchResult) -> None:
     """A bar for each choice, in parts; its MFU at the end."""
     best = found.fitting[: found.plan.best]
     ends = [0.0] * len(best)

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from armillary.core.quantity import gib
 from armillary.plan.search.command_line import command_line
-from armillary.plan.search.search import Choice, Found, duration
+from armillary.plan.search.search import Choice, SearchResult, duration
 
 
-def as_json(found: Found) -> str:
+def as_json(found: SearchResult) -> str:
     """All choices, with every part of their times."""
     return json.dumps(
         {
@@ -31,7 +31,7 @@ def as_json(found: Found) -> str:
     )
 
 
-def as_fields(found: Found, choice: Choice) -> dict[str, Any]:
+def as_fields(found: SearchResult, choice: Choice) -> dict[str, Any]:
     """A choice, and what the trainer is to be told."""
     attention = choice.candidate.attention
     return {
@@ -50,7 +50,7 @@ def as_fields(found: Found, choice: Choice) -> dict[str, Any]:
     }
 
 
-def show(found: Found, console: Console) -> None:
+def show(found: SearchResult, console: Console) -> None:
     """The best, why each but the first lost, what became of the rest, and the command that trains the first."""
     for line in heading(found):
         console.print(line, highlight=False, soft_wrap=True)
@@ -66,7 +66,7 @@ def show(found: Found, console: Console) -> None:
     console.print(f"\n{command_line(found, best[0], found.plan.out)}", highlight=False, soft_wrap=True)
 
 
-def heading(found: Found) -> list[str]:
+def heading(found: SearchResult) -> list[str]:
     """What was asked."""
     plan, sizes = found.plan, f"{found.model.parameters() / 1e9:.2f}B parameters"
     rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {found.length:,} tokens"
@@ -76,7 +76,7 @@ def heading(found: Found) -> list[str]:
     ]
 
 
-def table(found: Found, best: list[Choice]) -> Table:
+def table(found: SearchResult, best: list[Choice]) -> Table:
     """A line for each choice."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("attention", "mesh", "keeps"):
@@ -110,7 +110,7 @@ def parts(choice: Choice) -> list[str]:
     return ["", "where the time of the first goes:", *lines, ""]
 
 
-def rest(found: Found) -> str:
+def rest(found: SearchResult) -> str:
     """What became of those that are not shown."""
     slower = len(found.fitting) - min(len(found.fitting), found.plan.best)
     limits = Counter(found.room.limit(choice.memory) for choice in found.choices if not choice.fits)

@@ -63,7 +63,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What was asked, in full, and all choices: those that fit, fastest first, and then those that don't."""
 
     plan: SearchPlan
@@ -92,7 +92,7 @@ class Found:
         return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(named)}"
 
 
-def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _of: None) -> Found:
+def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _of: None) -> SearchResult:
     """Looks at all candidates.
 
     Args:
@@ -117,7 +117,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
         passes = passes_of(candidate, model, cluster, length, plan.rows)
         choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes))
     choices.sort(key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
-    return Found(plan, model, cluster, room, length, choices)
+    return SearchResult(plan, model, cluster, room, length, choices)
 
 
 def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int) -> Passes:
@@ -132,7 +132,7 @@ def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int,
         dtype=torch.bfloat16,
         batch=rows // mesh.shard,
     )
-    return Passes.of(attention.schedule(work, mesh.ring, mesh.ulysses), cluster, model.head_dim, copies=mesh.shard)
+    return Passes.of(attention.comm_plan(work, mesh.ring, mesh.ulysses), cluster, model.head_dim, copies=mesh.shard)
 
 
 def choose(

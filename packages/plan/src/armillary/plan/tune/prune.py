@@ -23,7 +23,7 @@ from armillary.train.model import model_config
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CandidatePrediction:
     """What the planner says of a candidate: seconds of a step, and what is missing where it does not fit."""
 
     candidate: Candidate
@@ -67,7 +67,7 @@ def pruned(
     return parted([predict(candidate) for candidate in every], order.slower)
 
 
-def parted(predictions: Sequence[Prediction], slower: float) -> tuple[list[Candidate], list[Measured]]:
+def parted(predictions: Sequence[CandidatePrediction], slower: float) -> tuple[list[Candidate], list[Measured]]:
     """What to measure, and what not because it does not fit or takes more than `slower` times as long as the fastest.
 
     Where nothing fits by prediction, all are to be measured: the formulas may be wrong, and the device will tell.
@@ -85,7 +85,7 @@ def parted(predictions: Sequence[Prediction], slower: float) -> tuple[list[Candi
     return [each.candidate for each in kept], [Measured(each, reason=reason) for each, reason in reasons.items()]
 
 
-def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Candidate], Prediction]:
+def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
     """The planner, asked about the order's model on its cluster."""
     config, cluster = order.measured_run, cluster_of(order.cluster or "")
     if cluster.ranks != ranks:
@@ -93,12 +93,12 @@ def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Can
     room = Room.of(cluster, quantity(RESERVE), quantity(HOST_RESERVE))
     job = job_of(config, precision)
 
-    def predict(candidate: Candidate) -> Prediction:
+    def predict(candidate: Candidate) -> CandidatePrediction:
         mesh, attention = candidate.mesh, candidate.attention
         mine = replace(job, axes=mesh.axes, attention=attention, rows=job.rows // mesh.shard)
         passes = passes_of(candidate, job.model, cluster, job.length, job.rows)
         memory, taken = estimate(mine), step_time(mine, passes, cluster)
-        return Prediction(candidate, taken.seconds, missing(memory, room) if room.share(memory) > 1 else None)
+        return CandidatePrediction(candidate, taken.seconds, missing(memory, room) if room.share(memory) > 1 else None)
 
     return predict
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from armillary.plan.tune.file import Measured, Tuned
 
 
-class Screen:
+class TunerScreen:
     """Shows progress on rank 0, and nothing elsewhere."""
 
     def __init__(self, rank: int) -> None:

@@ -21,7 +21,7 @@ from armillary.plan.tune.file import Measured, Tuned, read, write
 from armillary.plan.tune.groups import Groups
 from armillary.plan.tune.prune import looked_at, pruned
 from armillary.plan.tune.question import Question, difference, dtype_name, question_of
-from armillary.plan.tune.screen import Screen
+from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
 from armillary.train.config import Config
 from armillary.train.consistency import check_consistent, settings
@@ -67,7 +67,7 @@ class Tuner:
     order: Order
     groups: Groups
     candidates: Sequence[Candidate]
-    screen: Screen
+    screen: TunerScreen
     measure: Measure
     compare: Compare
 
@@ -79,7 +79,7 @@ class Tuner:
             check_consistent("the configuration", settings(config) | options(order))
             dtype = precision(config, device)
             candidates, tuned = ranks.on_first(lambda: opened(order, dtype))
-        return cls(order, groups, candidates, Screen(ranks.rank), measure, compare), tuned
+        return cls(order, groups, candidates, TunerScreen(ranks.rank), measure, compare), tuned
 
     def run(self, tuned: Tuned) -> Tuned:
         """Measures what is left, and chooses."""

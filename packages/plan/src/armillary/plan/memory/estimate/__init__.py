@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.held import Held
 from armillary.plan.memory.estimate.moments import Moments
-from armillary.plan.memory.estimate.step import MASTER, Step
+from armillary.plan.memory.estimate.step import MASTER, StepSizes
 from armillary.plan.memory.simulate import Job
 
 __all__ = ["AttentionChoice", "Estimate", "estimate"]
@@ -38,7 +38,7 @@ def estimate(job: Job) -> Estimate:
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
     """
-    step = Step.of(job)
+    step = StepSizes.of(job)
     moments = {name: held.whole() for name, held in Moments(step).all()}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     host = max((held.whole() for held in host_moments(step)), key=lambda held: sum(held.values()))
@@ -52,7 +52,7 @@ def estimate(job: Job) -> Estimate:
     )
 
 
-def host_moments(step: Step) -> list[Held]:
+def host_moments(step: StepSizes) -> list[Held]:
     """What the host holds when the last block is about to be differentiated, and when the optimizer steps."""
     model = step.model
     shard = MASTER / step.sharing if step.on_host else 0

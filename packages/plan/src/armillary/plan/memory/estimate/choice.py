@@ -47,7 +47,7 @@ class AttentionChoice:
         team = self.team_of(ranks)
         return Teams(ranks, team, self.placement).seated(SequenceLayout.zigzag(length, ranks // team).refine(team))
 
-    def schedule(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
+    def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """What it sends and computes on a mesh of ring x ulysses ranks."""
         return build_comm_plan(
             self.name, work, ring, ulysses, self.heads_per_stage, team=self.team, placement=self.placement

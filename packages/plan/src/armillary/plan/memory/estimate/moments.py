@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from armillary.models.loss.linear_loss import chunk_rows
 from armillary.plan.memory.estimate.held import Held
-from armillary.plan.memory.estimate.step import MASTER, Step
+from armillary.plan.memory.estimate.step import MASTER, StepSizes
 
 
 @dataclass(frozen=True)
 class Moments:
     """The moments of a step."""
 
-    step: Step
+    step: StepSizes
 
     def all(self) -> Iterator[tuple[str, Held]]:
         """(what is being computed, what is held) of each."""

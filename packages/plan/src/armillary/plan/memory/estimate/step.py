@@ -21,7 +21,7 @@ MASTER = float32.itemsize
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSizes:
     """What a job comes to on a rank. Sizes of tensors are in bytes.
 
     Args:
@@ -42,7 +42,7 @@ class Step:
     sharing: int
 
     @classmethod
-    def of(cls, job: Job) -> Step:
+    def of(cls, job: Job) -> StepSizes:
         if not isinstance(job.attention, AttentionChoice):
             raise ValueError(
                 f"attention {job.attention!r} can be anything; to be estimated it must be an AttentionChoice"

@@ -1,4 +1,4 @@
-"""How long a schedule takes on a cluster: each rank waits for what it computes, sends and receives, step by step."""
+"""How long a `CommPlan` takes on a cluster: each rank waits for what it computes, sends and receives, step by step."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copi
     (see `Link.buffer`); what is leaving has until the next step is computed. Sends begin when both ends are there.
 
     Args:
-        steps: of the forward or of the backward of a schedule over P ranks.
+        steps: of the forward or of the backward of a plan over P ranks.
         seconds_per_pair: that a rank takes for each visible (query, key) pair of a head.
-        copies: of the schedule that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
+        copies: of the plan that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
     clocks, computing, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
@@ -128,7 +128,7 @@ def _slowest(every: Sequence[Delivery], copies: Iterable[int], ranks: int) -> De
 
 
 def in_rounds(move: Move) -> Iterator[Send]:
-    """A move's sends; of an all-gather, which its schedule gives as the sum of them, each round's."""
+    """A move's sends; of an all-gather, which its plan gives as the sum of them, each round's."""
     for send in move.sends:
         rounds = others(move, send.source) if move.kind == "all_gather" else 1
         yield from [send._replace(bytes=send.bytes // rounds)] * rounds
