@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from armillary.attention.calls import Attends, AttendsInStages, AttentionCall, ProjectedCall, results_like
 from armillary.attention.kernels import KERNELS
@@ -251,5 +250,5 @@ def local(share: Tensor | None, parameter: Tensor) -> Tensor:
     """The gradient of what this rank has of a parameter, in memory of its own."""
     if share is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    mine = share.to_local() if isinstance(share, DTensor) else share
+    mine = share.to_local() if compat.is_dtensor(share) else share
     return mine.to(parameter.dtype).clone(memory_format=torch.contiguous_format)

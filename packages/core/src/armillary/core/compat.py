@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
@@ -175,6 +177,12 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
+
+
+def constant_when_traced(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which imports the compiler, and that takes seconds."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
 
 
 def shard(placement: Placement) -> tuple[int | None, int]:

@@ -19,6 +19,7 @@ from armillary.attention.kernels.packing import Lengths, lengths, packed, packs,
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
 from armillary.attention.tiling.tiles import Tile
+from armillary.core import compat
 
 ALIGNED = 8
 """Elements of 16 bits: the kernels read 16 bytes at once, from where a row begins."""
@@ -89,7 +90,7 @@ class Flash(Kernel):
         return zip(unpacked(dq, queries), unpacked(dk, keys), unpacked(dv, values), strict=True)
 
 
-@torch.compiler.assume_constant_result
+@compat.constant_when_traced
 def installed(module: str) -> bool:
     """Whether a module, of a package or by itself, can be imported; imports neither."""
     return found(module)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from armillary.attention.mask import Window
 from armillary.attention.tiling.tiles import Tile
+from armillary.core import compat
 from armillary.core.checked import number
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -158,7 +159,7 @@ def refuses_dtype(dtype: torch.dtype, accepted: tuple[torch.dtype, ...]) -> str 
     return f"takes {', '.join(names)} and {last}, not {dtype}"
 
 
-@torch.compiler.assume_constant_result
+@compat.constant_when_traced
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return _asked(device)
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from armillary.attention import compiled
 from armillary.attention.autograd import (
@@ -27,10 +26,9 @@ from armillary.attention.checks import check_are_tensors, check_hidden, check_te
 from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.mask import AttentionMask
-from armillary.attention.parallel import attend_dtensors
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.spec import AttentionOptions, AttentionSpec, Saved, key_heads_of
-from armillary.core import Axis, SequenceLayout
+from armillary.core import Axis, SequenceLayout, compat
 
 SPECS = 8
 """Calls of a method that are kept: those of a few steps, whose masks may be new at every step."""
@@ -209,7 +207,9 @@ class Method(ABC):
         """
         check_are_tensors(q, k, v, sinks)
         options = AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse).checked()
-        if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
+        if compat.is_dtensor(q) or compat.is_dtensor(k) or compat.is_dtensor(v):
+            from armillary.attention.parallel import attend_dtensors
+
             return attend_dtensors(self, q, k, v, sinks, options)
         q, k, v = in_one_dtype(q, k, v)
         if torch.compiler.is_compiling():
@@ -258,14 +258,9 @@ class Method(ABC):
         if parts is not None:
             heads = projections.heads, projections.key_heads
             return attend_projected_compiled(self, x, heads, parts, sinks, options)
-        untraced: Any = self._projected
-        return untraced(x, projections, sinks, options)
+        from armillary.attention.untraced import project_untraced
 
-    @torch.compiler.disable  # Stages of heads are projected again in backward, by autograd itself.
-    def _projected(
-        self, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
-    ) -> Tensor:
-        return self.project(x, projections, self.check_projected(x, projections, sinks, options), sinks)
+        return project_untraced(self, x, projections, sinks, options)
 
     def project(self, x: Tensor, projections: Projections, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """`projected`, of a call that is checked already."""
