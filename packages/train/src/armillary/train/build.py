@@ -72,8 +72,8 @@ def prepare(config: Config, device: torch.device) -> Run:
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """How long a collective may wait: longer than a step may take, so that the watchdog speaks first."""
-    return timedelta(minutes=1.5 * config.train.timeout_minutes)
+    """How long a collective may wait: longer than a step, and than the watchdog then takes to tell who is missing."""
+    return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 
 def build_model(
