@@ -2,6 +2,7 @@
 
     uv run python benchmarks/host.py                                  # every method, and torch's own ring beside them
     uv run python benchmarks/host.py --against ../before --pairs 5    # this checkout against another, in turns
+    uv run python benchmarks/host.py --train-step --against ../before # functions of a trainer's step, here and there
 
 One process is rank 0 of 8 in a fake process group, whose exchanges end at once and send nothing; a shard has 64 tokens
 (T). What is left is what Python and the dispatcher do: microseconds of processor time per call, forward and backward,
@@ -16,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +165,22 @@ def of_torch(calls: int) -> dict[str, Any]:
     return {"method": "torch ring", "forward us": forward_time, "backward us": backward_time}
 
 
+def of_train_step() -> dict[str, Any]:
+    """What the third step of the debug recipe runs through on one process, in its main thread; batches are there."""
+    from armillary.train import Config, TrainConfig, prepare, process_group
+    from armillary.train.step import train_step
+
+    with tempfile.TemporaryDirectory() as output:
+        config = Config(train=TrainConfig(device="cpu", output=Path(output)))
+        with process_group(config) as device:
+            run = prepare(config, device)
+            batches = [next(run.training) for _ in range(3)]
+            for step, batch in enumerate(batches[:2], start=1):
+                train_step(run, step, [batch])
+            functions, files = walked(lambda: train_step(run, 3, batches[2:]))
+    return {"method": "train_step", "functions": functions, "files": files}
+
+
 def measure(calls: int) -> list[dict[str, Any]]:
     """All methods, each on its mesh of a fake world of 8."""
     torch.set_num_threads(1)
@@ -187,17 +205,18 @@ def in_world(ranks: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def elsewhere(checkout: Path, calls: int) -> list[dict[str, Any]]:
-    """`measure` in a process of its own, with the packages of a checkout."""
+def elsewhere(checkout: Path, *flags: str) -> list[dict[str, Any]]:
+    """What this script finds with these flags in a process of its own, with the packages of a checkout."""
     path = os.pathsep.join(str(src) for src in sorted(checkout.resolve().glob("packages/*/src")))
-    command = [sys.executable, __file__, "--calls", str(calls), "--json"]
+    command = [sys.executable, __file__, *flags, "--json"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def paired(other: Path, calls: int, pairs: int) -> list[dict[str, Any]]:
     """Medians of ratios, this checkout over the other, of processes that take turns."""
-    runs = [(elsewhere(Path(HERE).parent, calls), elsewhere(other, calls)) for _ in range(pairs)]
+    flags = ("--calls", str(calls))
+    runs = [(elsewhere(Path(HERE).parent, *flags), elsewhere(other, *flags)) for _ in range(pairs)]
     rows = list[dict[str, Any]]()
     for i, first in enumerate(runs[-1][0]):
         row: dict[str, Any] = {"method": first["method"]}
@@ -219,10 +238,16 @@ def main() -> None:
         "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in turns with this"
     )
     parser.add_argument("--pairs", type=int, default=5, help="turns of each checkout (default 5)")
+    parser.add_argument(
+        "--train-step", action="store_true", help="count what a step of the trainer runs through, alone"
+    )
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
     asked = parser.parse_args()
-    rows = paired(asked.against, asked.calls, asked.pairs) if asked.against else measure(asked.calls)
-    if asked.json:
+    if asked.train_step:
+        rows = [of_train_step(), *(elsewhere(asked.against, "--train-step") if asked.against else [])]
+    else:
+        rows = paired(asked.against, asked.calls, asked.pairs) if asked.against else measure(asked.calls)
+    if asked.json or asked.train_step:
         print(json.dumps(rows))
         return
     columns = list(rows[0])
