@@ -1,11 +1,14 @@
-"""Models and clusters by the names that people type: the planner's only table."""
+"""Models, clusters and quantities as people type them: the planner's only table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from armillary.core.quantity import quantity
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
+from armillary.train.config.overlay import flag
 from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
@@ -47,3 +50,15 @@ def cluster_of(name: str) -> Cluster:
     if found.ranks > MOST_RANKS:
         raise ValueError(f"--cluster {name}: {found.ranks:,} ranks; at most {MOST_RANKS:,} can be looked at")
     return found
+
+
+def amount(plan: Any, name: str) -> int:
+    """The quantity that a field has as text, such as "128Ki".
+
+    Raises:
+        ValueError: it is none; names the flag.
+    """
+    try:
+        return quantity(getattr(plan, name))
+    except ValueError as error:
+        raise ValueError(f"--{flag(name)}: {error}") from error

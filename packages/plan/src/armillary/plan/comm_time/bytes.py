@@ -21,7 +21,8 @@ from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.plan.memory import SimulatedFlash, fake_world
-from armillary.train.config.limits import Count, CountOrNone, amount, check_limits
+from armillary.plan.presets import amount
+from armillary.train.config.limits import Count, CountOrNone, check_limits
 from armillary.train.dry_run import MOST_RANKS
 
 PHASES = ("forward", "backward")

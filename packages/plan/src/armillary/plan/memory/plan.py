@@ -11,8 +11,8 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
-from armillary.plan.presets import Model, cluster_of, model_of
-from armillary.train.config.limits import Count, CountOrNone, amount, check_limits
+from armillary.plan.presets import Model, amount, cluster_of, model_of
+from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 BEYOND = 4
 """A simulation runs through a step piece by piece, which takes as long as the step is long: of what is far from fitting

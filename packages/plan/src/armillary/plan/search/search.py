@@ -16,9 +16,9 @@ from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
-from armillary.plan.presets import Model, cluster_of, model_of
+from armillary.plan.presets import Model, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
-from armillary.train.config.limits import Count, amount, check_limits
+from armillary.train.config.limits import Count, check_limits
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from armillary.core.quantity import LARGEST, quantity
+from armillary.core.quantity import LARGEST
 from armillary.train.config.overlay import flag, shown
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -57,15 +57,3 @@ def wanted(hint: Any, error: ValidationError) -> str:
     if detail["type"] == "less_than_equal" and kept["at most"] == LARGEST:
         return "must be at most 2^63 - 1"
     return f"must be {' and '.join(f'{word} {limit:,}' for word, limit in kept.items() if limit != LARGEST)}"
-
-
-def amount(plan: Any, name: str) -> int:
-    """The quantity that a field has as text, such as "128Ki".
-
-    Raises:
-        ValueError: it is none; names the flag.
-    """
-    try:
-        return quantity(getattr(plan, name))
-    except ValueError as error:
-        raise ValueError(f"--{flag(name)}: {error}") from error

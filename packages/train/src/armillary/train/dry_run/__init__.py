@@ -2,7 +2,6 @@
 
 predict.py   the model on its mesh, and a step in numbers
 shapes.py    shapes on a rank
-stages.py    heads of UPipe's stages
 report.py    all of it as a table or JSON
 """
 

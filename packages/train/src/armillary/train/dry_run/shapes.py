@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
+from armillary.attention.methods.head_axis import split_heads
+from armillary.attention.methods.stages import stages
+from armillary.attention.spec import key_heads_of
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
-from armillary.train.dry_run.stages import HeadStages
 
 LARGEST = 6
 """Parameters that are shown."""
@@ -43,18 +45,18 @@ def shapes_of(
         "keys, values": (rows, tokens, model.kv_heads // tp, model.head_dim),
     }
     if tp == 1 and ranks > 1:
-        stage = stages_of(config, model, ranks)
-        shapes["queries in attention"] = (rows, tokens * ranks, stage.queries, model.head_dim)
-        shapes["keys in attention"] = (rows, tokens * ranks, stage.keys, model.head_dim)
+        queries, keys = heads_at_a_time(attention, model, ranks)
+        shapes["queries in attention"] = (rows, tokens * ranks, queries, model.head_dim)
+        shapes["keys in attention"] = (rows, tokens * ranks, keys, model.head_dim)
     return shapes
 
 
-def stages_of(config: Config, model: LlamaConfig | GPTConfig, ranks: int) -> HeadStages:
-    """All heads at once, but for UPipe."""
-    every = -(-model.heads // ranks) * ranks
-    upipe = config.parallel.attention.partition("+")[0] == "upipe"
-    wanted = config.parallel.heads_per_stage or ranks if upipe else every
-    return HeadStages.of(model.heads, model.kv_heads, ranks, min(wanted, every))
+def heads_at_a_time(attention: Method, model: LlamaConfig | GPTConfig, ranks: int) -> tuple[int, int]:
+    """Query heads and key heads of the first rank of the head axis: all of its own, or of a method's first stage."""
+    key_heads, every = key_heads_of(model.heads, model.kv_heads), -(-model.heads // ranks) * ranks
+    per_stage = getattr(attention, "heads_per_stage", None) or every
+    first = stages(key_heads, split_heads(key_heads, ranks).queries, min(per_stage, every))[0].shares[0]
+    return len(first.queries), len(first.keys)
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from armillary.attention.methods import all_gather, local, ring, token_ring, upi
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
 from armillary.plan.memory.estimate.choice import AttentionChoice
+from armillary.plan.memory.estimate.stages import HeadStages
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulate import Job
-from armillary.train.dry_run.stages import HeadStages
 
 MASTER = float32.itemsize
 """Bytes of a number in master weights, in gradients, and in each of the two moments that AdamW keeps."""
