@@ -13,12 +13,12 @@ from itertools import count
 
 import pytest
 
+from armillary.core.checkpoint.writer import CheckedFile, read_back
 from armillary.core.testing.refusals import refusal
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder, superseded
-from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, checksum, read_back
+from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, checksum
 from armillary.train.checkpoint.state import differences
-from armillary.train.checkpoint.writer import CheckedFile
 
 fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})

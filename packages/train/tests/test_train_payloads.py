@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
-from armillary.core.checkpoint_reader import METADATA, read_metadata
+from armillary.core.checkpoint.metadata import METADATA, read_metadata
+from armillary.core.checkpoint.reader import read_tensors
+from armillary.core.checkpoint.writer import read_back
 from armillary.models import Llama
 from armillary.train import (
     Config,
@@ -29,8 +31,7 @@ from armillary.train import (
     train,
 )
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.export import read_weights
-from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_back
+from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest
 from armillary.train.checkpoint.state import training_state
 
 CONFIG = Config(
@@ -251,4 +252,4 @@ def test_a_tensor_of_a_size_that_nobody_has_room_for_is_refused(tmp_path, size):
     saved.state_dict_metadata["model.a"].chunks[:] = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(size))]
     (tmp_path / METADATA).write_bytes(pickle.dumps(saved))
     with pytest.raises(ValueError, match="no memory for its tensors"):
-        read_weights(tmp_path, None)
+        read_tensors(tmp_path, "model")

@@ -2,16 +2,11 @@
 
 output.py       the output folder: its config.json, and that all ranks see the same one
 output_lock.py  one run at a time in it
-lock.py         the files of that lock
-process.py      whether a process still runs
 folder.py       names, keeping, what a kill leaves: files alone, without torch
 manifest.py     what a checkpoint must hold, byte by byte
-writer.py       DCP's files, with checksums of what was written
-reader.py       DCP's files as data: nothing is unpickled
 state.py        what of a run is saved, and back
 settings.py     what has changed since
 random_state.py random number generators
-ranks.py        all ranks together, apart from training's collectives
 saving.py       one save, and when there is one
 restoring.py    the newest checkpoint that is whole
 checkpoints.py  what the training loop sees of all this

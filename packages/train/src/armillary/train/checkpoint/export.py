@@ -10,18 +10,14 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from armillary.core.checkpoint_reader import read_metadata
+from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.commands import ending
-from armillary.core.health.ranks import errors_as_ours
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.configs import parse as parse_config
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.train.checkpoint.manifest import Damaged, Manifest
-from armillary.train.checkpoint.state import load
 
 PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +57,7 @@ def export(asked: Export) -> None:
     if fault := manifest.fault(asked.checkpoint):
         raise ValueError(f"{asked.checkpoint}: {fault}")
     try:
-        weights = read_weights(asked.checkpoint, DTYPES.get(asked.dtype))
+        weights = read_tensors(asked.checkpoint, "model", DTYPES.get(asked.dtype))
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{asked.checkpoint}: {error}") from error
     hub.save(asked.folder, parse_config(manifest.model), weights, asked.pretrained or pretrained_of(asked.checkpoint))
@@ -82,29 +78,6 @@ def pretrained_of(checkpoint: Path) -> Path | None:
         print(f"{PROGRAM}: no tokenizer, and no ids of special tokens: {why}", file=sys.stderr)
         return None
     return Path(named)
-
-
-def read_weights(checkpoint: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The model's tensors by name, whole and on the CPU, in `dtype` or as they were saved.
-
-    Raises:
-        Damaged, ValueError: something else is there than was saved.
-        OSError: it cannot be read.
-    """
-    found = read_metadata(checkpoint).state_dict_metadata
-    saved = {n.removeprefix("model."): data for n, data in found.items() if n.startswith("model.")}
-    tensors = {name: data for name, data in saved.items() if isinstance(data, TensorStorageMetadata)}
-    try:
-        weights = {name: torch.empty(data.size, dtype=dtype or data.properties.dtype) for name, data in tensors.items()}
-    except RuntimeError as error:  # of sizes that nobody has memory for, or that no tensor can have
-        raise ValueError(f"no memory for its tensors ({str(error).splitlines()[0]})") from error
-    if other := [name for name in saved if name not in weights]:
-        raise ValueError(f"{other[0]} is no tensor")
-    if not weights:
-        raise ValueError("it holds no model")
-    with errors_as_ours():
-        load({"model": weights}, checkpoint, no_dist=True)
-    return weights
 
 
 def main(argv: Sequence[str] | None = None) -> None:

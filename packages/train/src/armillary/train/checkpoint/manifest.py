@@ -14,7 +14,8 @@ from zlib import crc32
 
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.checkpoint_reader import Damaged
+from armillary.core.checkpoint.metadata import Damaged
+from armillary.core.checkpoint.writer import Written, read_back
 from armillary.core.files import parse_json
 
 MANIFEST = "manifest.json"
@@ -23,16 +24,6 @@ FORMAT = 2
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Errors of a file that is damaged. Others, such as a lack of permission, say nothing about it."""
-
-CHUNK = 2**24
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file as it was written: bytes, and CRC-32 of them."""
-
-    size: int
-    crc32: int
 
 
 @dataclass(frozen=True)
@@ -151,12 +142,3 @@ def reading(path: Path) -> Generator[None]:
 
 def checksum(fields: dict[str, Any]) -> int:
     return crc32(json.dumps(fields, sort_keys=True).encode())
-
-
-def read_back(path: Path) -> Written:
-    """Size and checksum of what is there."""
-    size, crc = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            size, crc = size + len(chunk), crc32(chunk, crc)
-    return Written(size, crc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from armillary.core.checkpoint_reader import read_metadata
+from armillary.core.checkpoint.metadata import read_metadata
 from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Damaged, Manifest

@@ -11,11 +11,11 @@ from threading import Thread
 import torch.distributed.checkpoint as dcp
 
 from armillary.core.checkpoint import SavePlanner
+from armillary.core.checkpoint.writer import CheckedWriter, Written
 from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest, Written
+from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.state import State
-from armillary.train.checkpoint.writer import CheckedWriter
 
 
 def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Ranks) -> None:

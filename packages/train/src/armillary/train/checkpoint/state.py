@@ -7,18 +7,15 @@ are those of the configuration that goes on.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from armillary.core.checkpoint_reader import TensorPlanner, TensorReader, read_metadata
+from armillary.core.checkpoint.reader import load, saved_shapes
 from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
@@ -72,13 +69,6 @@ def saved_random_state(run: Run, place: Path, rank: int) -> State:
     return {name: x for name, x in here.items() if saved.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
 
 
-def load(state: State, place: Path, **options: Any) -> None:
-    """Fills the tensors of `state` from the checkpoint at `place`, and runs nothing that stands in it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # where one process is to load alone
-        dcp.load(state, storage_reader=TensorReader(place), planner=TensorPlanner(), **options)
-
-
 def model_description(run: Run) -> dict[str, Any]:
     """The fields of a Hugging Face config.json, as they are after a while on disk."""
     return json.loads(json.dumps(describe(run.model.config, torch.float32)))
@@ -105,13 +95,6 @@ def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
     for name, kept in state["optimizer"]["state"].items():
         found |= {f"optimizer.state.{name}.{key}": value for key, value in kept.items()}
     return {name: tuple(tensor.shape) for name, tensor in found.items() if isinstance(tensor, Tensor)}
-
-
-def saved_shapes(place: Path, *parts: str) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a checkpoint whose names begin with one of these."""
-    found = read_metadata(place).state_dict_metadata
-    tensors = {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
-    return {name: shape for name, shape in tensors.items() if name.startswith(parts)}
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], shown: int = 3) -> str:

@@ -1,20 +1,13 @@
-"""DCP's reader without pickle: a checkpoint is data, and reading it runs nothing that stands in it.
-
-torch's own reader unpickles `.metadata` as it is, and its planner whatever is not a tensor. Here metadata is unpickled
-to records that can do nothing, which are checked one by one; and nothing but tensors is loaded.
-"""
+"""DCP's `.metadata` without pickle: unpickled to records that can do nothing, which are checked one by one."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint.planner as planning
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -26,9 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.futures import Future
 
-from armillary.core.checkpoint import LoadPlanner
 from armillary.core.commands import one_line
 
 METADATA = ".metadata"
@@ -36,32 +27,6 @@ METADATA = ".metadata"
 
 class Damaged(Exception):
     """A checkpoint does not hold what was written; says what differs."""
-
-
-class TensorReader(FileSystemReader):
-    """Reads what `CheckedWriter` has written."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.place = path
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(self.place)
-
-    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        try:
-            return super().read_data(plan, planner)
-        except (OSError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # torch's tell how to load it all the same
-            raise ValueError(f"a file of tensors holds something else ({type(error).__name__})") from error
-
-
-class TensorPlanner(LoadPlanner):
-    """Loads tensors, and refuses what is saved as anything else."""
-
-    def load_bytes(self, read_item: planning.ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.storage_index.fqn} is no tensor, and nothing else is read")
 
 
 def read_metadata(place: Path) -> Metadata:

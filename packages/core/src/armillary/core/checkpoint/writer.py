@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -16,7 +17,25 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from armillary.core.health.ranks import Ranks
-from armillary.train.checkpoint.manifest import Written
+
+CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: bytes, and CRC-32 of them."""
+
+    size: int
+    crc32: int
+
+
+def read_back(path: Path) -> Written:
+    """Size and checksum of what is there."""
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            size, crc = size + len(chunk), crc32(chunk, crc)
+    return Written(size, crc)
 
 
 class CheckedFile(io.FileIO):
