@@ -1,9 +1,14 @@
-"""Gradients that are summed over ranks, as losses divided by the count of all ranks' tokens want them."""
+"""Gradients over ranks: summed, as losses divided by the global count of tokens want them, and clipped by one norm."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from armillary.core import compat
 
@@ -41,6 +46,37 @@ def sum_gradients(model: nn.Module) -> None:
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other, and NCCL needs no scaling
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = gradient_norm(gradients).to(gradients[0].dtype)
+    clip_grads_with_norm_(model.parameters(), limit, norm)
+    return norm
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of whole gradients of which each rank has a part: float64, with the same bits on every rank.
+
+    Where bits differed, so would copies of a weight after a few steps. What several ranks have copies of counts once.
+    """
+    parts = defaultdict[int, list[Tensor]](list)
+    for gradient in gradients:
+        parts[copies_of(gradient)].append(gradient.to_local() if compat.is_dtensor(gradient) else gradient)
+    total = torch.stack([get_total_norm(held).double().square() / copies for copies, held in parts.items()]).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def copies_of(x: Tensor) -> int:
+    """How many ranks hold what this rank holds of `x`."""
+    ranks = dist.get_world_size()
+    if not compat.is_dtensor(x):
+        return ranks
+    mesh = x.device_mesh
+    copied = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
+    return prod(copied) * ranks // mesh.size()
 
 
 def _sum_in_ddp(model: DistributedDataParallel) -> None:

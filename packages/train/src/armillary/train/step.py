@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.core.gradients import clip_gradients
 from armillary.data import Batch
 from armillary.models import linear_token_loss
 from armillary.train.lr_schedule import learning_rate
-from armillary.train.optimizer import clip_gradients, set_learning_rate
+from armillary.train.optimizer import set_learning_rate
 from armillary.train.run import Run
 
 

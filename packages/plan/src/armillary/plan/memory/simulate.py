@@ -19,12 +19,13 @@ from armillary.attention.kernels import Kernel
 from armillary.core import SequenceLayout, label
 from armillary.core.chunks import simulating
 from armillary.core.fake_world import fake_world
+from armillary.core.gradients import clip_gradients
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.parallel import parallelize
 from armillary.plan.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulated_flash import SimulatedFlash
 from armillary.train.config import OptimizerConfig
-from armillary.train.optimizer import build_optimizer, clip_gradients
+from armillary.train.optimizer import build_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
