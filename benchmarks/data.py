@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 
 from armillary.attention import AttentionMask
-from armillary.attention.methods.base import layout_of
+from armillary.attention.layouts import layout_of
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus

@@ -53,7 +53,7 @@ def test_no_more_goes_on_than_is_seen_and_no_less(data, mask, ranks, moving):
     assert len({ring.topology for ring in rings}) == 1, "ranks differ in which way they go"
     first, sizes = rings[0], (spec.key_layout if moving == "keys" else spec.layout).sizes
     for origin, steps in enumerate(first.needed):
-        assert len(steps) == ranks + 1 and steps[0] == range(sizes[first.topology.travellers[origin]])
+        assert len(steps) == ranks + 1 and steps[0] == range(sizes[first.topology.rotating[origin]])
         for step in range(1, ranks + 1):
             later = [first.seen((origin + s) % ranks, origin) for s in range(step, ranks)]
             seen = {token for tokens in later for token in tokens}

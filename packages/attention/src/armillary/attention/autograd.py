@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention.calls import AttendsInStages, AttentionCall, ProjectedCall, sinks_gradient
 from armillary.attention.compiled import (
-    Checks,
     Key,
+    NumberedMethod,
     ProjectionParts,
     autocast_dtype,
     backward_call,
@@ -66,7 +66,7 @@ def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
 
 
 def attend_compiled(
-    method: Checks, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+    method: NumberedMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """The same while a graph is traced."""
     out, lse, *_ = _forward([q, k, v], sinks, options.mask.ends, *key_of(method, q.shape[-1], options))
@@ -82,7 +82,7 @@ def attend_projected(
 
 
 def attend_projected_compiled(
-    method: Checks,
+    method: NumberedMethod,
     x: Tensor,
     heads: Sequence[int],
     parts: ProjectionParts,

@@ -49,8 +49,8 @@ def ticket(what: object) -> Tensor:
     return torch.tensor(number(what), device="cpu")
 
 
-class Checks(Attends, Protocol):
-    """A method, as it checks a call."""
+class NumberedMethod(Attends, Protocol):
+    """A method as a graph finds it, and has it check a call."""
 
     number: int
 
@@ -75,7 +75,9 @@ class Key(NamedTuple):
     text: str
 
 
-def key_of(method: Checks, head_dim: int, options: AttentionOptions, *projected: int, autocast: str = "") -> Key:
+def key_of(
+    method: NumberedMethod, head_dim: int, options: AttentionOptions, *projected: int, autocast: str = ""
+) -> Key:
     """The call in what an op may take.
 
     Raises:
@@ -102,12 +104,12 @@ def options_of(key: Key, ends: Tensor | None) -> AttentionOptions:
     left, right = (None if side == -1 else side for side in sides)
     mask = AttentionMask(bool(causal), (left, right), None if ends is None else documents_of(ends))
     layout, key_layout, kernel, _ = key.text.split("|")
-    layouts, with_lse = (layout_of(layout), layout_of(key_layout)), bool(key.numbers[4])
+    layouts, with_lse = (read_layout(layout), read_layout(key_layout)), bool(key.numbers[4])
     return AttentionOptions(mask, *layouts, key.scale, key.softcap or None, kernel or None, with_lse)
 
 
 @lru_cache(maxsize=256)
-def layout_of(text: str) -> SequenceLayout | None:
+def read_layout(text: str) -> SequenceLayout | None:
     return SequenceLayout.read(text) if text else None
 
 
@@ -124,7 +126,7 @@ def call_of(key: Key, tensors: Sequence[Tensor], ends: Tensor | None) -> Attenti
 
 def attention_call(key: Key, tensors: Sequence[Tensor], ends: Tensor | None) -> AttentionCall:
     """What `Method.__call__` makes of the same call, checked as it does."""
-    method: Checks = NUMBERED[int(key.numbers[0])]
+    method: NumberedMethod = NUMBERED[int(key.numbers[0])]
     q, k, v = tensors
     options = options_of(key, ends)
     return AttentionCall(method, method.check_call(q, k, v, None, options), options.return_lse)
@@ -139,7 +141,7 @@ def shapes_of(key: Key, tensors: Sequence[Tensor], sinks: Tensor | None) -> list
     if len(key.numbers) > 5:
         in_stages, spec, q = projected_spec(known, tensors[0], None)
         return results_like(in_stages, spec, tensors[0], q, q, sinks)
-    method: Checks = NUMBERED[int(key.numbers[0])]
+    method: NumberedMethod = NUMBERED[int(key.numbers[0])]
     if method.redistributes_inputs:
         return attention_call(known, tensors, None).forward_like(tensors, sinks)
     q, _, v = tensors
@@ -217,7 +219,7 @@ def projected_call(key: Key, tensors: Sequence[Tensor], ends: Tensor | None) -> 
 
 def projected_spec(key: Key, x: Tensor, ends: Tensor | None) -> tuple[AttendsInStages, AttentionSpec, Tensor]:
     """(method, the call checked, a tensor shaped as q) of hidden states x."""
-    method: Checks = NUMBERED[int(key.numbers[0])]
+    method: NumberedMethod = NUMBERED[int(key.numbers[0])]
     heads, key_heads, dim = key.numbers[5:8]
     one = x.new_empty(1, dtype=projected_dtype(key) or x.dtype)
     q, k = (one.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))

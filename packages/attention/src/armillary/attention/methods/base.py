@@ -25,6 +25,7 @@ from armillary.attention.calls import AttendsInStages, AttentionCall
 from armillary.attention.checks import check_are_tensors, check_hidden, check_tensors, in_one_dtype
 from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
+from armillary.attention.layouts import layout_of, sequence_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.projections import Projections, one_token
 from armillary.attention.spec import AttentionOptions, AttentionSpec, Saved, key_heads_of
@@ -309,8 +310,9 @@ class Method(ABC):
         """`check_call`, where `inputs` may say what q, k and v stand for."""
         check_tensors(q, k, v, sinks)
         self.check(q, k, v)
-        layout = self._sequence_layout(options.layout, q.shape[1])
-        key_layout = self._sequence_layout(layout if options.key_layout is None else options.key_layout, k.shape[1])
+        own = (self.shard, self.shards, self.sequence_shards)
+        layout = sequence_layout(options.layout, q.shape[1], *own)
+        key_layout = sequence_layout(options.key_layout or layout, k.shape[1], *own)
         for length in (layout.length, key_layout.length):
             options.mask.check(length, q.shape[0])
         scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
@@ -351,43 +353,3 @@ class Method(ABC):
         )
         kernel = self.kernel if options.kernel is None else options.kernel
         return self._checked(q, k, v, sinks, options._replace(kernel=kernel), inputs)
-
-    def _sequence_layout(self, layout: SequenceLayout | None, tokens: int) -> SequenceLayout:
-        """The layout over the sequence axis, checked against what this rank holds."""
-        if layout is None:
-            if self.shards > 1:
-                raise ValueError(f"{self.shards} ranks hold the sequence; pass layout=, such as attend.layout(length)")
-            layout = SequenceLayout.contiguous(tokens, 1)
-        if layout.shards not in (self.shards, self.sequence_shards):
-            wanted = " or ".join(str(n) for n in sorted({self.shards, self.sequence_shards}))
-            raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {wanted}")
-        within = self.shards // self.sequence_shards
-        coarse = layout.coarsen(within) if layout.shards == self.shards else layout
-        fine = coarse.refine(within)
-        if layout.shards == self.shards and fine.sizes != layout.sizes:
-            raise ValueError(f"{layout} is not what attend.layout gives: refine a layout over {self.sequence_shards}")
-        expected = fine.sizes[self.shard]
-        if tokens != expected:
-            raise ValueError(
-                f"shard {self.shard} of {coarse} has {expected} tokens; this rank passed {tokens}. Tensors are [batch, "
-                f"tokens, heads, head dim]: transpose(1, 2) makes them of [batch, heads, tokens, head dim]"
-            )
-        return coarse
-
-
-def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = None) -> SequenceLayout:
-    """The layout of a name that people type; `mask` as in `Method.layout`."""
-    if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed, or None for a causal one")
-    match kind:
-        case "zigzag":
-            return SequenceLayout.zigzag(length, shards)
-        case "contiguous":
-            return SequenceLayout.contiguous(length, shards)
-        case "striped":
-            return SequenceLayout.striped(length, shards)
-        case "balanced":
-            mask = mask or AttentionMask()
-            return SequenceLayout.balanced(length, shards, mask.causal, mask.window, mask.documents)
-        case _:
-            raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

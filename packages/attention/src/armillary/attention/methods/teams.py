@@ -83,8 +83,8 @@ class Teams:
         """A ring: one member of each team of a group. Shards are teams."""
         teams = tuple(group * self.ring + j for j in range(self.ring))
         keys = tuple(j * self.team + member for j in range(self.ring))
-        residents, travellers = (teams, keys) if moving == "keys" else (keys, teams)
-        return RingTopology(tuple(self.rank(team, member) for team in teams), residents, travellers, moving)
+        stationary, rotating = (teams, keys) if moving == "keys" else (keys, teams)
+        return RingTopology(tuple(self.rank(team, member) for team in teams), stationary, rotating, moving)
 
     def rings(self, moving: Moving) -> list[RingTopology]:
         """All rings."""

@@ -31,6 +31,7 @@ from armillary.attention.comm_plan import (
     reduce_scatter,
     steps,
 )
+from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.memory import (
     Sizes,
@@ -39,7 +40,7 @@ from armillary.attention.memory import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.methods.base import Method, layout_of
+from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import Backward, MethodOptions, OnSequence
 from armillary.attention.methods.ring import Ring, backward_steps, check_backward, forward_steps
 from armillary.attention.methods.teams import Placement, Teams

@@ -124,7 +124,8 @@ class Rotation:
     def _step(self, step: int) -> RingStep:
         origin, following, needed = self.origin(step), self.origin(step + 1), self.needed
         held, leaving = needed[origin][step : step + 2]
-        return RingStep(step, *self.topology.cell(self.place, origin), held, leaving, needed[following][step + 1])
+        shards = self.topology.query_key_shards(self.place, origin)
+        return RingStep(step, *shards, held, leaving, needed[following][step + 1])
 
     def origin(self, step: int) -> int:
         """The place from which the shard set out that is in hand at `step`."""

@@ -47,5 +47,5 @@ def _pairs(work: AttentionShape, rings: Sequence[RingTopology], step: int) -> tu
     pairs = [0] * sum(len(ring.ranks) for ring in rings)
     for ring in rings:
         for place, rank in enumerate(ring.ranks):
-            pairs[rank] = grid.pairs(*ring.cell(place, ring.origin(place, step)), work.batch) * heads
+            pairs[rank] = grid.pairs(*ring.query_key_shards(place, ring.origin(place, step)), work.batch) * heads
     return tuple(pairs)

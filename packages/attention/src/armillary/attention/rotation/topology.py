@@ -1,7 +1,7 @@
 """Who passes what to whom round a ring of ranks, and how much of it: pure, for the loop and for its plan.
 
-On every rank of a ring something stays (its residents) and something passes by (the travellers): keys go past
-queries, or queries past keys. Of a traveller, no more goes on than what some rank further on sees.
+On every rank of a ring one shard is stationary and the others rotate past it: keys past queries, or queries past keys.
+Of a rotating shard, no more is sent on than what some rank further on sees.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class RingTopology:
     """R ranks in a ring. A place is an index in it.
 
     Args:
-        ranks: in the order in which travellers visit them, numbered as on their axis.
-        residents: the shard that stays on each rank of the ring.
-        travellers: the shard that sets out from each rank of the ring.
-        moving: what travels; the other stays.
+        ranks: in the order in which rotating shards visit them, numbered as on their axis.
+        stationary: the shard that stays on each rank of the ring.
+        rotating: the shard that each rank of the ring has at step 0, and sends on.
+        moving: what rotates; the other stays.
     """
 
     ranks: tuple[int, ...]
-    residents: tuple[int, ...]
-    travellers: tuple[int, ...]
+    stationary: tuple[int, ...]
+    rotating: tuple[int, ...]
     moving: Moving
 
     @classmethod
@@ -41,7 +41,7 @@ class RingTopology:
     @property
     def opposite(self) -> RingTopology:
         """The same ring the other way round."""
-        return RingTopology(self.ranks[::-1], self.residents[::-1], self.travellers[::-1], self.moving)
+        return RingTopology(self.ranks[::-1], self.stationary[::-1], self.rotating[::-1], self.moving)
 
     def shorter_way(self, grid: Grid) -> RingTopology:
         """This ring or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
@@ -56,7 +56,7 @@ class RingTopology:
         return sum(len(tokens) for steps in self.needed(grid) for tokens in steps[1:])
 
     def origin(self, place: int, step: int) -> int:
-        """The place from which the traveller set out that is in hand at `step`."""
+        """The place from which the rotating shard comes that is held at `step`."""
         return (place - step) % len(self.ranks)
 
     def ahead(self, place: int, steps: int) -> int:
@@ -64,20 +64,20 @@ class RingTopology:
         return self.ranks[(place + steps) % len(self.ranks)]
 
     def needed(self, grid: Grid) -> tuple[tuple[range, ...], ...]:
-        """For the traveller from each place: its tokens that any rank so many steps on, or further, sees.
+        """For the rotating shard from each place: its tokens that any rank so many steps on, or further, sees.
 
         All of them at step 0, none at step R, and never more than the step before.
         """
         return grid.once(self, lambda: _needed(self, grid))
 
-    def cell(self, place: int, origin: int) -> tuple[int, int]:
-        """(shard of queries, shard of keys) of the resident at `place` and the traveller from `origin`."""
-        resident, traveller = self.residents[place], self.travellers[origin]
-        return (resident, traveller) if self.moving == "keys" else (traveller, resident)
+    def query_key_shards(self, place: int, origin: int) -> tuple[int, int]:
+        """(shard of queries, shard of keys) at `place`, which holds the rotating shard from `origin`."""
+        own, held = self.stationary[place], self.rotating[origin]
+        return (own, held) if self.moving == "keys" else (held, own)
 
     def seen(self, grid: Grid, place: int, origin: int) -> range:
-        """Tokens of the traveller from `origin` that the rank at `place` sees."""
-        both = grid.hull(*self.cell(place, origin))
+        """Tokens of the rotating shard from `origin` that the rank at `place` sees."""
+        both = grid.hull(*self.query_key_shards(place, origin))
         return both.keys if self.moving == "keys" else both.queries
 
     def hops(self, grid: Grid, step: int) -> Iterator[Send]:
@@ -94,7 +94,7 @@ def _needed(ring: RingTopology, grid: Grid) -> tuple[tuple[range, ...], ...]:
         ranges = [range(0)]
         for step in range(size - 1, 0, -1):
             ranges.append(_around(ranges[-1], ring.seen(grid, (origin + step) % size, origin)))
-        return (range(sizes[ring.travellers[origin]]), *reversed(ranges))
+        return (range(sizes[ring.rotating[origin]]), *reversed(ranges))
 
     return tuple(of(origin) for origin in range(size))
 
