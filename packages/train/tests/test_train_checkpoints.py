@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.tensor import DTensor
 
+from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
 from armillary.core.testing import RankFailed
 from armillary.models import Llama
@@ -43,7 +44,7 @@ from armillary.train import (
     process_group,
     train,
 )
-from armillary.train.checkpoint import Checkpoints, OutputLock
+from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checksum

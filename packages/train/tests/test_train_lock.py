@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from armillary.core.health import lock as locks
 from armillary.core.health.lock import Holder, LockLost, Refused, take
+from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.process import machine, running, start_of
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.output_lock import OutputLock
 from armillary.train.reporting.journal import Journal
 
 fork = multiprocessing.get_context("fork")
@@ -208,7 +208,7 @@ def test_a_run_that_has_lost_its_folder_publishes_and_reports_nothing(tmp_path):
 
 def enters(output: Path) -> str:
     try:
-        with OutputLock(output, print, silent=0.2) as lock:
+        with OutputLock(output, print, silent=0.2, flag="--train.output") as lock:
             lock.fence()
             return lock.run
     except ValueError as error:
@@ -231,7 +231,7 @@ def test_all_ranks_are_told_the_same(worlds, tmp_path):
 def loses(output: Path) -> list[str]:
     """What a run says that loses its folder while it trains, as it notices by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("armillary.train.checkpoint.output_lock.BEAT", 0.02)
+        patch.setattr("armillary.core.health.output_lock.BEAT", 0.02)
         with OutputLock(output, print) as lock:
             lock.check()
             (output / "lock/1.held").rename(output / "lock/2.held")

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
+from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
-from armillary.train.consistency import check_consistent, settings
+from armillary.train.config.overlay import by_flag
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh
@@ -50,7 +51,7 @@ def prepare(config: Config, device: torch.device) -> Run:
         ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
             first step.
     """
-    check_consistent("the configuration", settings(config))
+    check_consistent("the configuration", by_flag(config))
     mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=collective_timeout(config))
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))

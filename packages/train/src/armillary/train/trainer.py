@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.stopping import StopSignal
 from armillary.core.health.watchdog import Watchdog
 from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
-from armillary.train.checkpoint import Checkpoints, OutputLock
+from armillary.train.checkpoint import Checkpoints
 from armillary.train.config import Config
 from armillary.train.lr_schedule import schedule_notes
 from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
@@ -79,7 +80,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)
     with (
-        OutputLock(config.train.output, partial(print, flush=True)) as lock,
+        OutputLock(config.train.output, partial(print, flush=True), flag="--train.output") as lock,
         Reporter(config, lock.fence) as report,
         stop or StopSignal() as stop,
         Checkpoints(run, lock, report.say, report.event) as saved,

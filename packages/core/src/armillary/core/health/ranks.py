@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -62,6 +62,21 @@ class Ranks:
     def on_first(self, action: Callable[[], R]) -> R:
         """What `action` came to on rank 0, where alone it is done. Errors as from `agree`."""
         return cast(R, self.agree(lambda: action() if self.rank == 0 else None)[0])
+
+
+def check_consistent(what: str, mine: Mapping[str, Any]) -> None:
+    """Refuses ranks that differ in one of these values. Collective.
+
+    Raises:
+        ValueError: `what` differs, where, and on which rank; on every rank.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dict(mine))
+    for rank, other in enumerate(found):
+        for name, value in found[0].items():
+            if other[name] != value:
+                both = f"{other[name]} on rank {rank} and {value} on rank 0"
+                raise ValueError(f"{what} must be the same on all ranks: {name} is {both}")
 
 
 def combined(failures: dict[int, Failure]) -> Exception:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from armillary.core.health.ranks import Ranks
+from armillary.core.health.ranks import Ranks, check_consistent
 from armillary.core.health.watchdog import about_others
 from armillary.core.mesh import world_size
 from armillary.plan import choice
@@ -24,7 +24,7 @@ from armillary.plan.tune.question import Question, difference, dtype_name, quest
 from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
 from armillary.train.config import Config
-from armillary.train.consistency import check_consistent, settings
+from armillary.train.config.overlay import by_flag
 
 NEAR = 1.05
 """As fast as the fastest are those that take at most so many times as long: once measured, noise may have chosen."""
@@ -76,7 +76,7 @@ class Tuner:
         """The tuner, and what rank 0 finds in the file."""
         config = order.measured_run
         with groups.group("starting") as (device, ranks):
-            check_consistent("the configuration", settings(config) | options(order))
+            check_consistent("the configuration", by_flag(config) | options(order))
             dtype = precision(config, device)
             candidates, tuned = ranks.on_first(lambda: opened(order, dtype))
         return cls(order, groups, candidates, TunerScreen(ranks.rank), measure, compare), tuned

@@ -1,7 +1,6 @@
 """Checkpoints in torch's distributed format (DCP), written whole or not at all, while training goes on.
 
 output.py       the output folder: its config.json, and that all ranks see the same one
-output_lock.py  one run at a time in it
 folder.py       names, keeping, what a kill leaves: files alone, without torch
 manifest.py     what a checkpoint must hold, byte by byte
 state.py        what of a run is saved, and back
@@ -15,6 +14,5 @@ export.py       Hugging Face folders
 
 from armillary.train.checkpoint.checkpoints import Checkpoints
 from armillary.train.checkpoint.output import check_output
-from armillary.train.checkpoint.output_lock import OutputLock
 
-__all__ = ["Checkpoints", "OutputLock", "check_output"]
+__all__ = ["Checkpoints", "check_output"]

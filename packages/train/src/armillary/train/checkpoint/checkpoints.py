@@ -14,10 +14,10 @@ from typing import Self, cast
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import check_shared, checkpoint_folder, write_config
-from armillary.train.checkpoint.output_lock import OutputLock
 from armillary.train.checkpoint.random_state import seed_all
 from armillary.train.checkpoint.restoring import restore
 from armillary.train.checkpoint.saving import Background, save

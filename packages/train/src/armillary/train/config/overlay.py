@@ -124,6 +124,15 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{field.name}", value
 
 
+def by_flag(config: object) -> dict[str, Any]:
+    """All fields by their flags. Of paths only that they are given: on another host the same may lie elsewhere."""
+    return {f"--{flag(name)}": "a path" if is_path(value) else value for name, value in flat(config)}
+
+
+def is_path(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, tuple) and any(isinstance(part, Path) for part in value))
+
+
 def nearest(key: str, known: list[str]) -> str:
     """What may have been meant."""
     if key in RENAMED:

@@ -1,4 +1,4 @@
-"""The lock of an output folder, as training sees it."""
+"""The lock of an output folder, as all ranks of a run see it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class OutputLock:
     """The lock of an output folder, for all ranks, of which the first has it; a `with` block. Collective.
 
     Args:
-        say: is told what takes time.
+        say: called with a line about what takes time.
+        flag: by which the folder was named, for errors.
 
     Raises (on entry):
         ValueError: another run has it, or the folder cannot be written to; on every rank.
     """
 
-    def __init__(self, output: Path, say: Callable[[str], None], silent: float = SILENT) -> None:
-        self.output, self.say, self.silent = output, say, silent
+    def __init__(self, output: Path, say: Callable[[str], None], silent: float = SILENT, flag: str = "output") -> None:
+        self.output, self.say, self.silent, self.flag = output, say, silent, flag
         self.claim: Claim | None = None
         self.run, self._lost = "", ""
         self._over = threading.Event()
@@ -41,7 +42,7 @@ class OutputLock:
             raise
         self.run, refusal = answers[0]
         if refusal:
-            raise ValueError(f"--train.output {self.output}: {refusal}")
+            raise ValueError(f"{self.flag} {self.output}: {refusal}")
         if self.claim is not None:
             threading.Thread(target=self._beat, args=(self.claim,), name="output lock", daemon=True).start()
         return self
