@@ -9,26 +9,17 @@ from armillary.core import SequenceLayout
 from armillary.data import (
     ByteTokenizer,
     PackedSequences,
-    TextTokenizer,
-    Tokenizer,
     TokenStore,
     best_fit,
-    binary,
     check_length,
     greedy,
-    is_store,
     one_per_row,
-    open_store,
     python_corpus,
-    read_documents,
 )
+from armillary.data.opening import folder_tokenizer, has_tokenizer, open_tokens
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
 
-PACKED = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
-"""Suffixes of files that hold more than their text."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files by which a Hugging Face folder has a tokenizer; the first alone can be read."""
 PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
 
@@ -44,8 +35,8 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
     if config.task is not None:
         return []
     if not config.path:
-        return [TokenStore.of(python_corpus(), tokenizer_of(pretrained), "Python's own text")]
-    stores = [open_path(path, pretrained) for path in config.path]
+        return [TokenStore.of(python_corpus(), folder_tokenizer(pretrained), "Python's own text")]
+    stores = [open_tokens(path, pretrained) for path in config.path]
     for store in stores:
         if store.vocabulary.tokenizer == ByteTokenizer().identity and has_tokenizer(pretrained):
             raise ValueError(
@@ -53,42 +44,6 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
                 f"`armillary-data prepare --tokenizer {pretrained}`"
             )
     return stores
-
-
-def open_path(path: Path, pretrained: Path | None = None) -> TokenStore:
-    """A store, or text as tokens of the pretrained folder's tokenizer or bytes.
-
-    Raises:
-        ValueError: files that are neither, as far as their names tell.
-    """
-    if is_store(path):
-        return open_store(path)
-    if path.suffix in PACKED or (path / "tokens.bin").exists():
-        raise ValueError(
-            f"{path} is no text to be read as it is; make a token store of it with `armillary-data prepare`"
-        )
-    documents = read_documents(path)
-    if path.is_file() and (reason := binary(documents[0].text)) is not None:
-        raise ValueError(f"{path} is no text to be read as it is: {reason}")
-    return TokenStore.of(documents, tokenizer_of(pretrained), str(path))
-
-
-def tokenizer_of(pretrained: Path | None) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; bytes where there is no folder, or none in it.
-
-    Raises:
-        ValueError: it is not a tokenizer.json, or the library that reads it is missing.
-    """
-    if pretrained is None or not has_tokenizer(pretrained):
-        return ByteTokenizer()
-    try:
-        return TextTokenizer.read(pretrained)
-    except ImportError as error:
-        raise ValueError(f"the tokenizer in {pretrained} cannot be read: {error}") from error
-
-
-def has_tokenizer(folder: Path | None) -> bool:
-    return folder is not None and any((folder / name).exists() for name in TOKENIZERS)
 
 
 def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:

@@ -9,10 +9,11 @@ like any other rows, and `accuracy` says how many answers were right.
 """
 
 from armillary.data.synthetic.accuracy import accuracy
+from armillary.data.synthetic.by_name import build_task
 from armillary.data.synthetic.copying import Copy
 from armillary.data.synthetic.needle import Needle
 from armillary.data.synthetic.recall import AssociativeRecall
 from armillary.data.synthetic.rows import TaskRows
 from armillary.data.synthetic.task import Task
 
-__all__ = ["AssociativeRecall", "Copy", "Needle", "Task", "TaskRows", "accuracy"]
+__all__ = ["AssociativeRecall", "Copy", "Needle", "Task", "TaskRows", "accuracy", "build_task"]
