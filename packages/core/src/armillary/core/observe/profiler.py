@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.cuda.memory as cuda_memory
 import torch.distributed as dist
 from torch.profiler import ProfilerAction, profile
-
-from armillary.train.config import LogConfig
 
 HISTORY = 100_000
 """Allocations and frees that a memory history goes back."""
@@ -23,13 +21,17 @@ class Profiler:
     `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The step before a chosen one warms up.
 
     Args:
+        traced: steps whose Chrome traces are written.
+        remembered: steps after which the allocator's history is written; cuda only.
         folder: made when there is something to write.
-        say: is told what could not be written; training goes on.
+        say: called with a line about what could not be written; training goes on.
     """
 
-    def __init__(self, config: LogConfig, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, traced: Iterable[int], remembered: Iterable[int], folder: Path, say: Callable[[str], None]
+    ) -> None:
         self.folder, self.say = folder, say
-        self._traced, self._remembered = frozenset(config.profile), frozenset(config.memory_snapshot)
+        self._traced, self._remembered = frozenset(traced), frozenset(remembered)
         self._profile: profile | None = None
         self._first = 0
 
