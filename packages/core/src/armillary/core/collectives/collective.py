@@ -34,7 +34,7 @@ class Collective(Generic[R]):
             TimeoutError: the axis' timeout passed, or a rank of the axis is gone.
         """
         if self.works:
-            finish(self.works, self.axis, f"for all of its ranks {self.axis.ranks()}")
+            finish(self.works, self.axis, lambda: f"for all of its ranks {self.axis.ranks()}")
         return self.assemble()
 
 

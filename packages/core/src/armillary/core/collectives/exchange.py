@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -69,9 +69,13 @@ class Exchange:
         Raises:
             TimeoutError: the axis' timeout passed, or a neighbour is gone; names the ranks that were waited for.
         """
+        finish(self.works, self.axis, self._waiting)
+
+    def _waiting(self) -> str:
+        """For whom it waits, as ranks of the world."""
         ranks = self.axis.ranks()
         sources, targets = ([ranks[peer] for peer in peers] for peers in (self.received, self.sent))
-        finish(self.works, self.axis, f"to receive from {sources} and send to {targets}")
+        return f"to receive from {sources} and send to {targets}"
 
 
 def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
@@ -103,8 +107,8 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     return Exchange(axis, send, receive, watched(works, under_way))
 
 
-def finish(works: Sequence[dist.Work], axis: Axis, waiting: str) -> None:
-    """Waits for all of `works`; a timeout or a lost peer becomes a `TimeoutError` that says who was waited for."""
+def finish(works: Sequence[dist.Work], axis: Axis, waiting: Callable[[], str]) -> None:
+    """Waits for all of `works`; a timeout or a lost peer becomes a `TimeoutError` that says `waiting()` for whom."""
     if not works:
         return
     try:
@@ -114,5 +118,5 @@ def finish(works: Sequence[dist.Work], axis: Axis, waiting: str) -> None:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise TimeoutError(
-            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {waiting}: {reason}"
+            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {waiting()}: {reason}"
         ) from error
