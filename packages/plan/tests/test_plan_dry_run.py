@@ -102,7 +102,7 @@ def test_what_is_not_known_is_not_told(capsys):
 
 
 def test_parts_of_a_step_keep_the_gradients_of_those_before():
-    config = Config(ModelConfig(vocab_size=257), ParallelConfig(ring=8, ulysses=1))
+    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=8, ulysses=1))
     whole = predict(config, "8xh100")
     rows = replace(config.data, global_batch_size=8)
     parts = predict(replace(config, data=rows, train=replace(config.train, accumulation=2)), "8xh100")

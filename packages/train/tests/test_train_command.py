@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from armillary.core.testing.examples import commands_in
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
-from armillary.train.config.command import RECIPES, read_command
+from armillary.train.config.command import RECIPES, Command, read_command
 from armillary.train.config.overlay import flat, overlaid, read_settings
 
 
@@ -132,9 +133,9 @@ def test_what_differs_from_the_recipe_is_told_in_aligned_lines():
     _, overrides = read_command(flags.split())
     assert overrides == [
         "recipe: debug",
-        "  model.dim      128 -> 256",
-        "  parallel.ring  none -> 4",
         "  data.path      none -> a b",
+        "  parallel.ring  none -> 4",
+        "  model.dim      128 -> 256",
     ]
     assert read_command(["--recipe", "llama3_8b_5m"])[1] == ["recipe: llama3_8b_5m"]
 
@@ -145,6 +146,21 @@ def test_help_shows_the_recipes_values(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     assert "(default: 5242880)" in shown and "--recipe" in shown and "--dry-run" in shown
+
+
+def test_help_begins_with_examples_that_parse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, 'recipe = "llama3_8b_128k"', "planned.toml")
+    examples = commands_in(Command.__doc__, "armillary-train", "armillary.train")
+    runs = [read_command(words)[0] for words in examples]
+    assert [(bool(run.config), run.dry_run, run.run.parallel.cp) for run in runs] == [
+        (False, False, None),
+        (False, False, None),
+        (False, False, 8),
+        (True, False, None),
+        (False, True, None),
+    ]
+    assert all(len(line) <= 4 + 84 for line in Command.__doc__.splitlines() if line.startswith("      "))
 
 
 def test_a_recipe_of_ones_own(tmp_path, monkeypatch):

@@ -74,14 +74,14 @@ def test_a_dry_run_for_machines_is_json(capsys):
 
 
 def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_its_share():
-    config = Config(ModelConfig(vocab_size=257), ParallelConfig(ulysses=2, ring=1, attention="upipe"))
+    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ulysses=2, ring=1, attention="upipe"))
     assert dry_run(config).shapes["queries in attention"] == (4, 1024, 1, 16)
     shared = dry_run(replace(config, parallel=ParallelConfig(tp=2)), ranks=4)
     assert shared.shapes["queries"] == (4, 512, 4, 16) and "queries in attention" not in shared.shapes
 
 
 def test_parts_of_a_step_have_their_shapes():
-    config = Config(ModelConfig(vocab_size=257), ParallelConfig(ring=2, ulysses=1))
+    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=1))
     parts = replace(config, data=replace(config.data, global_batch_size=8), train=replace(config.train, accumulation=2))
     assert dry_run(parts).shapes == dry_run(config).shapes
 

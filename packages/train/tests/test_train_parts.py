@@ -1,5 +1,7 @@
 """What needs no ranks: configuration, axes, schedule, log line, stopwatch."""
 
+from math import prod
+
 import pytest
 import torch
 
@@ -99,6 +101,11 @@ def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
             "multiple of 8",
         ),
         (
+            "--parallel.cp 8 --parallel.ring 2",
+            "--parallel.cp 8 is split into ring and ulysses; give either it, or --parallel.ring and --parallel.ulysses "
+            "(none: not given)",
+        ),
+        (
             "--data.global-batch-size 3 --parallel.shard 2",
             "--data.global-batch-size 3 cannot be shared by replicate 1 x shard 2; make it a multiple of 2",
         ),
@@ -134,7 +141,26 @@ def test_help_exits_with_success(capsys):
     ],
 )
 def test_open_axes_take_what_the_others_leave(given, world, expected):
-    assert tuple(choose_axes(ParallelConfig(**given), world).values()) == expected
+    assert tuple(choose_axes(Config(parallel=ParallelConfig(**given)), world).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "node", "expected"),
+    [
+        ({"cp": 8}, None, (2, 4)),  # 8 heads and 4 key heads
+        ({"cp": 8}, 2, (4, 2)),
+        ({"cp": 8, "tp": 2}, 16, (4, 2)),
+        ({"cp": 6, "shard": 2}, None, (3, 2)),
+        ({"cp": 3}, None, (3, 1)),
+        ({"cp": 8}, 6, (4, 2)),  # teams of 4 would lie on two nodes
+    ],
+)
+def test_a_context_parallel_degree_is_split_by_heads_and_nodes(monkeypatch, given, node, expected):
+    if node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    config = Config(parallel=ParallelConfig(**given))
+    axes = choose_axes(config, prod(given.values()))
+    assert (axes["ring"], axes["ulysses"]) == expected and prod(axes.values()) == prod(given.values())
 
 
 @pytest.fixture

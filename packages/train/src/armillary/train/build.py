@@ -51,8 +51,9 @@ def prepare(config: Config, device: torch.device) -> Run:
         ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
             first step.
     """
-    check_consistent("the configuration", by_flag(config))
-    mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=collective_timeout(config))
+    axes = choose_axes(config, world_size())
+    check_consistent("the configuration", by_flag(config) | axes)
+    mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config))
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.bounded(vocab_size) for store in stores]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from math import isqrt
+from math import gcd, isqrt
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
-from armillary.train.config import ParallelConfig, TrainConfig
+from armillary.train.config import Config, TrainConfig
+from armillary.train.model import model_config
 
 DATA_AXES = ("replicate", "shard", "ring", "ulysses")
 """Axes over which tokens are spread: gradients and losses are summed over all of them."""
@@ -31,25 +32,38 @@ def choose_device(config: TrainConfig) -> torch.device:
     return device
 
 
-def choose_axes(config: ParallelConfig, world: int) -> dict[str, int]:
+def choose_axes(config: Config, world: int) -> dict[str, int]:
     """Sizes of all axes for `world` ranks, the open ones filled in.
 
     Open axes get what the given ones leave, split so that ulysses <= ring (any head count allows a small ulysses).
     Where the given ones do not divide `world` the product comes out wrong, and `build_mesh` refuses it.
     """
-    given = config.replicate * config.shard * (config.ring or 1) * (config.ulysses or 1) * config.tp
+    parallel = config.parallel
+    ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)
+    given = parallel.replicate * parallel.shard * (ring or 1) * (ulysses or 1) * parallel.tp
     left = max(1, world // max(given, 1))
-    ring, ulysses = config.ring, config.ulysses
     if ulysses is None:
         ulysses = left if ring is not None else max(u for u in range(1, isqrt(left) + 1) if left % u == 0)
         left //= ulysses
     return {
-        "replicate": config.replicate,
-        "shard": config.shard,
+        "replicate": parallel.replicate,
+        "shard": parallel.shard,
         "ring": left if ring is None else ring,
         "ulysses": ulysses,
-        "tp": config.tp,
+        "tp": parallel.tp,
     }
+
+
+def split_cp(config: Config, cp: int) -> tuple[int, int]:
+    """(ring, ulysses) of a context-parallel degree: as many ranks on the head axis as divide heads, key heads and a
+    node, whose links its all-to-alls stay on; the rest on the ring."""
+    model, tp = (
+        model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length),
+        config.parallel.tp,
+    )
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", cp * tp))
+    ulysses = gcd(cp, model.heads // tp, model.kv_heads // tp, max(1, node // tp))
+    return cp // ulysses, ulysses
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -41,7 +41,7 @@ POLICIES: tuple[Policy, ...] = ("none", "layer", "attention_output")
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """A policy and its options.
+    """Activation checkpointing: what each block keeps for backward.
 
     Args:
         policy: what each block keeps.

@@ -60,6 +60,7 @@ class Candidate:
         attention = self.attention
         return {
             **self.mesh.axes,
+            "cp": None,
             "attention": attention.name,
             "heads_per_stage": attention.heads_per_stage,
             "team": attention.team,

@@ -61,7 +61,7 @@ class Bench:
         """
         config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         check(config)
-        mesh = build_mesh(device.type, **choose_axes(config.parallel, world_size()), timeout=collective_timeout(config))
+        mesh = build_mesh(device.type, **choose_axes(config, world_size()), timeout=collective_timeout(config))
         sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
         model, attention = shard_model(sizes, config, mesh, precision(config, device))
         layout = attention.layout(config.data.sequence_length, config.data.layout)

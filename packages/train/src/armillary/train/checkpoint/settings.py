@@ -15,7 +15,7 @@ ELSEWHERE = ("train.output",)
 def settings(run: Run, ranks: int) -> dict[str, str]:
     """By their flags, as they are shown; what is chosen by default as it was chosen."""
     given = {flag(name): shown(value) for name, value in flat(run.config) if name not in ELSEWHERE}
-    axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config.parallel, ranks).items()}
+    axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return given | axes | {"train.device": run.device.type, "ranks": str(ranks)}
 
 

@@ -1,4 +1,7 @@
-"""What a run is made of: plain dataclasses, every field settable as `--section.key` on the command line."""
+"""What a run is made of: plain dataclasses, every field settable as `--section.key` on the command line.
+
+Each field's text is its help: one line, since tyro keeps the breaks of longer ones.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegat
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A LLaMA or a GPT; the default is about a million parameters, to be trained on a laptop."""
+    """Sizes of a LLaMA or a GPT, or a pretrained folder; by default a million parameters, for a laptop."""
 
     family: Literal["llama", "gpt"] = "llama"
-    """gpt is GPT-2: LayerNorm, as many learned positions as a row has, a tied head; of dim, layers and heads alone."""
+    """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; it takes dim, layers and heads alone."""
     dim: Count = 128
     """Model dim (E)."""
     layers: Count = 4
+    """Transformer blocks."""
     heads: Count = 8
     """Query heads (H)."""
     kv_heads: Count = 4
@@ -31,201 +35,200 @@ class ModelConfig:
     head_dim: CountOrNone = None
     """D; by default dim / heads."""
     qk_norm: bool = False
-    """Queries and keys go through an RMSNorm before their rotation (Qwen3)."""
+    """RMSNorm of queries and keys before RoPE (Qwen3)."""
     tied_embeddings: bool = False
-    """The head is the embedding table."""
+    """The LM head shares the embedding table's weights."""
     rope_theta: Positive | None = None
     """Base of RoPE's frequencies; by default 10,000, or that of the pretrained folder."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None
-    """How they are changed for longer sequences than the model was trained on; by default not, or as in the folder."""
+    """RoPE scaling for longer sequences than the model was trained on; by default none, or as in the folder."""
     rope_factor: Positive = 8.0
-    """How many times more slowly slow pairs turn under that scaling."""
+    """Factor by which RoPE scaling divides low frequencies."""
     rope_original_length: Count = 8192
-    """Tokens of the sequences that the model was trained on before that scaling; of llama3 and yarn."""
+    """Sequence length that the model was trained on before scaling; for llama3 and yarn."""
     vocab_size: CountOrNone = None
-    """Tokens that the model knows (V); by default those of the data."""
+    """Vocabulary size (V); by default that of the data."""
     pretrained: Path | None = None
-    """Hugging Face folder to start from: its weights and sizes, and its tokenizer for data that is text. Sizes may be
-    left out then, and RoPE may be another."""
+    """Hugging Face folder to start from: weights, sizes, and the tokenizer for text; RoPE may be overridden."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks on each mesh axis. Their product must be the number of ranks."""
+    """Ranks on each mesh axis, whose product is the number of ranks, and the attention method that runs on them."""
 
     replicate: Count = 1
-    """Data parallel with whole copies of the parameters (HSDP)."""
+    """Data-parallel replicas of the parameters (HSDP)."""
     shard: Count = 1
-    """Data parallel with sharded parameters."""
+    """Data-parallel ranks among which parameters are sharded (FSDP)."""
+    cp: CountOrNone = None
+    """Context-parallel degree, split for usp: ulysses as far as key heads and a node allow, ring for the rest."""
     ring: CountOrNone = None
-    """Sequence axis; by default what the other axes leave."""
+    """Context-parallel ranks on the sequence axis; by default what the other axes leave."""
     ulysses: CountOrNone = None
-    """Head axis; by default as large as ring at most: of 4 ranks, ring 2 x ulysses 2; of 8, ring 4 x ulysses 2."""
+    """Context-parallel ranks on the head axis; by default at most ring: of 8 ranks, ring 4 x ulysses 2."""
     tp: Count = 1
-    """Tensor parallel: heads, MLP and vocabulary are cut over these ranks; divides heads and kv_heads."""
+    """Tensor-parallel ranks for heads, MLP and vocabulary; divides heads and kv_heads."""
     attention: str = "usp"
     """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, upipe, or a pair such as upipe+ring."""
     heads_per_stage: CountOrNone = None
-    """Query heads that upipe works on at a time, over all ulysses ranks; by default one for each rank."""
+    """upipe: query heads of a stage, over all ulysses ranks; by default one for each rank."""
     team: CountOrNone = None
-    """Ranks of a team of wallfacer (C); by default the largest that fits. Its square must divide ring."""
+    """wallfacer: ranks of a team (C), whose square divides ring; by default the largest that fits."""
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
-    """Of wallfacer: whether the ranks of a team are neighbours, or those of a ring."""
+    """wallfacer: whether neighbouring ranks make a team, or a ring."""
     compiler: str | None = None
-    """Backend of torch.compile for each block, such as inductor; by default blocks are not compiled."""
+    """Backend of torch.compile for each block, such as inductor; by default none."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Rows of tokens."""
+    """Sequences of tokens: where they come from, how documents are packed into them, how they are sharded."""
 
     path: tuple[Path, ...] = ()
-    """Token stores (of armillary-data prepare, Megatron or Hugging Face datasets), text files, or folders of them, read
-    as bytes; by default the sources and topics of this Python installation."""
+    """Token stores (armillary-data prepare, Megatron, datasets), or text; by default Python's own sources as bytes."""
     weights: tuple[float, ...] = ()
-    """Share of rows from each path; by default all paths come to their ends together."""
+    """Share of sequences from each path; by default in proportion to their lengths."""
     sequence_length: Count = 1024
-    """Tokens of a row (N), over all ranks of ring and ulysses."""
+    """Tokens of a sequence (N), over all context-parallel ranks."""
     global_batch_size: Count = 4
     """Sequences of a step, over all ranks and --train.accumulation; a multiple of replicate x shard."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
-    """How documents make rows: joined and cut; cut only where a row cannot hold them; or one to a row, cut off."""
+    """Documents are concatenated and cut; cut only where longer than a sequence; or one per sequence, truncated."""
     document_mask: bool = False
-    """Tokens see their own document only."""
+    """Attend within documents only (varlen attention by cu_seqlens)."""
     reset_positions: bool = False
-    """Count positions from the start of each document, not of the row."""
+    """Position ids restart at each document."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
-    """Which positions each sequence rank holds; balanced is chosen for each batch by its documents."""
+    """Which positions each ring rank holds; balanced is chosen for each batch by its documents."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of documents that are kept for validation."""
     task: Literal["recall", "needle", "copy"] | None = None
-    """Train on a long-context task with a known answer instead of text. No question of recall can be answered from the
-    tokens of the rank that has it."""
+    """Train on a synthetic long-context task instead of text; recall's answers always lie on another rank."""
     pairs: Count = 8
-    """Keys with a value that a row of recall holds, and asks for at its end; at most symbols."""
+    """recall: key-value pairs of a sequence, at most symbols."""
     symbols: Count = 16
-    """Different keys, values and fillers of the tasks, or tokens to copy; at most those that the model has room for."""
+    """Tasks: different keys, values and fillers, or tokens to copy; fewer where the vocabulary is smaller."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, and its learning rate over the run."""
+    """AdamW and its learning-rate schedule."""
 
     lr: Positive = 3e-3
     """Peak learning rate."""
     min_lr: NotNegative = 1e-4
     """Learning rate of the last step."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After the warm-up: half a cosine or a line down to min-lr; or the peak until the last decay-steps (wsd), or to
-    the end (constant)."""
+    """After warm-up: cosine or linear decay to min-lr; lr until the last decay-steps (wsd); or lr to the end."""
     warmup_steps: Annotated[int, Field(ge=0, le=LARGEST)] = 10
-    """Steps of a line up to the peak. Of a run that has no more steps than that, it takes half. The schedule is one of
-    all --train.steps, so that a run that goes on to more of them goes on at another rate than it had come down to."""
+    """Linear warm-up; of a run that has no more steps, half. A resumed run's schedule spans its new --train.steps."""
     decay_steps: CountOrNone = None
-    """Steps at the end in which wsd comes down to min-lr, on a line; by default a tenth of all steps."""
+    """wsd: steps of the linear decay to min-lr at the end; by default a tenth of all steps."""
     weight_decay: NotNegative = 0.1
     """Of matrices; norms and biases have none."""
     decay_embeddings: bool = True
-    """Of embedding tables too, as GPT-2's and LLaMA's heirs mostly have it; without, as OLMo 2 has it, rows of rare
-    tokens don't shrink."""
+    """Weight decay of embedding tables too; OLMo 2 has none, so that rare tokens' rows don't shrink."""
     beta1: Momentum = 0.9
+    """Decay of the first moment."""
     beta2: Momentum = 0.95
+    """Decay of the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this global norm; inf scales nothing."""
+    """Global gradient norm to clip to; inf: no clipping."""
     cpu_offload: bool = False
     """Keep master weights, their gradients and AdamW's state in the host's memory, and step there."""
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """What is looked at between steps, with the model as it is then."""
+    """Validation between steps: the loss on held-out sequences, and accuracy on synthetic tasks."""
 
     every: Count = 40
     """Steps between validations; one is always made after the last step."""
     batches: Count = 4
-    """Batches of held-out rows, the same each time."""
+    """Batches of held-out sequences, the same each time."""
     tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
-    """Long-context tasks with a known answer, as long as a row and never trained on; the share of right answers is
-    shown."""
+    """Synthetic long-context tasks, as long as a sequence and never trained on, whose accuracy is shown."""
 
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """Checkpoints: outputs/checkpoint/step-N, whole or not there at all. The last step is always saved."""
+    """Checkpoints in outputs/checkpoint/step-N, complete or not there at all; the last step is always saved."""
 
     every: Count = 40
     """Steps between checkpoints."""
     keep_last: Count = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints to keep."""
     keep_every: CountOrNone = None
-    """Checkpoints of steps that this number divides are kept for good."""
+    """Keep checkpoints of every so many steps for good."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy in the host's memory."""
+    """Write in the background, from a copy in the host's memory."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest whole checkpoint in the output folder; never: refuse a folder that has any."""
+    """auto: resume from the newest complete checkpoint of the output folder; never: refuse a folder that has any."""
     export: bool = False
-    """Write the weights as a Hugging Face folder too, after the last step: outputs/export/step-N."""
+    """Export the weights as a Hugging Face folder after the last step: outputs/export/step-N."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run tells of itself. Every step stands in outputs/metrics.jsonl."""
+    """Logs, traces and pictures; every step is logged to outputs/metrics.jsonl."""
 
     every: Count = 10
     """Steps between log lines."""
     tensorboard: bool = False
-    """Write events for TensorBoard to outputs/tb."""
+    """Write TensorBoard events to outputs/tb."""
     wandb: str | None = None
-    """Project at Weights & Biases to log to."""
+    """Weights & Biases project to log to."""
     profile: tuple[int, ...] = ()
-    """Steps of which torch's profiler writes a trace to outputs/profile."""
+    """Steps whose torch.profiler traces are written to outputs/profile."""
     trace: Path | None = None
-    """File for a Chrome trace of all ranks: what each computes, and what it sends and receives meanwhile."""
+    """File for a Chrome trace of all ranks: compute and communication side by side."""
     trace_steps: tuple[int, ...] = ()
-    """Steps that it shows; by default the second that is made after a start."""
+    """Steps that --log.trace shows; by default the second after a start."""
     memory_snapshot: tuple[int, ...] = ()
-    """Steps after which the allocator's history is written to outputs/profile; cuda only."""
+    """Steps after which the CUDA allocator's history is written to outputs/profile."""
     plot: bool = True
-    """Draw outputs/loss.png at the end, where matplotlib is installed."""
+    """Draw outputs/loss.png at the end, if matplotlib is installed."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """The run: its steps, device and precision, and what stops it."""
+
     steps: Count = 80
+    """Optimizer steps, over all restarts."""
     accumulation: Count = 1
     """Gradient accumulation: micro-batches of a step, one after the other; they divide data.global_batch_size."""
     seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    """Of first weights, of the order of documents, and of random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Of forward and backward; auto: bfloat16 on cuda, float32 on cpu. Master weights and reductions are float32, with
-    float64 all is float64."""
+    """Of forward and backward; auto: bfloat16 on cuda, else float32. Master weights are float32 or float64."""
     bad_step: Literal["stop", "skip"] = "stop"
-    """What to do about a loss or gradient that is not finite: stop, or leave the weights as they are and go on."""
+    """On a non-finite loss or gradient: stop, or skip the update and continue."""
     bad_steps: Count = 3
-    """Bad steps in a row after which the run stops all the same: the last of them isn't skipped."""
+    """With skip: consecutive bad steps after which the run stops all the same."""
     timeout_minutes: Annotated[float, Field(gt=0, le=10**6)] = 10.0
-    """How long a step may take before every rank says which one is missing, and the run ends. A collective may wait
-    half as long again; the first step, validation and saving may take five times as long."""
+    """Watchdog: longest step before the run is ended as hung, naming the rank; 5x for the first, validation, saving."""
     output: Path = Path("outputs")
-    """Folder for all that a run writes; every rank must see the same one."""
+    """Folder for all that a run writes, on a file system that all hosts share."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """Trains a LLaMA or a GPT on sequences sharded over ranks. Start it with torchrun, or alone on one process."""
+    """A run of the trainer."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
 
     @property
     def replicas(self) -> int:

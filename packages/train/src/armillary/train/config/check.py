@@ -54,7 +54,12 @@ def check_parallel(config: Config) -> None:
     parallel, length = config.parallel, config.data.sequence_length
     if parallel.attention not in names():
         raise ValueError(f"no attention method {parallel.attention!r}; known: {', '.join(names())}")
-    shards = (parallel.ring or 1) * (parallel.ulysses or 1)
+    if parallel.cp is not None and (parallel.ring, parallel.ulysses) != (None, None):
+        raise ValueError(
+            f"--parallel.cp {parallel.cp} is split into ring and ulysses; give either it, or --parallel.ring and "
+            "--parallel.ulysses (none: not given)"
+        )
+    shards = parallel.cp or (parallel.ring or 1) * (parallel.ulysses or 1)
     if length < shards:
         raise ValueError(
             f"--data.sequence-length {length}: a sequence of {length} tokens is shorter than its {shards} shards; make "

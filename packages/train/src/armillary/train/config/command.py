@@ -28,26 +28,38 @@ class Source:
     """Where a configuration comes from, before flags change it."""
 
     recipe: str | None = None
-    """debug (which is the default), llama3_8b_128k, llama3_8b_1m, llama3_8b_5m, llama3_70b_128k, gpt_wallfacer_3b,
-    gpt_wallfacer_7b or finetune; or your own, as my.module:function."""
+    """debug (default), llama3_{8b_128k,8b_1m,8b_5m,70b_128k}, gpt_wallfacer_{3b,7b}, finetune or my.module:function."""
     config: Path | None = None
-    """TOML file with sections as below, and maybe recipe = "...", such as armillary-plan and armillary-tune write; or
-    the config.json of an earlier run."""
+    """TOML file of armillary-plan, armillary-tune or your own, or the config.json of an earlier run."""
 
 
 @dataclass(frozen=True)
 class Command(Source):
-    """Trains a LLaMA or a GPT on sequences sharded over ranks. Start it with torchrun, or alone on one process.
+    r"""Trains a LLaMA or a GPT with context parallelism and FSDP2, under torchrun or on one process.
 
-    A recipe is changed by the file, and that by the flags.
+    Five ways to start:
+      # a first run: a million parameters, one process
+      armillary-train
+      # a recipe on 8 GPUs, with your tokens
+      torchrun --nproc-per-node 8 -m armillary.train --recipe llama3_8b_128k \
+          --data.path STORE
+      # long context: 8-way context parallelism, over heads (ulysses) and tokens (ring)
+      torchrun --nproc-per-node 8 -m armillary.train --parallel.cp 8 \
+          --data.sequence-length 128Ki
+      # what armillary-plan or armillary-tune chose
+      torchrun --nproc-per-node 8 -m armillary.train --config planned.toml
+      # mesh, shards and shapes of a run, without GPUs
+      armillary-train --recipe llama3_8b_1m --dry-run
+
+    The same command resumes from the newest checkpoint. The file overrides the recipe, and flags override both.
     """
 
     dry_run: bool = False
-    """Show mesh, shards and shapes of a step, and stop. Memory and time: `armillary-plan run`."""
+    """Show mesh, shards and shapes, and stop; memory and time: `armillary-plan run`."""
     ranks: int | None = None
-    """Of a dry run; by default torchrun's, else what the axes multiply to."""
+    """Dry run: number of ranks; by default torchrun's, else the product of the axes."""
     json: bool = False
-    """A dry run prints JSON."""
+    """Dry run: print JSON."""
     trace: Path | None = None
     """Short for --log.trace."""
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

@@ -88,10 +88,10 @@ def precision_of(config: Config) -> torch.dtype:
 def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
     """Ranks on each mesh axis, of as many as a run is to have."""
     if ranks is None:
-        ranks = int(os.environ.get("WORLD_SIZE", prod(choose_axes(config.parallel, 1).values())))
+        ranks = int(os.environ.get("WORLD_SIZE", prod(choose_axes(config, 1).values())))
     elif not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")
-    axes = choose_axes(config.parallel, ranks)
+    axes = choose_axes(config, ranks)
     check_axes(axes, ranks)
     return axes
 
