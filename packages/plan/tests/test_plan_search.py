@@ -11,17 +11,22 @@ from armillary.attention.comm_plan import AttentionShape, Kind, Move, Step
 from armillary.attention.methods import ring, ulysses
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
+from armillary.core.testing.examples import commands_in
+from armillary.data.parsing import parse
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
-from armillary.plan.cli import main
+from armillary.plan.cli import USAGE, main
 from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, around, spent
 from armillary.plan.comm_time.step_time import step_time
+from armillary.plan.dry_run.predict import read_plan
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory.plan import MemoryPlan
 from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, config_of, write_choice
 from armillary.plan.search.search import SearchPlan, passes_of, search
+from armillary.plan.tune.command import Order, read_order
 from armillary.train.config.command import read_command
 
 # -- against what papers have measured --------------------------------------------------------------------------------
@@ -283,3 +288,14 @@ def test_where_nothing_fits_it_says_what_is_missing(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([*flags, "--out", str(tmp_path / "best.toml")])
     assert "best.toml: nothing fits, so there is nothing to write" in capsys.readouterr().err
+
+
+def test_examples_of_the_help_parse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tuned.toml").write_text('recipe = "llama3_8b_128k"')
+    (planned, longest, step), tune = commands_in(USAGE, "armillary-plan"), "armillary.plan.tune"
+    assert parse(planned, SearchPlan, "search").out and parse(longest[1:], MemoryPlan, "memory").max_context
+    assert (longest[0], step[0], read_plan(step[1:], "run").recipe) == ("memory", "run", "llama3_8b_1m")
+    assert [read_order(words).cluster for words in commands_in(Order.__doc__, tune)] == [None, "8xh100"]
+    _, path = commands_in(Order.__doc__, "armillary.train")[-1]
+    assert path == str(Order().out)

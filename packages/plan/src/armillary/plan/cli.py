@@ -25,6 +25,13 @@ from armillary.plan.search.search import SearchPlan, search
 PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
 
+  # the fastest mesh, method and checkpoints, as a file for armillary-train --config
+  armillary-plan --model llama3-8b --cluster 8xh100 --tokens 128Ki --out planned.toml
+  # the longest sequence that fits
+  armillary-plan memory --model llama3-8b --cluster 16xh100 --max-context
+  # memory and time of a step, by the trainer's own flags
+  armillary-plan run --recipe llama3_8b_1m --cluster 8xh100
+
 commands:
   search   which mesh, method and checkpoints train a model fastest on a cluster, and why not the others (the default)
   memory   what a training step holds on each rank, and the longest sequence that fits

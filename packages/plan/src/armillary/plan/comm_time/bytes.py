@@ -52,20 +52,18 @@ class BytesPlan:
     """Sequences (B)."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     causal: bool = False
-    """Tokens see no later ones; by default, all."""
+    """Causal mask; by default a full one."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Which positions each sequence rank holds."""
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 64
     ulysses: CountOrNone = None
-    """Of these, ranks on the head axis of methods on both, such as usp; by default as many as divide all kinds of heads
-    and the ranks, up to 8."""
+    """Ranks on the head axis, for methods on both axes such as usp; by default what divides both, up to 8."""
     attention: tuple[str, ...] = ()
-    """As the trainer's --parallel.attention; by default ring, token_ring, wallfacer, all_gather, usp, and ulysses if
-    the ranks divide the heads."""
+    """Methods, as --parallel.attention has them; by default all but upipe, ulysses if the ranks divide the heads."""
     team: tuple[Count, ...] = ()
-    """Team sizes of wallfacer (C); by default all from 2 on that fit."""
+    """wallfacer: team sizes (C); by default all from 2 on that fit."""
     of_ranks: tuple[int, ...] = ()
-    """Whose bytes are shown; by default those of 0 and 1. With wallfacer, 0 keeps its own keys, and sends less."""
+    """Ranks whose bytes are shown; by default 0 and 1. With wallfacer, 0 keeps its own keys, and sends less."""
     json: bool = False
     """Print JSON, with all bytes."""
 

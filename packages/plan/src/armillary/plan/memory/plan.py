@@ -43,8 +43,7 @@ class MemoryPlan:
     ring: CountOrNone = None
     """Ranks on the sequence axis; by default what ulysses leaves."""
     ulysses: CountOrNone = None
-    """Ranks on the head axis, for methods with one; by default all, or beside a sequence axis as many of a node as
-    share key/value heads evenly."""
+    """Ranks on the head axis; by default all, or beside a ring as many of a node as share key/value heads evenly."""
     rows: Count = 1
     """Sequences of each rank."""
     checkpointing: Checkpointing = field(

@@ -22,26 +22,30 @@ PROGRAM = "armillary-tune"
 
 @dataclass(frozen=True)
 class Order(Source):
-    """Measures on this machine which mesh and which attention method train a model fastest, and writes them to a file
-    for `armillary-train --config FILE`.
+    """Measures which mesh and attention method train a model fastest on this machine, for `armillary-train --config`.
 
-    Start it with torchrun on as many ranks as the run will have, with the run's own flags. All meshes of shard x ring x
-    ulysses are looked at, whatever the flags say of these; replicate and tp stay as they are. What was measured is
-    kept: the same command goes on.
+    Three ways to start:
+      # all meshes and methods on 8 GPUs
+      torchrun --nproc-per-node 8 -m armillary.plan.tune --recipe llama3_8b_128k
+      # two methods, without what the planner predicts to be slow or not to fit
+      torchrun --nproc-per-node 8 -m armillary.plan.tune --attention usp upipe --cluster 8xh100
+      # the chosen run
+      torchrun --nproc-per-node 8 -m armillary.train --config tuned.toml
+
+    It takes as many ranks as the run will have, and the run's own flags. All meshes of shard x ring x ulysses are
+    tried, whatever the flags say of these; replicate and tp are kept. The same command resumes what was interrupted.
     """
 
     out: Path = Path("tuned.toml")
-    """The file: the run with the fastest mesh and method. Measurements go into one of the same name that ends in .json.
-    Files that rank 0 sees will do."""
+    """TOML file for the run with the fastest mesh and method; measurements go beside it (.json). Rank 0 writes both."""
     iterations: int = 3
-    """Forward and backward passes of each candidate that are measured, after one that is not."""
+    """Measured forward and backward passes of each candidate, after one to warm up."""
     attention: tuple[str, ...] = ()
     """Only these methods, as --parallel.attention has them; usp is ulysses+ring."""
     cluster: str | None = None
-    """Leave out what the planner predicts not to fit or to be slow on this cluster: 8xh100, ..., or a TOML file. By
-    default all are measured."""
+    """Skip what the planner predicts not to fit or to be slow on this cluster: 8xh100, ..., or a TOML file."""
     slower: float = 1.5
-    """With a cluster: measure what is predicted to take at most so many times as long as the fastest."""
+    """With --cluster: skip what is predicted to take more than so many times as long as the fastest."""
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
     @property
