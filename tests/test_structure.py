@@ -14,7 +14,7 @@ SOURCES = {
 
 # What is still there. Whoever removes something takes it out here too; nothing comes in.
 CYCLES = list[str]()
-SHARED_NAMES = "2 Choice"
+SHARED_NAMES = ""
 
 DRIVER = {f"armillary.attention.{name}" for name in ("autograd", "calls", "compiled", "parallel")}
 """What runs a call of any method. `Method.__call__` alone hands a call to it (`methods/base.py`)."""

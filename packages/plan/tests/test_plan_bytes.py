@@ -7,7 +7,9 @@ import pytest
 
 from armillary.attention.registry import names
 from armillary.plan.cli import main
-from armillary.plan.comm_time.bytes import BytesPlan, Choice, Row, Sent, choices, plan_bytes
+from armillary.plan.comm_time.bytes import BytesPlan, Row, Sent, choices, plan_bytes
+from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.search.candidates import Candidate, Mesh
 
 UNIT = 1024 * 6656 * 2
 """Bytes of one [T, E] of model M on one of 64 ranks: 13 / 1024 GiB."""
@@ -16,7 +18,7 @@ SMALL = BytesPlan(tokens="480", heads=8, kv_heads=4, head_dim=8, ranks=8, rows=2
 
 
 def figures(rows: list[Row]) -> dict[tuple[str, tuple[int, ...], str], Sent]:
-    return {(str(row.choice), row.ranks, row.phase): row.counted for row in rows}
+    return {(str(row.candidate.attention), row.ranks, row.phase): row.counted for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_model_m_beside_what_the_paper_says(model_m):
     assert gib["ring", (0, 1), "forward"] == (pytest.approx(1.5996, abs=5e-5), 0)
     assert gib["wallfacer C=4", (0,), "forward"] == (pytest.approx(0.3047, abs=5e-5), pytest.approx(0.1529, abs=5e-5))
     assert gib["wallfacer C=4", (1,), "forward"] == (0.40625, pytest.approx(0.1523 + 0.0006, abs=5e-5))
-    paper = {str(row.choice): row.published for row in model_m if row.phase == "forward"}
+    paper = {str(row.candidate.attention): row.published for row in model_m if row.phase == "forward"}
     assert paper["usp"] is None and paper["ring"] and paper["wallfacer C=4"]
     assert paper["ring"].total == 1.625 * 2**30
     assert round(paper["wallfacer C=4"].collective / 2**30, 3) == 0.152
@@ -55,7 +57,7 @@ def test_closed_forms_are_what_is_counted(dtype, causal):
 
 
 def test_what_is_shown_unless_asked_for():
-    assert [str(choice) for choice in choices(BytesPlan())] == [
+    assert [str(candidate.attention) for candidate in choices(BytesPlan())] == [
         "ring",
         "token_ring",
         *(f"wallfacer C={team}" for team in (2, 4, 8)),
@@ -63,7 +65,9 @@ def test_what_is_shown_unless_asked_for():
         "usp",
     ]
     found = list(choices(BytesPlan(ranks=4, kv_heads=13)))
-    assert Choice("ulysses", 1, 4) in found and Choice("usp", 4, 1) in found and Choice("wallfacer", 4, 1, 2) in found
+    assert Candidate(Mesh(1, 1, 4), AttentionChoice("ulysses")) in found
+    assert Candidate(Mesh(1, 4, 1), AttentionChoice("usp")) in found
+    assert Candidate(Mesh(1, 4, 1), AttentionChoice("wallfacer", team=2)) in found
 
 
 def test_a_rank_alone_sends_nothing():

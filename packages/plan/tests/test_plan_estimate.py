@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from armillary.attention import AttentionMask, UPipe, WallFacer
 from armillary.attention.kernels import Scores
 from armillary.attention.memory import Sizes
-from armillary.attention.methods import all_gather, local, ring, token_ring, wallfacer
 from armillary.attention.spec import AttentionSpec, Saved, key_heads_of
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
@@ -72,18 +71,10 @@ def test_it_agrees_with_the_simulation(job):
     ],
 )
 def test_each_method_allocates_what_its_formula_says(name, ranks, team, heads):
-    x, keys = sizes(*heads), heads[0] > heads[1]
-    said = {
-        "local": lambda: (local.forward_memory(x), local.backward_memory(x)),
-        "ring": lambda: (ring.forward_memory(x, ranks), ring.backward_memory(x, ranks, keys)),
-        "token_ring": lambda: (token_ring.forward_memory(x, ranks), token_ring.backward_memory(x, ranks)),
-        "wallfacer": lambda: (
-            wallfacer.forward_memory(x, ranks, team),
-            wallfacer.backward_memory(x, ranks, team, keys),
-        ),
-        "all_gather": lambda: (all_gather.forward_memory(x, ranks), all_gather.backward_memory(x, ranks)),
-    }[name]()
-    assert said == pytest.approx(measured(AttentionChoice(name, team=team), ranks, *heads), rel=0.04)
+    choice, x = AttentionChoice(name, team=team), sizes(*heads)
+    method, options = choice.method.sequence, choice.method.options
+    said = method.forward_memory(x, ranks, options), method.backward_memory(x, ranks, options)
+    assert said == pytest.approx(measured(choice, ranks, *heads), rel=0.04)
 
 
 TOKENS, DIM = 8192, 128

@@ -215,8 +215,7 @@ def test_candidates_use_all_ranks_and_split_what_can_be_split():
         mesh, attention = each.mesh, each.attention
         assert mesh.shard * mesh.ring * mesh.ulysses == 16 and mesh.ulysses <= model.heads
         assert attention.team is None or mesh.ring % attention.team**2 == 0
-        assert (attention.head == "") == (mesh.ulysses == 1)
-        assert (attention.sequence == "local") == (mesh.ring == 1)
+        assert attention.method.axes == tuple(name for name in ("ring", "ulysses") if mesh.axes[name] > 1)
     named = {str(each) for each in found}
     assert (
         "wallfacer C=4 p2p_intra on ring 16" in named and "upipe+ring, 16 heads a stage on ring 2 x ulysses 8" in named

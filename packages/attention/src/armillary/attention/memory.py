@@ -12,6 +12,7 @@ queries against half of the keys, or half of the queries against all keys. All i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,25 @@ class Sizes:
     def travelling(self) -> float:
         """q, out, dout and lse: what goes round when queries do in backward."""
         return 3 * self.q + self.lse
+
+
+class HeadStages(NamedTuple):
+    """How heads come to the first rank of the head axis.
+
+    Args:
+        ranks: U.
+        queries, keys: heads of a stage.
+        turns: stages of a round, which share keys.
+        several: whether there is more than one stage.
+        rounds: whether there is more than one round.
+    """
+
+    ranks: int
+    queries: int
+    keys: int
+    turns: int
+    several: bool
+    rounds: bool
 
 
 def kernel_forward(x: Sizes, queries: float = 1) -> float:

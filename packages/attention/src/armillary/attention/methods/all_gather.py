@@ -99,4 +99,9 @@ def backward_memory(x: Sizes, ranks: int) -> float:
     return x.w * every + max(every + x.q + others, scattering)
 
 
-REGISTERED = OnSequence(build=lambda axis, _: AllGatherKV(axis), comm_plan=lambda work, _: comm_plan(work))
+REGISTERED = OnSequence(
+    build=lambda axis, _: AllGatherKV(axis),
+    comm_plan=lambda work, _: comm_plan(work),
+    forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
+    backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
+)

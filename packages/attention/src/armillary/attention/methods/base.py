@@ -1,8 +1,9 @@
 """What an attention method is, and what calling one does.
 
 A method is a pair of plain functions, forward and backward, over local tensors. Calling it checks the call and runs the
-pair through the one op that autograd sees (`autograd.py`). To add a method, write one file with a subclass, with a
-function `comm_plan` beside it that says what it sends and computes, and give it a line in `registry.py`.
+pair through the one op that autograd sees (`autograd.py`). To add a method, write one file with a subclass, with what
+it sends and computes (`comm_plan`) and allocates beside it, and with its entry (`entry.py`); and give it a line in
+`registry.py`.
 """
 
 from __future__ import annotations

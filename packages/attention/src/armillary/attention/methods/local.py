@@ -7,6 +7,7 @@ from torch import Tensor
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step
 from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
+from armillary.attention.methods.entry import OnSequence
 from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
 
@@ -53,3 +54,11 @@ def forward_memory(x: Sizes) -> float:
 def backward_memory(x: Sizes) -> float:
     """One block; gradients stay as the kernel gave them."""
     return kernel_backward(x)
+
+
+REGISTERED = OnSequence(
+    build=lambda axis, _: Local(),
+    comm_plan=lambda work, _: comm_plan(work),
+    forward_memory=lambda x, ranks, _: forward_memory(x),
+    backward_memory=lambda x, ranks, _: backward_memory(x),
+)

@@ -133,19 +133,24 @@ def forward_memory(x: Sizes, ranks: int) -> float:
     return rotate_keys_forward(x, ranks)
 
 
-def backward_memory(x: Sizes, ranks: int, keys: bool) -> float:
-    """Keys go round, or queries."""
-    return rotate_keys_backward(x, ranks) if keys else rotate_queries_backward(x, ranks, direct=False)
+def backward_memory(x: Sizes, ranks: int, backward: Backward = "auto", onward: float = 0.5) -> float:
+    """P ranks pass keys on, or queries: as `fewer_bytes` has it. `onward` as of `rotate_keys_backward`."""
+    queries, keys = x.travelling + x.w * x.q, 2 * x.k * (1 + x.w)
+    if backward == "queries" or (backward == "auto" and queries < keys):
+        return rotate_queries_backward(x, ranks, direct=False)
+    return rotate_keys_backward(x, ranks, onward)
 
 
-def keys_go_round(x: Sizes) -> bool:
-    """Whether a ring's backward sends fewer bytes with keys than with queries."""
-    queries = 3 * x.q + x.lse + x.w * x.q
-    return queries >= 2 * x.k * (1 + x.w)
+def published_bytes(work: AttentionShape) -> tuple[int, int]:
+    """As arXiv 2407.00611 counts it: P steps of k and v, where one less is sent."""
+    return work.layout.length * (work.k + work.v) * work.e, 0
 
 
 REGISTERED = OnSequence(
     build=lambda axis, options: Ring(axis, options.backward),
     comm_plan=lambda work, options: comm_plan(work, options.backward),
+    forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
+    backward_memory=lambda x, ranks, options: backward_memory(x, ranks, options.backward),
+    published=lambda work, _: published_bytes(work),
     takes=("backward",),
 )

@@ -13,6 +13,11 @@ from armillary.core.checked import integer, one_of
 Placement = Literal["collect_intra", "p2p_intra"]
 
 
+def fitting_teams(ranks: int) -> list[int]:
+    """Each C whose square divides the number of ranks."""
+    return [c for c in range(1, isqrt(ranks) + 1) if ranks % c**2 == 0]
+
+
 @dataclass(frozen=True)
 class Teams:
     """Who is who: P ranks of an axis as P / C teams of C members, R consecutive teams to a group, C groups.
@@ -29,8 +34,10 @@ class Teams:
         one_of("placement", self.placement, get_args(Placement))
         object.__setattr__(self, "team", integer("team", self.team))
         if self.team < 1 or self.ranks % self.team**2:
-            fitting = [c for c in range(1, isqrt(self.ranks) + 1) if self.ranks % c**2 == 0]
-            raise ValueError(f"team={self.team}: its square must divide the {self.ranks} ranks; possible: {fitting}")
+            raise ValueError(
+                f"team={self.team}: its square must divide the {self.ranks} ranks; "
+                f"possible: {fitting_teams(self.ranks)}"
+            )
 
     @property
     def ring(self) -> int:

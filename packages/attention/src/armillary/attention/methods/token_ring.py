@@ -138,4 +138,9 @@ def backward_memory(x: Sizes, ranks: int) -> float:
     return rotate_queries_backward(x, ranks, direct=True)
 
 
-REGISTERED = OnSequence(build=lambda axis, _: TokenRing(axis), comm_plan=lambda work, _: comm_plan(work))
+REGISTERED = OnSequence(
+    build=lambda axis, _: TokenRing(axis),
+    comm_plan=lambda work, _: comm_plan(work),
+    forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
+    backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, steps
+from armillary.attention.memory import Sizes
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import InnerPlan, OnHeads
 from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, split_heads
@@ -133,7 +134,22 @@ def _inside(work: AttentionShape, heads: HeadShards, rank: int) -> AttentionShap
     return replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
 
 
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+def forward_memory(x: Sizes, inner: float) -> float:
+    """q, k and v have arrived; then `inner`."""
+    return x.q + 2 * x.k + inner
+
+
+def backward_memory(x: Sizes, inner: float, ranks: int) -> float:
+    """dout has arrived, where ranks divide the heads; then `inner`."""
+    return (x.q if ranks > 1 else 0) + inner
+
+
 REGISTERED = OnHeads(
     build=lambda axis, inner, _: Ulysses(axis, inner) if axis.size() > 1 else inner,
     comm_plan=lambda work, ranks, inner, _: comm_plan(work, ranks, inner),
+    forward_memory=forward_memory,
+    backward_memory=lambda x, inner, stages, alone: backward_memory(x, inner, stages.ranks),
 )

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, beside, steps
-from armillary.attention.memory import Sizes
+from armillary.attention.memory import HeadStages, Sizes
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import InnerPlan, MethodOptions, OnHeads
 from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, checked_inner, split_heads
 from armillary.attention.methods.stages import Keys, Share, Stage, stages
 from armillary.attention.sources import Finished, Heads, QKVSource, place, select
-from armillary.attention.spec import AttentionSpec, Saved
+from armillary.attention.spec import AttentionSpec, Saved, key_heads_of
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import flag, integer
@@ -393,27 +393,54 @@ def forward_memory(x: Sizes, inner: float) -> float:
     return x.q + 2 * x.k + inner
 
 
-def backward_memory(x: Sizes, inner: float, ranks: int, turns: int, several: bool, wide: bool) -> float:
+def backward_memory(x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
     """A stage: q, out, dout, k and v have arrived, then `inner`; and there are sums of dk and dv of the round so far.
 
+    With one rank, out and dout are where they were; where only several stages make up the whole, the kernel has them
+    copied, as heads of a stage do not lie together. Sums are as the first stage gave them, and in float32 from the
+    second on.
+
     Args:
-        ranks: U. With one, out and dout are where they were; where only `several` stages make up the whole, the kernel
-            has them copied, as heads of a stage do not lie together.
-        turns: stages of a round. Sums are as the first stage gave them, and in float32 from the second on.
-        wide: `inner` gives dk and dv in float32.
+        alone: on the sequence axis, where `inner` gives dk and dv in the inputs' dtype; else in float32.
     """
-    outs = 2 * x.q if ranks > 1 or several else 0
-    sums = 0 if turns == 1 else 2 * x.k * (x.w if wide or turns > 2 else 1)
+    outs = 2 * x.q if stages.ranks > 1 or stages.several else 0
+    sums = 0 if stages.turns == 1 else 2 * x.k * (1 if alone and stages.turns == 2 else x.w)
     return x.q + outs + 2 * x.k + sums + inner
 
 
-def heads_told(options: MethodOptions, ranks: int) -> int:
-    """The heads per stage told, or one for each rank of the head axis."""
-    return ranks if options.heads_per_stage is None else options.heads_per_stage
+def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
+    """How heads come to the first of so many ranks, all in one stage unless told otherwise."""
+    shares = [stage.shares[0] for stage in _plan(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
+    turns = next(i for i, share in enumerate(shares) if share.last) + 1
+    return HeadStages(ranks, len(shares[0].queries), len(shares[0].keys), turns, len(shares) > 1, turns < len(shares))
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def heads_at_once(ranks: int, options: MethodOptions) -> int | None:
+    """The heads per stage that are asked for, or one for each rank of the head axis."""
+    return heads_of(ranks if options.heads_per_stage is None else options.heads_per_stage, ranks)
+
+
+def variants(heads: int, ranks: int) -> Iterator[MethodOptions]:
+    """The fewest heads a stage, and twice as many, while there are stages."""
+    return (MethodOptions(heads_per_stage=count) for count in (ranks, 2 * ranks) if count < heads)
+
+
+def shown(options: MethodOptions) -> str:
+    """Such as ", 8 heads a stage"."""
+    return "" if options.heads_per_stage is None else f", {options.heads_per_stage} heads a stage"
 
 
 REGISTERED = OnHeads(
-    build=lambda axis, inner, told: UPipe(axis, inner, heads_told(told, axis.size())),
-    comm_plan=lambda work, ranks, inner, told: comm_plan(work, ranks, inner, heads_told(told, ranks)),
+    build=lambda axis, inner, options: UPipe(axis, inner, heads_at_once(axis.size(), options)),
+    comm_plan=lambda work, ranks, inner, options: comm_plan(work, ranks, inner, heads_at_once(ranks, options)),
+    forward_memory=forward_memory,
+    backward_memory=backward_memory,
+    projects_in_stages=True,
+    heads_at_once=heads_at_once,
     takes=("heads_per_stage",),
+    variants=variants,
+    shown=shown,
 )

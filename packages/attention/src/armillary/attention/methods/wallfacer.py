@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isqrt
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -33,17 +33,12 @@ from armillary.attention.comm_plan import (
 )
 from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
-from armillary.attention.memory import (
-    Sizes,
-    kernel_forward,
-    rotate_keys_backward,
-    rotate_keys_forward,
-    rotate_queries_backward,
-)
+from armillary.attention.memory import Sizes, kernel_forward, rotate_keys_forward
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import Backward, MethodOptions, OnSequence
 from armillary.attention.methods.ring import Ring, backward_steps, check_backward, forward_steps
-from armillary.attention.methods.teams import Placement, Teams
+from armillary.attention.methods.ring import backward_memory as ring_backward_memory
+from armillary.attention.methods.teams import Placement, Teams, fitting_teams
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import Moving
 from armillary.attention.spec import AttentionSpec, Saved
@@ -99,9 +94,7 @@ class WallFacer(Method):
         self.shard = self.axis.rank
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-        """Each team holds what a rank of a ring of P / C would, cut in C."""
-        cut = layout_of(kind, length, self.axis.size // self.teams.team, mask).refine(self.teams.team)
-        return self.teams.seated(cut)
+        return team_layout(self.teams, length, kind, mask)
 
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Gathering:
         return self._gather((q,), layout)
@@ -181,6 +174,11 @@ class WallFacer(Method):
         coming = {rank: FlatBuffer.like(like, tokens) for rank, tokens in receive.items() if rank != me}
         start_exchange(self.axis, going, coming).wait()
         return [send[rank] if rank == me else coming[rank].tensors for rank in receive]
+
+
+def team_layout(teams: Teams, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+    """Each team holds what a rank of a ring of P / C would, cut in C."""
+    return teams.seated(layout_of(kind, length, teams.ranks // teams.team, mask).refine(teams.team))
 
 
 class TeamRing(Ring):
@@ -289,32 +287,63 @@ def forward_memory(x: Sizes, ranks: int, team: int) -> float:
     return gathered + max(ring, merging)
 
 
-def backward_memory(x: Sizes, ranks: int, team: int, keys: bool) -> float:
+def backward_memory(x: Sizes, ranks: int, team: int, backward: Backward = "auto") -> float:
     """q, k, v, out, dout and lse of the team, a ring over them, and then each member's parts of the gradients.
 
     These are summed in float32: what is sent, what came, and the sums for dk and dv.
     """
     if team == 1:
-        return rotate_keys_backward(x, ranks) if keys else rotate_queries_backward(x, ranks, direct=False)
-    all_, ring = x.times(team), ranks // team**2
+        return ring_backward_memory(x, ranks, backward)
+    all_ = x.times(team)
     gathered = all_.travelling + 2 * all_.k
-    inner = rotate_keys_backward(all_, ring, onward=1) if keys else rotate_queries_backward(all_, ring, direct=False)
+    ring = ring_backward_memory(all_, ranks // team**2, backward, onward=1)
     home = 2 * x.w * (all_.q + 2 * all_.k) + 2 * x.w * x.k
-    return max(gathered + inner, home)
+    return max(gathered + ring, home)
 
 
-def largest_team(ranks: int) -> int:
-    """The largest C whose square divides the number of ranks."""
-    return max(c for c in range(1, isqrt(ranks) + 1) if ranks % c**2 == 0)
+# -- options ---------------------------------------------------------------------------------------------------------
 
 
-def team_of(options: MethodOptions, ranks: int) -> int:
-    """The team told, or the largest that fits."""
-    return largest_team(ranks) if options.team is None else options.team
+def teams_of(options: MethodOptions, ranks: int) -> Teams:
+    """Teams of the size that is asked for, or of the largest that fits."""
+    return Teams(ranks, fitting_teams(ranks)[-1] if options.team is None else options.team, options.placement)
+
+
+def variants(ranks: int) -> Iterator[MethodOptions]:
+    """Teams from 2 on, as with 1 it is Ring, in both placements."""
+    for team in fitting_teams(ranks)[1:]:
+        for placement in get_args(Placement):
+            yield MethodOptions(team=team, placement=placement)
+
+
+def shown(options: MethodOptions) -> str:
+    """Such as " C=2 p2p_intra"."""
+    placement = "" if options.placement == "collect_intra" else f" {options.placement}"
+    return f"{'' if options.team is None else f' C={options.team}'}{placement}"
+
+
+def published_bytes(work: AttentionShape, team: int) -> tuple[int, int]:
+    """As arXiv 2407.00611 counts it: P / C^2 steps of a team's k and v; and q, k, v and out within the team."""
+    ranks = work.layout.shards
+    queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
+    return ranks // team * keys, (team - 1) * (queries + keys)
+
+
+def _with(options: MethodOptions, ranks: int) -> tuple[int, Placement, Backward]:
+    """The arguments that follow the axis or the work."""
+    return teams_of(options, ranks).team, options.placement, options.backward
 
 
 REGISTERED = OnSequence(
-    build=lambda axis, told: WallFacer(axis, team_of(told, axis.size()), told.placement, told.backward),
-    comm_plan=lambda work, told: comm_plan(work, team_of(told, work.layout.shards), told.placement, told.backward),
+    build=lambda axis, options: WallFacer(axis, *_with(options, axis.size())),
+    comm_plan=lambda work, options: comm_plan(work, *_with(options, work.layout.shards)),
+    forward_memory=lambda x, ranks, options: forward_memory(x, ranks, teams_of(options, ranks).team),
+    backward_memory=lambda x, ranks, options: backward_memory(
+        x, ranks, teams_of(options, ranks).team, options.backward
+    ),
     takes=("team", "placement", "backward"),
+    variants=variants,
+    shown=shown,
+    layout=lambda length, ranks, options: team_layout(teams_of(options, ranks), length),
+    published=lambda work, options: published_bytes(work, teams_of(options, work.layout.shards).team),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from math import gcd
 from typing import Annotated, Literal
 
 import torch
@@ -13,22 +13,23 @@ from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.attention import AttentionMask, AttentionShape, build_attention, build_comm_plan
+from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
+from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method
 from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.plan.memory import SimulatedFlash, fake_world
+from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.presets import amount
+from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 from armillary.train.dry_run import MOST_RANKS
 
 PHASES = ("forward", "backward")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
-METHODS = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "usp")
-"""Those shown unless others are asked for, where the shapes allow it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class BytesPlan:
     ulysses: CountOrNone = None
     """Ranks on the head axis, for methods on both axes such as usp; by default what divides both, up to 8."""
     attention: tuple[str, ...] = ()
-    """Methods, as --parallel.attention has them; by default all but upipe, ulysses if the ranks divide the heads."""
+    """Methods, as --parallel.attention has them; by default usp and all on one axis that the ranks divide."""
     team: tuple[Count, ...] = ()
     """wallfacer: team sizes (C); by default all from 2 on that fit."""
     of_ranks: tuple[int, ...] = ()
@@ -70,23 +71,6 @@ class BytesPlan:
     @property
     def mask(self) -> AttentionMask:
         return AttentionMask(causal=self.causal)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A method on ranks of both axes."""
-
-    name: str
-    ring: int
-    ulysses: int
-    team: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.team is None else f"{self.name} C={self.team}"
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"ring": self.ring, "ulysses": self.ulysses}
 
 
 @dataclass(frozen=True)
@@ -105,7 +89,7 @@ class Sent:
 class Row:
     """What a method sends from each of some ranks in one phase, counted, by closed form, and as published."""
 
-    choice: Choice
+    candidate: Candidate
     ranks: tuple[int, ...]
     phase: str
     counted: Sent
@@ -126,30 +110,38 @@ def plan_bytes(plan: BytesPlan, progress: Callable[[str], None] = lambda _: None
     check_limits(plan)
     plan = replace(plan, kv_heads=plan.heads if plan.kv_heads is None else plan.kv_heads)
 
-    def rows(choice: Choice) -> Iterator[Row]:
+    def rows(candidate: Candidate) -> Iterator[Row]:
         for rank in plan.of_ranks or range(min(2, plan.ranks)):
-            progress(f"{choice}, rank {rank} of {plan.ranks}")
-            yield from rows_of(plan, choice, rank)
+            progress(f"{candidate.attention}, rank {rank} of {plan.ranks}")
+            yield from rows_of(plan, candidate, rank)
 
-    return [row for choice in choices(plan) for row in together(list(rows(choice)))]
+    return [row for candidate in choices(plan) for row in together(list(rows(candidate)))]
 
 
-def choices(plan: BytesPlan) -> Iterator[Choice]:
+def choices(plan: BytesPlan) -> Iterator[Candidate]:
     """The methods asked for, each with its axes and teams."""
-    for name in plan.attention or METHODS:
-        if name == "ulysses" and not plan.attention and plan.heads % plan.ranks:
-            continue
-        ulysses = plan.ranks if name in ("ulysses", "upipe") else ulysses_of(plan) if on_both(name) else 1
+    for name in plan.attention or shown_by_default(plan):
+        method = named_method(name)
+        both = method.axes == ("ring", "ulysses")
+        ulysses = ulysses_of(plan) if both else plan.ranks if "ulysses" in method.axes else 1
         if plan.ranks % ulysses:
             raise ValueError(f"--ulysses {ulysses} does not divide {plan.ranks} ranks")
-        ring = plan.ranks // ulysses
-        teams = plan.team or tuple(c for c in range(2, isqrt(ring) + 1) if ring % c**2 == 0)
-        for team in (teams or (None,)) if name.endswith("wallfacer") else (None,):
-            yield Choice(name, ring, ulysses, team)
+        mesh = Mesh(1, plan.ranks // ulysses, ulysses)
+        for team in teams(plan, method, mesh.ring):
+            yield Candidate(mesh, AttentionChoice(name, team=team))
 
 
-def on_both(name: str) -> bool:
-    return name == "usp" or "+" in name
+def shown_by_default(plan: BytesPlan) -> list[str]:
+    """All methods on one axis, those on heads where the ranks divide these; and USP."""
+    return [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+
+
+def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
+    """Team sizes of a method that has them: those asked for, or all that fit."""
+    if "team" not in method.sequence.takes:
+        return [None]
+    fitting = dict.fromkeys(options.team for options in method.sequence.variants(ring))
+    return plan.team or fitting or [None]
 
 
 def ulysses_of(plan: BytesPlan) -> int:
@@ -160,10 +152,10 @@ def ulysses_of(plan: BytesPlan) -> int:
     return max(u for u in range(1, 9) if shared % u == 0)
 
 
-def rows_of(plan: BytesPlan, choice: Choice, rank: int) -> list[Row]:
+def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
     """Forward and backward of one rank."""
-    ledger, work = attend(plan, choice, rank)
-    comm_plan = build_comm_plan(choice.name, work, choice.ring, choice.ulysses, team=choice.team)
+    ledger, work = attend(plan, candidate, rank)
+    comm_plan = candidate.attention.comm_plan(work, candidate.mesh.ring, candidate.mesh.ulysses)
 
     def row(phase: str) -> Row:
         counted, closed = (
@@ -173,17 +165,17 @@ def rows_of(plan: BytesPlan, choice: Choice, rank: int) -> list[Row]:
                 (comm_plan.bytes(rank, "p2p", phase), comm_plan.bytes(rank, phase=phase)),
             )
         )
-        paper = published(work, choice) if phase == "forward" else None
-        return Row(choice, (rank,), phase, counted, closed, paper, ledger.messages(phase=phase))
+        paper = published(work, candidate.attention) if phase == "forward" else None
+        return Row(candidate, (rank,), phase, counted, closed, paper, ledger.messages(phase=phase))
 
     return [row(phase) for phase in PHASES]
 
 
-def attend(plan: BytesPlan, choice: Choice, rank: int) -> tuple[CommLedger, AttentionShape]:
+def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
     """Runs one call forward and backward as this rank would: what it sent, and what the call was."""
     heads, keys = plan.heads, plan.kv_heads or plan.heads
-    with fake_world(rank, **choice.axes) as mesh:
-        method = build_attention(choice.name, mesh, team=choice.team)
+    with fake_world(rank, **candidate.mesh.axes) as mesh:
+        method = candidate.attention(mesh)
         layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
@@ -219,20 +211,13 @@ class AnyFlash(SimulatedFlash):
         return out, lse.to(accumulation_dtype(q.dtype))
 
 
-def published(work: AttentionShape, choice: Choice) -> Sent | None:
-    """What the paper counts for forward, where every token sees all (arXiv 2407.00611).
-
-    Ring: P steps of k and v. WallFacer: P / C^2 steps of a team's, and q, k, v and out within the team.
-    """
-    if work.mask != AttentionMask(causal=False) or choice.ring == 1 or work.layout.length % choice.ring:
+def published(work: AttentionShape, attention: AttentionChoice) -> Sent | None:
+    """What the paper counts for forward, where every token sees all (arXiv 2407.00611), of a method it counts."""
+    method, ranks = attention.method, work.layout.shards
+    if work.mask != AttentionMask(causal=False) or ranks == 1 or work.layout.length % ranks:
         return None
-    tokens = work.layout.length // choice.ring
-    queries, keys = (tokens * n * work.e for n in (work.q + work.out, work.k + work.v))
-    if choice.name == "ring":
-        return Sent(choice.ring * keys, 0)
-    if choice.name == "wallfacer" and choice.team is not None:
-        return Sent(choice.ring // choice.team * keys, (choice.team - 1) * (queries + keys))
-    return None
+    counted = None if method.head else method.sequence.published
+    return None if counted is None else Sent(*counted(work, method.options))
 
 
 def together(rows: list[Row]) -> list[Row]:

@@ -50,8 +50,8 @@ def cells_of(row: Row) -> tuple[str, ...]:
 
 def title(row: Row) -> str:
     """The method, and its axes where there are several."""
-    axes = [f"{name} {size}" for name, size in row.choice.axes.items() if size > 1]
-    return f"{row.choice} ({' x '.join(axes)})" if len(axes) > 1 else str(row.choice)
+    attention, mesh = row.candidate.attention, row.candidate.mesh
+    return f"{attention} ({mesh})" if min(mesh.ring, mesh.ulysses) > 1 else str(attention)
 
 
 def published(sent: Sent) -> str:

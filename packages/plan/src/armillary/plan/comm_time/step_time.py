@@ -111,12 +111,12 @@ def exposed(waiting: tuple[float, float], hiding: tuple[float, float]) -> float:
 def recomputed(step: StepSizes, dense: float, forward: Span) -> tuple[float, Span]:
     """What backward computes again of a block: (matrix products, attention).
 
-    UPipe projects again in any case. Keeping x alone, all is computed again; keeping attention's results, all but
-    attention; and in pieces, what follows it.
+    What projects in stages does that again in any case. Keeping x alone, all is computed again; keeping attention's
+    results, all but attention; and in pieces, what follows it.
     """
     model = step.model
     rest = model.rest / model.block
-    projecting = (1 - rest) * dense if step.attention.head == "upipe" else 0.0
+    projecting = (1 - rest) * dense if step.projects_in_stages else 0.0
     match step.checkpointing.policy:
         case "layer":
             return dense, forward

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import gcd
 
+from armillary.attention.registry import named_method
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
@@ -105,10 +106,6 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
         closed = estimate(job_of(plan, axes, length))
         return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, closed, fit)
 
-    if plan.heads_per_stage is not None and plan.heads_per_stage % axes["ulysses"]:
-        raise ValueError(
-            f"heads_per_stage={plan.heads_per_stage} must be a positive multiple of {axes['ulysses']} ranks"
-        )
     if (share := room.share(estimate(job_of(plan, axes, length)))) > BEYOND:
         raise ValueError(
             f"--tokens {plan.tokens}: by closed formulas a step takes {share:,.0f} times the memory that there is; "
@@ -150,14 +147,14 @@ def axes_of(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
     Raises:
         ValueError: they do not multiply to the ranks of the cluster.
     """
-    left, choice = max(1, cluster.ranks // plan.shard), AttentionChoice(plan.attention)
+    left, divided = max(1, cluster.ranks // plan.shard), named_method(plan.attention).axes
     open_ranks = left // (plan.ring or 1)
     if plan.ulysses is not None:
         ulysses = plan.ulysses
-    elif choice.head and choice.sequence != "local":
+    elif divided == ("ring", "ulysses"):
         ulysses = gcd(model.kv_heads, cluster.ranks_per_node, open_ranks)
     else:
-        ulysses = open_ranks if choice.head else 1
+        ulysses = open_ranks if "ulysses" in divided else 1
     ring = max(1, left // ulysses) if plan.ring is None else plan.ring
     if plan.shard * ring * ulysses != cluster.ranks:
         raise ValueError(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
-from math import isqrt
 from typing import Any
 
+from armillary.attention.registry import ALIASES, variants
 from armillary.models import Checkpointing
 from armillary.plan.memory.estimate import AttentionChoice
 
-PLAIN = ("ring", "token_ring", "all_gather")
-"""Methods on the sequence axis without options."""
 KEEPING = (
     Checkpointing("none"),
     Checkpointing("none", tiled=True),
@@ -57,15 +55,8 @@ class Candidate:
     @property
     def parallel(self) -> dict[str, Any]:
         """As fields of `ParallelConfig`."""
-        attention = self.attention
-        return {
-            **self.mesh.axes,
-            "cp": None,
-            "attention": attention.name,
-            "heads_per_stage": attention.heads_per_stage,
-            "team": attention.team,
-            "placement": attention.placement,
-        }
+        options = asdict(self.attention)
+        return {**self.mesh.axes, "cp": None, "attention": options.pop("name"), **options}
 
 
 def candidates(heads: int, ranks: int, rows: int) -> Iterator[Candidate]:
@@ -76,13 +67,13 @@ def candidates(heads: int, ranks: int, rows: int) -> Iterator[Candidate]:
         rows: sequences of a step, which `shard` must divide.
     """
     for mesh in meshes(ranks, rows, heads):
-        for attention in methods(mesh, heads):
-            yield Candidate(mesh, attention)
+        for method in variants(mesh.ring, mesh.ulysses, heads):
+            yield Candidate(mesh, AttentionChoice.of(method))
 
 
 def is_one_of(attention: AttentionChoice, names: Iterable[str]) -> bool:
     """Whether it is one of the methods asked for, if any are; "usp" is ulysses+ring."""
-    wanted = ["ulysses+ring" if name == "usp" else name for name in names]
+    wanted = [ALIASES.get(name, name) for name in names]
     return not wanted or attention.name in wanted
 
 
@@ -92,37 +83,6 @@ def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
         for ulysses in divisors(ranks // shard):
             if rows % shard == 0 and ulysses <= heads:
                 yield Mesh(shard, ranks // shard // ulysses, ulysses)
-
-
-def methods(mesh: Mesh, heads: int) -> Iterator[AttentionChoice]:
-    """All methods for a mesh, with each team and placement, and each number of heads for a stage."""
-    inside = list(sequence_methods(mesh.ring))
-    if mesh.ulysses == 1:
-        yield from inside
-        return
-    for choice in inside:
-        name = "" if choice.name == "local" else f"+{choice.name}"
-        yield AttentionChoice(f"ulysses{name}", team=choice.team, placement=choice.placement)
-        for count in stages(mesh.ulysses, heads):
-            yield AttentionChoice(f"upipe{name}", count, choice.team, choice.placement)
-
-
-def sequence_methods(ranks: int) -> Iterator[AttentionChoice]:
-    """Those of the sequence axis: local on one rank, else all; WallFacer from teams of 2, as with 1 it is Ring."""
-    if ranks == 1:
-        yield AttentionChoice("local")
-        return
-    for name in PLAIN:
-        yield AttentionChoice(name)
-    for team in range(2, isqrt(ranks) + 1):
-        if ranks % team**2 == 0:
-            for placement in ("collect_intra", "p2p_intra"):
-                yield AttentionChoice("wallfacer", team=team, placement=placement)
-
-
-def stages(ulysses: int, heads: int) -> list[int]:
-    """Heads for a stage, over all ranks of the head axis: the fewest, and twice as many, while there are stages."""
-    return [count for count in (ulysses, 2 * ulysses) if count < heads]
 
 
 def policies() -> Iterator[tuple[Checkpointing, bool]]:

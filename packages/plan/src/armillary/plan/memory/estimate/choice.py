@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import Method, build_attention
+from armillary.attention import Method
 from armillary.attention.comm_plan import AttentionShape, CommPlan
-from armillary.attention.methods.teams import Placement, Teams
-from armillary.attention.methods.wallfacer import largest_team
-from armillary.attention.registry import HEAD_METHODS, build_comm_plan
+from armillary.attention.methods.entry import MethodOptions
+from armillary.attention.methods.teams import Placement
+from armillary.attention.registry import NamedMethod, named_method
 from armillary.core import SequenceLayout
 
 
@@ -20,9 +20,7 @@ class AttentionChoice:
 
     Args:
         name: such as "ring", "usp" or "upipe+wallfacer".
-        heads_per_stage: of UPipe; by default one query head for each rank of the head axis.
-        team: of WallFacer; by default the largest that fits.
-        placement: of WallFacer's teams.
+        heads_per_stage, team, placement: options, as the trainer's `ParallelConfig` has them.
     """
 
     name: str
@@ -30,44 +28,31 @@ class AttentionChoice:
     team: int | None = None
     placement: Placement = "collect_intra"
 
+    @classmethod
+    def of(cls, method: NamedMethod) -> AttentionChoice:
+        """The same as data."""
+        options = method.options
+        return cls(method.name, options.heads_per_stage, options.team, options.placement)
+
+    @property
+    def method(self) -> NamedMethod:
+        """What the registry knows of it.
+
+        Raises:
+            ValueError: an unknown name, or an option that the method does not have.
+        """
+        return named_method(self.name, MethodOptions(self.heads_per_stage, self.team, self.placement))
+
     def __str__(self) -> str:
-        teams = "" if self.team is None else f" C={self.team} {self.placement}"
-        stages = "" if self.heads_per_stage is None else f", {self.heads_per_stage} heads a stage"
-        return f"{self.name}{teams}{stages}"
+        return str(self.method)
 
     def __call__(self, mesh: DeviceMesh) -> Method:
-        return build_attention(
-            self.name, mesh, heads_per_stage=self.heads_per_stage, team=self.team, placement=self.placement
-        )
+        return self.method.build(mesh)
 
     def layout(self, length: int, ranks: int) -> SequenceLayout:
         """Zigzag, over so many ranks of the sequence axis; what `Method.layout` gives, not refined for a head axis."""
-        if self.sequence != "wallfacer":
-            return SequenceLayout.zigzag(length, ranks)
-        team = self.team_of(ranks)
-        return Teams(ranks, team, self.placement).seated(SequenceLayout.zigzag(length, ranks // team).refine(team))
+        return self.method.layout(length, ranks)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """What it sends and computes on a mesh of ring x ulysses ranks."""
-        return build_comm_plan(
-            self.name, work, ring, ulysses, self.heads_per_stage, team=self.team, placement=self.placement
-        )
-
-    @property
-    def head(self) -> str:
-        """What divides the heads: "ulysses", "upipe" or ""."""
-        return self._parts[0]
-
-    @property
-    def sequence(self) -> str:
-        """What divides the sequence: "local", "ring", "token_ring", "wallfacer" or "all_gather"."""
-        return self._parts[1]
-
-    def team_of(self, ranks: int) -> int:
-        """WallFacer's C on so many ranks."""
-        return largest_team(ranks) if self.team is None else self.team
-
-    @property
-    def _parts(self) -> tuple[str, str]:
-        head, _, sequence = ("ulysses+ring" if self.name == "usp" else self.name).rpartition("+")
-        return (sequence, "local") if sequence in HEAD_METHODS else (head, sequence)
+        return self.method.comm_plan(work, ring, ulysses)

@@ -90,7 +90,7 @@ class Moments:
         GELU.
         """
         step = self.step
-        out = step.out if step.attention.head == "ulysses" and step.ulysses > 1 else 0
+        out = step.out if step.ulysses > 1 and not step.projects_in_stages else 0
         mlp = 2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
         return Held(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
@@ -110,7 +110,7 @@ class Moments:
         """In the last block, of which x and room for the result are there; a forward gathers into a copy first."""
         step, model = self.step, self.step.model
         held = self.always() + self.kept(model.layers - 1)
-        attention = step.out + step.lse + step.staged_forward()
+        attention = step.out + step.lse + step.attention_forward()
         return held + Held(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
 
     def loss(self) -> Held:
@@ -166,7 +166,7 @@ class Moments:
             return self.backward_attention_kept(i)
         held = self.in_backward(i) + self.kept_at(i) + self.attended()
         sums = step.total * step.model.rest
-        attention = step.out + self.projections_summed() + step.staged_backward()
+        attention = step.out + self.projections_summed() + step.attention_backward()
         return held + Held(gradients=step.x, mlp=sums, attention=attention)
 
     def projections_summed(self) -> float:
@@ -180,8 +180,8 @@ class Moments:
         """Likewise under policy "none": of the block, only what comes before `rest` is left."""
         step, model = self.step, self.step.model
         held = self.in_backward(i) + self.kept(i) + self.kept_before_rest()
-        upipe = step.attention.head == "upipe"
-        work = step.x + self.projections_summed() + step.staged_backward() if upipe else step.whole_backward()
+        projecting = step.x + self.projections_summed() if step.projects_in_stages else 0
+        work = projecting + step.attention_backward()
         return held + Held(gradients=step.x + step.e * model.rest, attention=step.out + work)
 
     def backward_end(self, i: int) -> Held:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import float32
 
-from armillary.attention.memory import Sizes
-from armillary.attention.methods import all_gather, local, ring, token_ring, upipe, wallfacer
+from armillary.attention.memory import HeadStages, Sizes
+from armillary.attention.methods import upipe
+from armillary.attention.registry import NamedMethod
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
 from armillary.plan.memory.estimate.choice import AttentionChoice
-from armillary.plan.memory.estimate.stages import HeadStages
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulate import Job
 
@@ -31,7 +32,7 @@ class StepSizes:
     """
 
     model: Widths
-    attention: AttentionChoice
+    method: NamedMethod
     checkpointing: Checkpointing
     on_host: bool
     tokens: int
@@ -49,9 +50,11 @@ class StepSizes:
             )
         axes: Mapping[str, int] = job.axes
         ring, ulysses = axes.get("ring", 1), axes.get("ulysses", 1)
+        method = job.attention.method
+        method.check_used(ring, ulysses)
         return cls(
             model=Widths.of(job.model),
-            attention=job.attention,
+            method=method,
             checkpointing=job.checkpointing,
             on_host=job.on_host,
             tokens=-(-job.length // (ring * ulysses)),
@@ -91,12 +94,20 @@ class StepSizes:
         """Bytes of a number in sums of parameters' gradients: wide where there are several pieces to sum."""
         return self.e if self.piece >= self.tokens else MASTER
 
-    @property
+    @cached_property
     def stages(self) -> HeadStages:
         """The stages in which heads come."""
-        every = -(-self.model.heads // self.ulysses) * self.ulysses
-        wanted = self.attention.heads_per_stage or self.ulysses if self.attention.head == "upipe" else every
-        return HeadStages.of(self.model.heads, self.model.key_heads, self.ulysses, min(wanted, every))
+        return self.method.stages(self.model.heads, self.model.key_heads, self.ulysses)
+
+    @property
+    def projects_in_stages(self) -> bool:
+        """Whether attention keeps out and lse alone, and projects again in backward."""
+        return self.method.head is not None and self.method.head.projects_in_stages
+
+    @property
+    def attended(self) -> Sizes:
+        """What attention is about at a time: heads of a stage."""
+        return self.call(self.stages.queries, self.stages.keys)
 
     def call(self, queries: int, keys: int) -> Sizes:
         """What attention is about with so many heads of each rank of the head axis: of all its tokens, so U times."""
@@ -106,60 +117,34 @@ class StepSizes:
 
     def forward(self, x: Sizes) -> float:
         """Of the method on the sequence axis."""
-        ranks = self.ring
-        match self.attention.sequence:
-            case "ring":
-                return ring.forward_memory(x, ranks)
-            case "token_ring":
-                return token_ring.forward_memory(x, ranks)
-            case "wallfacer":
-                return wallfacer.forward_memory(x, ranks, self.attention.team_of(ranks))
-            case "all_gather":
-                return all_gather.forward_memory(x, ranks)
-            case _:
-                return local.forward_memory(x)
+        return self.method.sequence.forward_memory(x, self.ring, self.method.options)
 
     def backward(self, x: Sizes) -> float:
         """Likewise."""
-        ranks, keys = self.ring, ring.keys_go_round(x)
-        match self.attention.sequence:
-            case "ring":
-                return ring.backward_memory(x, ranks, keys)
-            case "token_ring":
-                return token_ring.backward_memory(x, ranks)
-            case "wallfacer":
-                return wallfacer.backward_memory(x, ranks, self.attention.team_of(ranks), keys)
-            case "all_gather":
-                return all_gather.backward_memory(x, ranks)
-            case _:
-                return local.backward_memory(x)
+        return self.method.sequence.backward_memory(x, self.ring, self.method.options)
 
-    def staged_forward(self) -> float:
-        """A stage of UPipe, or of any method as blocks run it that keep x, out and lse alone: q, k and v too."""
-        stage = self.stages
-        x = self.call(stage.queries, stage.keys)
-        return upipe.forward_memory(x, self.forward(x))
+    def attention_forward(self) -> float:
+        """What attention allocates, q, k and v too. Blocks that keep x alone run any method as UPipe."""
+        inner = self.forward(self.attended)
+        if self.checkpointing.policy == "none" and self.method.head is not None:
+            return self.method.head.forward_memory(self.attended, inner)
+        return upipe.forward_memory(self.attended, inner)
 
-    def staged_backward(self) -> float:
-        """Likewise, besides out and dout: q, k and v, and what the stages before have left."""
-        stage = self.stages
-        x = self.call(stage.queries, stage.keys)
-        wide = self.attention.sequence != "local" and self.ring > 1
-        return upipe.backward_memory(x, self.backward(x), self.ulysses, stage.turns, stage.several, wide)
-
-    def whole_backward(self) -> float:
-        """Where autograd has kept q, k, v, out and lse: dout of this rank's heads, and what the method needs."""
-        stage = self.stages
-        x = self.call(stage.queries, stage.keys)
-        return (x.q if self.ulysses > 1 else 0) + self.backward(x)
+    def attention_backward(self) -> float:
+        """What it allocates besides out and dout of this rank's tokens, and besides what autograd has kept."""
+        inner, alone = self.backward(self.attended), self.ring == 1
+        if self.checkpointing.policy != "none":
+            return upipe.backward_memory(self.attended, inner, self.stages, alone)
+        head = self.method.head
+        return inner if head is None else head.backward_memory(self.attended, inner, self.stages, alone)
 
     def kept_attention(self) -> float:
         """What attention's backward wants, where autograd has its way: q, k, v, out and lse.
 
         Norms of queries and keys keep what these were before.
         """
-        if self.attention.head == "upipe":
+        if self.projects_in_stages:
             return self.out + self.lse
-        x, model = self.call(self.stages.queries, self.stages.keys), self.model
+        x, model = self.attended, self.model
         before = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
         return 2 * x.q + 2 * x.k + x.lse + before
