@@ -1,0 +1,106 @@
+"""A method that is none of ours, as whoever adds one would write it: one file, and one line of the registry.
+
+Every rank gathers all queries and attends with its own keys; partial results are merged on the ranks that the queries
+are from. All-gather of keys and values the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
+from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.entry import OnSequence
+from armillary.attention.spec import AttentionSpec, Saved
+from armillary.attention.tiling.block import BlockAttention
+from armillary.attention.tiling.merge import Merge, Sum
+from armillary.core import Axis
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.merge import start_merge_scatter
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+
+
+class GatheredQueries(Method):
+    """All-gather of queries over one mesh axis of P ranks.
+
+    Bytes sent: forward (P - 1) (B T H D e) all-gather and (P - 1) B T H (D e + a) reduce-scatter; backward
+    (P - 1) B T H (3 D e + a) and (P - 1) B T H D a.
+    """
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        self.axis = Axis.of(axis)
+        self.shards = self.sequence_shards = self.axis.size
+        self.shard = self.axis.rank
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        (every,) = self._gather([q], spec)
+        merged = Merge.of(every, v)
+        self._block(spec).forward(every, k, v, merged)
+        partial = merged.result()
+        del every, merged
+        out, lse = start_merge_scatter(*partial, self.axis, spec.layout.sizes).wait()
+        return out, Saved(q, k, v, out, lse)
+
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        q, out, dout, lse = self._gather([saved.q, saved.out, dout, saved.lse], spec)
+        dq, dk, dv = (Sum.like(x) for x in (q, saved.k, saved.v))
+        self._block(spec).backward(dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
+        del q, out, dout, lse
+        return start_reduce_scatter(dq.value(), self.axis, spec.layout.sizes).wait(), dk.result(), dv.result()
+
+    def _gather(self, tensors: Sequence[Tensor], spec: AttentionSpec) -> list[Tensor]:
+        """Of all ranks, in the order of the shards."""
+        return [move.wait() for move in [start_all_gather(x, self.axis, spec.layout.sizes) for x in tensors]]
+
+    def _block(self, spec: AttentionSpec) -> BlockAttention:
+        """All queries, taken as one shard, against this rank's keys."""
+        together = spec.once("together", lambda: replace(spec, layout=spec.layout.coarsen(self.axis.size)))
+        return together.block(0, self.axis.rank)
+
+
+def comm_plan(work: AttentionShape) -> CommPlan:
+    """What `GatheredQueries` sends and computes over the shards of `work`."""
+    every, tokens = range(work.layout.shards), work.layout.sizes
+
+    def gather(*sizes: int) -> Step:
+        return Step(tuple(all_gather([every], tokens, size) for size in sizes))
+
+    def scatter(*sizes: int) -> Step:
+        return Step(tuple(reduce_scatter([every], tokens, size) for size in sizes))
+
+    heads, q, out, lse = len(work.key_heads), work.q * work.e, work.out * work.e, work.lse * work.a
+    attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for r in every) for s in every))
+    return CommPlan(
+        steps(gather(q), attend, scatter(out, lse)),
+        steps(gather(q, out, out, lse), attend, scatter(work.q * work.a)),
+    )
+
+
+def forward_memory(x: Sizes, ranks: int) -> float:
+    """All queries, and of them out and lse, summed in float32; and those of the others' queries, with a copy."""
+    if ranks == 1:
+        return kernel_forward(x)
+    merged, part = x.w * x.q + x.lse, kernel_forward(x) + x.w * x.q + 3 * x.lse
+    return ranks * (x.q + merged) + (ranks - 1) * part
+
+
+def backward_memory(x: Sizes, ranks: int) -> float:
+    """All q, out, dout and lse, and dq in float32; and the kernel with the others' queries, or dk and dv in float32."""
+    if ranks == 1:
+        return kernel_backward(x)
+    others = kernel_backward(x, queries=ranks - 1, keys=0.5) + 2 * x.k
+    widening = (ranks - 1) * x.q + (2 + 2 * x.w) * x.k
+    return ranks * (x.travelling + x.w * x.q) + max(others, widening)
+
+
+REGISTERED = OnSequence(
+    build=lambda axis, _: GatheredQueries(axis),
+    comm_plan=lambda work, _: comm_plan(work),
+    forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
+    backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
+)

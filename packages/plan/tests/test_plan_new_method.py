@@ -1,0 +1,175 @@
+"""A method that is added by one file (`gathered_queries.py`) and one line of the registry is known everywhere."""
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import gathered_queries
+import pytest
+from test_plan_estimate import measured, sizes
+
+from armillary.attention.conformance import cases, check
+from armillary.attention.conformance.compositions import named
+from armillary.attention.registry import SEQUENCE_METHODS, names
+from armillary.core.testing import mesh
+from armillary.models import Checkpointing, LlamaConfig
+from armillary.plan.cli import main
+from armillary.plan.memory import Job, simulate
+from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.search.candidates import candidates
+from armillary.plan.tune import tuner
+from armillary.plan.tune.command import read_order
+from armillary.plan.tune.file import Tuned
+from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
+from armillary.train.config.command import read_command
+
+NEW = "gather_q"
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """With one more line in the registry."""
+    with patch.dict(SEQUENCE_METHODS, {NEW: gathered_queries.REGISTERED}):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def added():
+    with registered():
+        yield
+
+
+def printed(capsys, *argv: str) -> str:
+    main(argv)
+    return capsys.readouterr().out
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def conform() -> None:
+    """Through the suite as all names of the registry go through it, on the meshes that it finds for them."""
+    with registered():
+        for i, name in enumerate((NEW, f"ulysses+{NEW}", f"upipe+{NEW}")):
+            assert name in names()
+            (axes,) = named(name).meshes(4)
+            attend = named(name).build(mesh(**axes))
+            for case in cases(brief=i)[i::4]:
+                check(attend, case)
+
+
+def test_it_conforms_alone_and_within_methods_on_heads(worlds):
+    worlds(4).run(conform)
+
+
+def test_the_bytes_report_counts_what_its_plan_says(capsys):
+    small = (
+        "bytes",
+        "--tokens",
+        "480",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "4",
+        "--head-dim",
+        "8",
+        "--ranks",
+        "8",
+        "--causal",
+    )
+    assert f"\n{NEW} " in printed(capsys, *small)
+    rows = json.loads(printed(capsys, *small, "--attention", NEW, f"ulysses+{NEW}", f"upipe+{NEW}", "--json"))["rows"]
+    assert len(rows) >= 6
+    for row in rows:
+        assert row["counted"] == row["closed"] and row["counted"]["collective"] > 0 == row["counted"]["p2p"]
+
+
+# -- the planner ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_it_allocates_what_its_formula_says(ranks, heads):
+    x, method = sizes(*heads), AttentionChoice(NEW).method
+    said = [f(x, ranks, method.options) for f in (method.sequence.forward_memory, method.sequence.backward_memory)]
+    assert said == pytest.approx(measured(AttentionChoice(NEW), ranks, *heads), rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "policy"),
+    [(NEW, {"ring": 8}, "layer"), (f"upipe+{NEW}", {"ring": 4, "ulysses": 2}, "attention_output")],
+)
+def test_the_estimate_of_a_step_agrees_with_the_simulation(name, axes, policy):
+    job = Job(
+        model=replace(LlamaConfig.llama3_8b(), layers=1),
+        axes=axes,
+        attention=AttentionChoice(name),
+        length=2**17,
+        checkpointing=Checkpointing(policy),
+    )
+    assert estimate(job).device == pytest.approx(simulate(job).device, rel=0.05)
+
+
+def test_the_search_has_it_among_all_and_prints_it(capsys):
+    flags = ("--cluster", "8xh100", "--tokens", "128Ki")
+    found = json.loads(printed(capsys, *flags, "--json"))["choices"]
+    mine = [choice for choice in found if choice["attention"]["name"].endswith(NEW)]
+    meshes = {tuple(choice["axes"].values()) for choice in mine}
+    assert meshes == {(1, 8, 1), (1, 4, 2), (1, 2, 4)}
+    assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in mine)
+    (alone,) = [choice for choice in mine if choice["attention"]["name"] == NEW]
+    (ring,) = [choice for choice in found if choice["attention"]["name"] == "ring"]
+    assert alone["parts"]["dense"] == ring["parts"]["dense"] and alone["parts"]["exchange"] > ring["parts"]["exchange"]
+    table = printed(capsys, *flags, "--attention", NEW)
+    assert f"\n{NEW} " in table and f"--parallel.attention {NEW} " in table
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("memory", "--model", "debug", "--tokens", "8Ki", "--attention", NEW),
+        (
+            "run",
+            "--parallel.attention",
+            NEW,
+            "--parallel.ulysses",
+            "1",
+            "--data.sequence-length",
+            "8Ki",
+            "--model.vocab-size",
+            "256",
+        ),
+    ],
+    ids=lambda command: command[0],
+)
+def test_memory_of_a_step_is_told(command, capsys):
+    found = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
+    assert found["memory"]["device"] > 0
+
+
+# -- the tuner --------------------------------------------------------------------------------------------------------
+
+SMALL = Config(
+    model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
+    data=DataConfig(sequence_length=50),
+    train=TrainConfig(device="cpu"),
+)
+
+
+def tuned(out: Path) -> Tuned:
+    """By the command's own flags, on every rank."""
+    with registered(), redirect_stdout(io.StringIO()):
+        order = read_order(["--attention", NEW, "--iterations", "1", "--out", str(out)])
+        return tuner.tune(replace(order, run=SMALL))
+
+
+def test_the_tuner_measures_it_and_the_trainer_takes_the_choice(worlds, tmp_path):
+    found = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
+    assert [str(each.candidate) for each in found.measured] == [f"{NEW} on ring 2"]
+    assert found.choice in list(candidates(heads=4, ranks=2, rows=1))
+    run = read_command(["--config", str(tmp_path / "tuned.toml")])[0].run
+    assert (run.parallel.attention, run.parallel.ring) == (NEW, 2)
