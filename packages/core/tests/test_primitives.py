@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger
+from armillary.core import CommLedger, LogSumExpPartial
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.differentiable import (
     all_gather,
@@ -481,7 +481,7 @@ def merges_dtensors() -> list[float]:
     out, lse = partials((12,), 2, torch.float64)[axis.get_local_rank()]
     heads = slice(3 * two.get_local_rank("tp"), 3 * two.get_local_rank("tp") + 3)
     local = [x[:, :, heads].clone().requires_grad_() for x in (out, lse)]
-    placed = [Partial("logsumexp"), Shard(2)]
+    placed = [LogSumExpPartial(packed=False), Shard(2)]
     parts = [DTensor.from_local(x, two, placed) for x in local]
     results = merge_scatter(parts[0], parts[1], axis)
     plain = merge_scatter(local[0], local[1], axis)
@@ -539,7 +539,7 @@ def test_wrong_placements_are_refused_by_name(worlds):
         "sizes (2, 3) over axis 'ulysses' are not the shards of a DTensor, which cuts 5 as (3, 2)",
         "heads (1, 3) over axis 'ulysses' are not the shards of a DTensor, which cuts 4 as (2, 2)",
         "6 heads of DTensor",
-        "it must be Partial(logsumexp) there",
+        "it must be LogSumExpPartial(packed=False) there",
         "one of out and lse is a DTensor and the other is not",
     ]
     for found in worlds(8).run(refused_dtensors):

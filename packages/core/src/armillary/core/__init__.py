@@ -3,6 +3,10 @@
 What is not among these is imported from its module.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from armillary.core.collectives.differentiable import (
     all_gather,
     head_to_seq,
@@ -19,11 +23,15 @@ from armillary.core.observe.label import label
 from armillary.core.observe.ledger import CommLedger
 from armillary.core.observe.trace import Trace, span
 
+if TYPE_CHECKING:
+    from armillary.core.logsumexp_partial import LogSumExpPartial
+
 __all__ = [
     "AXES",
     "Axis",
     "CommLedger",
     "FlatBuffer",
+    "LogSumExpPartial",
     "SequenceLayout",
     "Trace",
     "all_gather",
@@ -42,3 +50,12 @@ __all__ = [
     "start_process_group",
     "sum_gradients",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports the one name that takes torch's DTensor, which takes seconds, when it is asked for."""
+    if name == "LogSumExpPartial":
+        from armillary.core.logsumexp_partial import LogSumExpPartial
+
+        return LogSumExpPartial
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -170,6 +170,46 @@ def after_backward(action: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
 
 
+class OpRefused(NotImplementedError, ValueError):
+    """An op that DTensors of some placement do not have. DTensor passes NotImplementedErrors on, and rewords others."""
+
+
+def guard_dtensors(
+    op: Callable[[object, Sequence[Placement]], None], redistribution: Callable[[DTensor, Sequence[Placement]], None]
+) -> None:
+    """From now on DTensor asks before it works: a placement is told neither of ops nor of gradients.
+
+    Args:
+        op: called with each op and its tensors' placements, before DTensor finds how to run it. What it has found, it
+            remembers, so `op` must always say the same of the same.
+        redistribution: called with a DTensor and the placements that it is to have, before an explicit `redistribute`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import _redistribute as redistributing
+
+    propagator, function = cast(Any, DTensor)._op_dispatcher.sharding_propagator, cast(Any, redistributing).Redistribute
+    propagate, forward = propagator.propagate_op_sharding_non_cached, function.forward
+
+    def propagate_checked(schema: Any) -> Any:
+        op(schema.op, placements_in((schema.args_schema, schema.kwargs_schema)))
+        return propagate(schema)
+
+    def forward_checked(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], *rest: Any) -> Any:
+        redistribution(x, placements)
+        return forward(ctx, x, mesh, placements, *rest)
+
+    propagator.propagate_op_sharding_non_cached = propagate_checked
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)  # with a fresh cache
+    function.forward = staticmethod(forward_checked)
+
+
+def placements_in(arguments: object) -> list[Placement]:
+    """Those of all specs of DTensors among an op's arguments."""
+    from torch.utils._pytree import tree_leaves
+
+    return [placement for leaf in tree_leaves(arguments) for placement in getattr(leaf, "placements", ())]
+
+
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor; of plain tensors without importing those, which takes seconds."""
     if type(x) is Tensor or type(x) is Parameter:

@@ -159,9 +159,16 @@ class Axis:
         if isinstance(mesh, Axis):
             return mesh
         check_axis(mesh)
-        name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
-        group, device = mesh.get_group(), mesh.device_type
-        return cls(name, mesh.get_local_rank(), mesh.size(), group, compat.host_timeout(group, device), device, mesh)
+        return replace(cls.on(mesh, 0), mesh=mesh)
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, place: int) -> Axis:
+        """The axis that dim `place` of a mesh is."""
+        names = mesh.mesh_dim_names
+        group, device = mesh.get_group(place), mesh.device_type
+        timeout = compat.host_timeout(group, device)
+        name = names[place] if names else "axis" if mesh.ndim == 1 else f"#{place}"
+        return cls(name, mesh.get_local_rank(place), mesh.size(place), group, timeout, device)
 
     @classmethod
     def alone(cls, name: str) -> Axis:

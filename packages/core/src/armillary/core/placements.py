@@ -11,12 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from armillary.core.mesh import Axis
-
-MERGED = Partial("logsumexp")
-"""The placement of attention over a part of the keys: the ranks' results are still to be merged by log-sum-exp."""
 
 
 def chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:

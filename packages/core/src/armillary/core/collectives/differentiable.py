@@ -161,9 +161,9 @@ def merge_scatter(
     saw nothing has out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer (arXiv 2407.00611).
 
     Args:
-        out: [B, N, H, Dv], local; or a DTensor, `Partial("logsumexp")` on the axis, of which the result is `Shard(1)`
-            there; the gradient of each rank's own part comes back as `Replicate`, which is what torch calls the
-            gradients of all that is partial.
+        out: [B, N, H, Dv], local; or a DTensor, `LogSumExpPartial(packed=False)` on the axis, of which the result is
+            `Shard(1)` there; the gradient of each rank's own part comes back as `Replicate`, which is what torch calls
+            the gradients of all that is partial.
         lse: [B, N, H], float32 (float64 if `out` is); likewise.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; N / C unless given.

@@ -17,10 +17,10 @@ from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_t
 from armillary.core.collectives.autograd import check_dims, check_heads, linear, merge
 from armillary.core.collectives.collective import tokens_on
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+from armillary.core.logsumexp_partial import LogSumExpPartial
 from armillary.core.mesh import Axis
 from armillary.core.observe.ledger import phase
 from armillary.core.placements import (
-    MERGED,
     check_chunks,
     check_innermost,
     check_others,
@@ -58,10 +58,10 @@ def reduce_scatter(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int
 
 
 def merge_scatter(out: DTensor, lse: DTensor, axis: Axis, sizes: Sequence[int] | None) -> tuple[DTensor, DTensor]:
-    """From `Partial("logsumexp")` on the axis to `Shard(1)`, both."""
+    """From `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`, both."""
     if out.device_mesh != lse.device_mesh or out.placements != lse.placements:
         raise ValueError(f"out is {describe(out)}, lse {describe(lse)}; both must be placed alike")
-    place, sizes = _tokens("out", out, axis, MERGED, 1, sizes)
+    place, sizes = _tokens("out", out, axis, LogSumExpPartial(packed=False), 1, sizes)
     parts = merge(local_of(out), local_of(lse), axis, sizes)
     shard: dict[int, Placement] = {place: Shard(1)}
     return dtensor_like(out, parts[0], out.shape, shard), dtensor_like(lse, parts[1], lse.shape, shard)

@@ -1,0 +1,258 @@
+"""The placement that merges attention: right where torch redistributes it, refused by name everywhere else."""
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from armillary.core import CommLedger, LogSumExpPartial
+from armillary.core.fake_world import fake_world
+from armillary.core.logsumexp_partial import merge_parts, pack_partial, unpack_partial
+from armillary.core.placements import chunk_sizes
+from armillary.core.testing import mesh, relative_error
+
+EXACT = 1e-14
+B, N, H, D = 2, 11, 6, 4
+
+
+def partial(rank: int, tokens: int = N, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """What a rank finds: nothing for token 0 on any rank, and for token 1 + rank on this one."""
+    draw = torch.Generator().manual_seed(rank)
+    out = torch.randn(B, tokens, H, D, generator=draw, dtype=torch.float64)
+    lse = 3 * torch.randn(B, tokens, H, generator=draw, dtype=torch.float64)
+    out[:, [0, 1 + rank % (tokens - 1)]], lse[:, [0, 1 + rank % (tokens - 1)]] = 0, -torch.inf
+    return out.to(dtype), lse.to(torch.promote_types(dtype, torch.float32))
+
+
+def oracle(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Packed, in float64."""
+    outs, lses = (torch.stack([x.double() for x in column]) for column in zip(*parts, strict=True))
+    total = lses.logsumexp(0)
+    weights = (lses - total).exp().nan_to_num(0)
+    return pack_partial((weights.unsqueeze(-1) * outs).sum(0), total)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Relative, where rows without keys are the same and no NaN is anywhere."""
+    assert torch.equal(got == -torch.inf, expected == -torch.inf)
+    return relative_error(got.nan_to_num(nan=torch.nan, neginf=0), expected.nan_to_num(nan=torch.nan, neginf=0))
+
+
+# -- without ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_packed_is_unpacked(dtype):
+    out, lse = partial(0, dtype=dtype)
+    packed = pack_partial(out, lse)
+    assert packed.shape == (B, N, H, D + 1) and packed.dtype == torch.promote_types(dtype, torch.float32)
+    back = unpack_partial(packed, dtype)
+    assert torch.equal(back[0], out) and torch.equal(back[1], lse) and back[0].dtype == dtype
+    assert pack_partial(out.bfloat16(), lse.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_parts_are_merged_in_order(ranks):
+    parts = [partial(rank) for rank in range(ranks)]
+    assert error(merge_parts([pack_partial(*part) for part in parts]), oracle(parts)) <= EXACT
+
+
+def test_what_saw_nothing_weighs_nothing_even_if_it_is_nan():
+    out, lse = partial(0)
+    clean = merge_parts([pack_partial(out, lse), pack_partial(*partial(1))])
+    out[lse == -torch.inf] = torch.nan
+    assert torch.equal(merge_parts([pack_partial(out, lse), pack_partial(*partial(1))]), clean)
+    alone = merge_parts([pack_partial(out, lse)])
+    assert (alone[:, 0, :, :-1] == 0).all() and (alone[:, 0, :, -1] == -torch.inf).all()
+
+
+def test_it_equals_itself_alone():
+    packed, apart = LogSumExpPartial(), LogSumExpPartial(packed=False)
+    others = [apart, Partial("logsumexp"), Partial("sum"), Partial(packed.reduce_op), Replicate(), Shard(0)]
+    for other in others:
+        assert packed != other and other != packed and {packed: 1, other: 2}[packed] == 1
+    assert packed == LogSumExpPartial() and hash(packed) == hash(LogSumExpPartial())
+    assert (repr(packed), repr(apart)) == ("LogSumExpPartial()", "LogSumExpPartial(packed=False)")
+    for same in (packed, apart):
+        for made in (copy.copy(same), copy.deepcopy(same), pickle.loads(pickle.dumps(same))):
+            assert type(made) is LogSumExpPartial and made == same and made.packed == same.packed
+        source, names = same.__fx_repr__()
+        assert eval(source, names) == same
+    assert packed.is_partial() and not packed.is_partial("sum") and not packed.is_replicate()
+
+
+def test_a_gradient_is_refused_where_it_is_packed():
+    out, lse = partial(0)
+    for given in ((out.clone().requires_grad_(), lse), (out, lse.clone().requires_grad_())):
+        with pytest.raises(ValueError, match=r"requires a gradient.*merge_scatter\(out, lse, axis\)"):
+            pack_partial(*given)
+        with torch.no_grad():
+            assert not pack_partial(*given).requires_grad
+    with pytest.raises(ValueError, match=r"do not fit together; lse must be \(2, 11, 6\)"):
+        pack_partial(out, lse[:, :3])
+    with pytest.raises(ValueError, match="both floating"):
+        pack_partial(out, lse.long())
+    with pytest.raises(ValueError, match="out is a list; a tensor"):
+        pack_partial([1.0], lse)
+
+
+OPS: dict[str, Callable[[DTensor], object]] = {
+    "aten.mul": lambda x: x * 2,
+    "aten.add": lambda x: x + x,
+    "aten.slice": lambda x: x[:, :2],
+    "aten.select": lambda x: x[0],
+    "aten.transpose": lambda x: x.transpose(0, 1),
+    "aten.view": lambda x: x.view(-1),
+    "aten.cat": lambda x: torch.cat([x, x]),
+    "aten.sum": lambda x: x.sum(),
+    "aten.argmax": lambda x: x.argmax(),
+    "aten._to_copy": lambda x: x.bfloat16(),
+    "aten.neg": lambda x: -x,
+    "aten.mul_": lambda x: x.mul_(2),
+    "aten.zero_": lambda x: x.zero_(),
+    "aten.copy_": lambda x: x.copy_(x),
+    "aten.detach": lambda x: x.detach(),
+    "aten.clone": lambda x: x.clone(),
+    "aten.alias": lambda x: torch.ops.aten.alias(x),
+    "aten._foreach_mul": lambda x: torch._foreach_mul([x], 2),
+    "aten.unbind": lambda x: x.unbind(0),
+    "aten.split": lambda x: x.split(1),
+    "aten.equal": lambda x: torch.equal(x, x),
+    "aten.zeros_like": lambda x: torch.zeros_like(x),
+    "aten.dropout": lambda x: torch.nn.functional.dropout(x),
+}
+
+
+def of(placements: Sequence[Placement], on, x: Tensor | None = None) -> DTensor:
+    return DTensor.from_local(pack_partial(*partial(0)) if x is None else x, on, placements)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_op_is_refused_by_name(packed):
+    """After a sum of the same shape and dtype has gone through it: caches of torch's tell them apart."""
+    with fake_world(ring=4) as ranks:
+        x = of([LogSumExpPartial(packed)], ranks["ring"])
+        for make in ("sum", "avg"):
+            for op in ("aten.mul", "aten.slice", "aten.transpose", "aten.neg"):
+                OPS[op](of([Partial(make)], ranks["ring"]))
+        wanted = "redistribute it first" if packed else "merge_scatter"
+        for name, op in OPS.items():
+            for _ in range(2):
+                with pytest.raises(ValueError, match=rf"LogSumExpPartial\(.*{wanted}") as refused:
+                    op(x)
+            made_of_others = {"aten.dropout": "aten.empty_like", "aten.argmax": "" if not packed else name}
+            assert str(refused.value).startswith(made_of_others.get(name, name)), (name, refused.value)
+
+
+def test_what_leaves_it_as_it_is_may_be_called():
+    with fake_world(ring=4) as ranks:
+        x = of([LogSumExpPartial()], ranks["ring"])
+        same = x.redistribute(placements=[LogSumExpPartial()])
+        assert same.placements == (LogSumExpPartial(),) and torch.equal(same.to_local(), x.to_local())
+        assert "LogSumExpPartial()" in repr(x)
+
+
+def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
+    ring, two = ranks["ring"], ranks["ring", "tp"]
+    grad = pack_partial(*partial(0)).requires_grad_()
+    apart = of([LogSumExpPartial(packed=False)], ring)
+    columns = of([LogSumExpPartial(), Shard(3)], two)
+    return [
+        (lambda: of([LogSumExpPartial()], ring, grad).full_tensor(), r"requires a gradient.*merge_scatter\(out, lse"),
+        (lambda: of([LogSumExpPartial()], ring, grad).redistribute(placements=[Shard(1)]), "requires a gradient"),
+        (lambda: of([LogSumExpPartial()], ring).requires_grad_().full_tensor(), "requires a gradient"),
+        (lambda: apart.full_tensor(), "out or lse alone; merge_scatter"),
+        (lambda: apart.redistribute(placements=[Shard(1)]), "out or lse alone; merge_scatter"),
+        (lambda: columns.full_tensor(), "the last dim holds out and lse"),
+        (lambda: of([LogSumExpPartial()], ring).redistribute(placements=[Shard(-1)]), "the last dim holds out and"),
+        (lambda: of([LogSumExpPartial()], ring, grad.detach().bfloat16()).full_tensor(), "is no packed"),
+        (lambda: of([LogSumExpPartial()], ring, torch.ones(4, 4, dtype=int)).full_tensor(), "is no packed"),
+        (lambda: of([LogSumExpPartial()], ring, torch.ones(4, 1)).redistribute(placements=[Shard(0)]), "is no packed"),
+        (lambda: distribute_tensor(torch.ones(4, 4), ring, [LogSumExpPartial()], src_data_rank=None), "from_local"),
+        (lambda: of([LogSumExpPartial(), Partial("sum")], two).full_tensor(), "mixed|Partial"),
+    ]
+
+
+def test_what_would_be_wrong_in_silence_is_refused():
+    with fake_world(ring=4, tp=2) as ranks:
+        for call, message in refusals(ranks):
+            with CommLedger() as ledger, pytest.raises(ValueError, match=message):
+                call()
+            assert ledger.bytes() == 0
+        with pytest.raises((RuntimeError, ValueError)):
+            of([Replicate()], ranks["ring"]).redistribute(placements=[LogSumExpPartial()])
+
+
+def test_other_dtensors_keep_their_gradients():
+    with fake_world(ring=4) as ranks:
+        x = of([Partial("sum")], ranks["ring"]).requires_grad_()
+        (x.redistribute(placements=[Shard(0)]) * 3).to_local().sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+
+
+# -- on ranks, against one process ------------------------------------------------------------------------------------
+
+
+Case = tuple[dict[str, int], tuple[Placement, ...], tuple[Placement, ...], int, torch.dtype]
+L, R, S0, S1, S2 = LogSumExpPartial(), Replicate(), Shard(0), Shard(1), Shard(2)
+ON_FOUR: list[Case] = [
+    *(({"ring": 4}, (L,), (to,), N, torch.float64) for to in (R, S0, S1, S2)),
+    *(({"ring": 4}, (L,), (to,), 3, torch.float64) for to in (R, S1)),
+    *(({"ring": 4}, (L,), (S1,), 12, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *(({"ring": 4}, (L,), (R,), 12, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *(({"ring": 2, "tp": 2}, (L, S2), to, N, torch.float64) for to in ((R, R), (S1, S2), (S1, S1), (S2, R), (R, S1))),
+    *(({"ring": 2, "ulysses": 2}, (L, L), to, N, torch.float64) for to in ((R, R), (S1, S1), (S1, R), (S0, S2))),
+    ({"ring": 2, "ulysses": 2}, (L, L), (S1, L), N, torch.float64),
+    ({"shard": 2, "ring": 2}, (S1, L), (S1, S1), N, torch.float64),
+    ({"shard": 2, "ring": 2}, (S0, L), (S0, R), N, torch.float64),
+]
+TOLERANCE = {torch.float64: EXACT, torch.float32: 1e-6, torch.bfloat16: 1e-6}
+
+
+def local_of(whole: Tensor, on, placements: Sequence[Placement]) -> Tensor:
+    for place, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = chunk_sizes(whole.shape[placement.dim], on.size(place))
+            whole = whole.split(list(sizes), placement.dim)[on.get_local_rank(place)]
+    return whole.clone()
+
+
+def merged(axes: dict[str, int], source, target, tokens: int, dtype: torch.dtype) -> tuple[float, bool]:
+    """(error of what this rank has in the end, whether the bytes are those of the docstring)."""
+    on = mesh(**axes)[tuple(axes)]
+    partial_axes = [place for place, placement in enumerate(source) if placement == L]
+    mine = sum(on.get_local_rank(place) << i for i, place in enumerate(partial_axes))
+    ranks = prod(on.size(place) for place in partial_axes)
+    parts = [partial(rank, tokens, dtype) for rank in range(ranks)]
+    whole = pack_partial(*parts[mine])
+    x = DTensor.from_local(local_of(whole, on, source), on, source, shape=whole.shape, stride=whole.stride())
+    with CommLedger() as ledger:
+        y = x.redistribute(placements=target)
+    left = L in target
+    known = oracle([part for rank, part in enumerate(parts) if not left or rank >> 1 == mine >> 1])
+    assert y.placements == tuple(target) and y.shape == whole.shape and y.dtype == whole.dtype
+    return error(y.to_local(), local_of(known, on, target)), len(axes) > 1 or ledger.bytes() == bytes_of(x, y)
+
+
+def bytes_of(x: DTensor, y: DTensor) -> int:
+    """What a rank sends on an axis of 4."""
+    if y.placements != (R,):
+        return x.to_local().nbytes - y.to_local().nbytes
+    rows = chunk_sizes(x.numel() // x.shape[-1], 4)
+    sent = sum(rows) - rows[x.device_mesh.get_local_rank()] + 3 * max(rows)
+    return sent * x.shape[-1] * x.element_size()
+
+
+def all_merged(cases: list[Case]) -> list[tuple[float, bool]]:
+    return [merged(*case) for case in cases]
+
+
+def test_redistributing_merges(worlds):
+    for rank in worlds(4).run(all_merged, ON_FOUR):
+        for (found, counted), case in zip(rank, ON_FOUR, strict=True):
+            assert found <= TOLERANCE[case[-1]] and counted, case
