@@ -78,7 +78,7 @@ def comm_plan(work: AttentionShape) -> CommPlan:
     return CommPlan(steps(gather, attend), steps(gather, attend, scatter))
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes, ranks: int) -> float:

@@ -24,7 +24,7 @@ InnerPlan = Callable[[AttentionShape], CommPlan]
 
 
 class MethodOptions(NamedTuple):
-    """What a method may be told besides its axes."""
+    """What a method may be given besides its axes."""
 
     heads_per_stage: int | None = None
     team: int | None = None

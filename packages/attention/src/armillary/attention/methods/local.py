@@ -43,7 +43,7 @@ def comm_plan(work: AttentionShape) -> CommPlan:
     return CommPlan(attend, attend)
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes) -> float:

@@ -89,7 +89,7 @@ def check_backward(backward: Backward) -> Backward:
 
 
 def fewer_bytes(choice: Backward, work: AttentionShape) -> Moving:
-    """What to send round in backward: as told, or by bytes of a whole shard, so that all ranks agree."""
+    """What to send round in backward: as asked for, or by bytes of a whole shard, so that all ranks agree."""
     if choice != "auto":
         return choice
     keys = work.key_layout.length * (work.k + work.v) * (work.e + work.a)
@@ -117,7 +117,7 @@ def forward_steps(work: AttentionShape, rings: Sequence[RingTopology]) -> Steps:
 def backward_steps(
     work: AttentionShape, backward: Backward, rings: Callable[[Moving], Sequence[RingTopology]]
 ) -> Steps:
-    """What `Ring.backward` does, the cheaper one or the one that is told, round the rings that it takes."""
+    """What `Ring.backward` does, the cheaper one or the one that is asked for, round the rings that it takes."""
     moving = fewer_bytes(backward, work)
     if moving == "queries":
         return pass_queries_backward_steps(work, rings(moving), RingReduce.sends)
@@ -125,7 +125,12 @@ def backward_steps(
     return rotation_steps(work, rings(moving), keys * work.e, keys * work.a, RingReduce.sends)
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+def published_bytes(work: AttentionShape) -> tuple[int, int]:
+    """As arXiv 2407.00611 counts it: P steps of k and v, where one less is sent."""
+    return work.layout.length * (work.k + work.v) * work.e, 0
+
+
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes, ranks: int) -> float:
@@ -139,11 +144,6 @@ def backward_memory(x: Sizes, ranks: int, backward: Backward = "auto", onward: f
     if backward == "queries" or (backward == "auto" and queries < keys):
         return rotate_queries_backward(x, ranks, direct=False)
     return rotate_keys_backward(x, ranks, onward)
-
-
-def published_bytes(work: AttentionShape) -> tuple[int, int]:
-    """As arXiv 2407.00611 counts it: P steps of k and v, where one less is sent."""
-    return work.layout.length * (work.k + work.v) * work.e, 0
 
 
 REGISTERED = OnSequence(

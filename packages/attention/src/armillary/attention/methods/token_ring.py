@@ -118,7 +118,7 @@ def pass_queries_backward_steps(work: AttentionShape, rings: Sequence[RingTopolo
     return rotation_steps(work, rings, hop, work.q * work.a, returning)
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes, ranks: int) -> float:

@@ -134,7 +134,7 @@ def _inside(work: AttentionShape, heads: HeadShards, rank: int) -> AttentionShap
     return replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes, inner: float) -> float:

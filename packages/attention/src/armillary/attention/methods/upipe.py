@@ -385,7 +385,7 @@ def comm_plan(
     return CommPlan(steps(*forward, back), steps(there, *backward))
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes, inner: float) -> float:
@@ -415,7 +415,7 @@ def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | N
     return HeadStages(ranks, len(shares[0].queries), len(shares[0].keys), turns, len(shares) > 1, turns < len(shares))
 
 
-# -- options ---------------------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
 def heads_at_once(ranks: int, options: MethodOptions) -> int | None:

@@ -274,7 +274,14 @@ def comm_plan(
     )
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+def published_bytes(work: AttentionShape, team: int) -> tuple[int, int]:
+    """As arXiv 2407.00611 counts it: P / C^2 steps of a team's k and v; and q, k, v and out within the team."""
+    ranks = work.layout.shards
+    queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
+    return ranks // team * keys, (team - 1) * (queries + keys)
+
+
+# -- what is allocated ------------------------------------------------------------------------------------------------
 
 
 def forward_memory(x: Sizes, ranks: int, team: int) -> float:
@@ -301,12 +308,17 @@ def backward_memory(x: Sizes, ranks: int, team: int, backward: Backward = "auto"
     return max(gathered + ring, home)
 
 
-# -- options ---------------------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
-def teams_of(options: MethodOptions, ranks: int) -> Teams:
-    """Teams of the size that is asked for, or of the largest that fits."""
-    return Teams(ranks, fitting_teams(ranks)[-1] if options.team is None else options.team, options.placement)
+def team_of(options: MethodOptions, ranks: int) -> int:
+    """C as it is asked for, or the largest that fits."""
+    return fitting_teams(ranks)[-1] if options.team is None else options.team
+
+
+def arguments(options: MethodOptions, ranks: int) -> tuple[int, Placement, Backward]:
+    """What follows the axis or the work, for so many ranks."""
+    return team_of(options, ranks), options.placement, options.backward
 
 
 def variants(ranks: int) -> Iterator[MethodOptions]:
@@ -322,28 +334,14 @@ def shown(options: MethodOptions) -> str:
     return f"{'' if options.team is None else f' C={options.team}'}{placement}"
 
 
-def published_bytes(work: AttentionShape, team: int) -> tuple[int, int]:
-    """As arXiv 2407.00611 counts it: P / C^2 steps of a team's k and v; and q, k, v and out within the team."""
-    ranks = work.layout.shards
-    queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
-    return ranks // team * keys, (team - 1) * (queries + keys)
-
-
-def _with(options: MethodOptions, ranks: int) -> tuple[int, Placement, Backward]:
-    """The arguments that follow the axis or the work."""
-    return teams_of(options, ranks).team, options.placement, options.backward
-
-
 REGISTERED = OnSequence(
-    build=lambda axis, options: WallFacer(axis, *_with(options, axis.size())),
-    comm_plan=lambda work, options: comm_plan(work, *_with(options, work.layout.shards)),
-    forward_memory=lambda x, ranks, options: forward_memory(x, ranks, teams_of(options, ranks).team),
-    backward_memory=lambda x, ranks, options: backward_memory(
-        x, ranks, teams_of(options, ranks).team, options.backward
-    ),
+    build=lambda axis, options: WallFacer(axis, *arguments(options, axis.size())),
+    comm_plan=lambda work, options: comm_plan(work, *arguments(options, work.layout.shards)),
+    forward_memory=lambda x, ranks, options: forward_memory(x, ranks, team_of(options, ranks)),
+    backward_memory=lambda x, ranks, options: backward_memory(x, ranks, team_of(options, ranks), options.backward),
     takes=("team", "placement", "backward"),
     variants=variants,
     shown=shown,
-    layout=lambda length, ranks, options: team_layout(teams_of(options, ranks), length),
-    published=lambda work, options: published_bytes(work, teams_of(options, work.layout.shards).team),
+    layout=lambda length, ranks, options: team_layout(Teams(ranks, team_of(options, ranks), options.placement), length),
+    published=lambda work, options: published_bytes(work, team_of(options, work.layout.shards)),
 )
