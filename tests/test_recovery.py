@@ -26,7 +26,7 @@ def test_a_run_whose_ranks_are_killed_thrice_ends_as_if_nobody_had_been(undistur
         assert launch.wait() == 0, launch.printed
         printed = launch.printed
     # Thrice from a checkpoint, or from the beginning if the first of them was not whole yet.
-    assert len(re.findall("going on from|^step: 1 ", printed, re.MULTILINE)) == 1 + 3
+    assert len(re.findall("resuming from|^step: 1 ", printed, re.MULTILINE)) == 1 + 3
     assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", printed, re.MULTILINE)
     assert re.search(
         r"^\[rank \d\] armillary-train: missing: rank \d: no sign of life since step", printed, re.MULTILINE
@@ -43,12 +43,12 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
         launch.signal(signal.SIGTERM, 0, 1, 2, 3)  # and then all, again
         assert launch.wait() == 0, launch.printed
         printed += launch.printed
-    assert re.search(rf"^stopped after step \d+ of {STEPS}, as asked by a signal; the same", printed, re.MULTILINE)
+    assert re.search(rf"^stopped by a signal after step \d+ of {STEPS}; the same", printed, re.MULTILINE)
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed
         printed += launch.printed
     assert len(re.findall("^stopped after step", printed, re.MULTILINE)) == 1
-    assert len(re.findall("going on from", printed)) == 1
+    assert len(re.findall("resuming from", printed)) == 1
     assert_same_end(where, printed, undisturbed)
 
 

@@ -33,7 +33,7 @@ def test_a_run_on_two_hosts_goes_on_when_one_of_them_has_died_and_come_back(undi
             assert second.wait() != 0
         seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no sign of life since step", printed)
         with start(1) as again:
-            first.wait_for("going on from", seen)
+            first.wait_for("resuming from", seen)
             assert (first.wait(), again.wait()) == (0, 0), first.printed + again.printed
         printed = first.printed
     assert_same_end(where, printed, undisturbed)

@@ -90,7 +90,7 @@ def gone_on(worlds, ranks: int, config: Config, reference: Path, folder: Path):
     """Goes on, in another folder, from step 4 of a run that went on itself."""
     shutil.copytree(reference / "checkpoint" / "step-4", folder / "checkpoint" / "step-4")
     results = worlds(ranks).run(trained, at(config, folder), 1)
-    assert f"going on from {folder}/checkpoint/step-4" in results[0][1]
+    assert f"resuming from {folder}/checkpoint/step-4" in results[0][1]
     assert all(summary.first_step == 5 and len(summary.losses) == 2 for summary, *_ in results)
     return results
 
@@ -192,7 +192,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(worlds, r
     summary, printed, *_ = worlds(4).run(trained, at(SMALL, tmp_path), 1)[0]
     assert summary.losses == reference[0][0][0].losses[2:]
     assert "step-6: file __3_0.distcp has other bytes than were written; kept as " in printed
-    assert "step-4: file .metadata has 100 of " in printed and printed.count("going on from step-2") == 2
+    assert "step-4: file .metadata has 100 of " in printed and printed.count("resuming from step-2") == 2
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
 
 
@@ -208,8 +208,8 @@ def test_checkpoints_that_are_no_such_are_passed_over(worlds, tmp_path):
     (folder / "step-8/manifest.json").write_text(json.dumps(fields | {"crc32": checksum(fields)}))
     (folder / "step-7/manifest.json").write_text("[]")
     printed = worlds(1).run(trained, at(config, tmp_path, steps=3), 0)[0][1]
-    assert f"step-40: manifest.json is that of step 2; kept as {folder}/step-40.copy, going on from step-2" in printed
-    assert f"step-8: manifest.json: loader: Field required; kept as {folder}/step-8.damaged, going on from" in printed
+    assert f"step-40: manifest.json is that of step 2; kept as {folder}/step-40.copy, resuming from step-2" in printed
+    assert f"step-8: manifest.json: loader: Field required; kept as {folder}/step-8.damaged, resuming from" in printed
     assert "step-7: manifest.json cannot be read (" in printed and "step: 3 " in printed
     assert sorted(os.listdir(folder)) == ["step-2", "step-3", "step-40.copy", "step-7.damaged", "step-8.damaged"]
 
@@ -244,7 +244,7 @@ def test_settings_that_have_changed_are_told_once(worlds, tmp_path):
     )
     printed = worlds(1).run(trained, changed, 0)[0][1]
     assert printed.splitlines()[:6] == [
-        f"going on from {tmp_path}/checkpoint/step-1",
+        f"resuming from {tmp_path}/checkpoint/step-1",
         "  data.document-mask  False -> True",
         "  data.layout         zigzag -> striped",
         "  optimizer.lr        0.003 -> 0.001",
@@ -464,8 +464,8 @@ def test_a_save_that_fails_loses_nothing_and_the_next_one_tries_again(worlds, tm
     try:
         for said in worlds(4).run(saves_without_room, at(SMALL, tmp_path), disk):
             (line,) = [line for line in said if "waited" not in line]
-            assert line.startswith(f"step-2 WAS NOT SAVED: {tmp_path}/checkpoint/step-2: rank ")
-            assert line.endswith("; training goes on, and the checkpoints before it stay")
+            assert line.startswith(f"step-2 could not be saved: {tmp_path}/checkpoint/step-2: rank ")
+            assert line.endswith("; training continues, and earlier checkpoints are kept")
             assert ("No space left on device" if disk else "rank 1: [Errno 27] File too large") in line
     finally:
         if disk:

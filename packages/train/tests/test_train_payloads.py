@@ -152,7 +152,7 @@ def test_files_beside_checkpoints_run_nothing_either(worlds, checkpoint, tmp_pat
         (tmp_path / "run" / name).write_bytes(pickle.dumps(Payload(marker)))
     (tmp_path / "run/lock/7.held").unlink()
     (said,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
-    assert "going on from" in said and not marker.exists()
+    assert "resuming from" in said and not marker.exists()
 
 
 def with_payloads_as_torch_saves_them(config: Config, marker: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_torch_has_pickled_beside_tensors_is_not_read(worlds, checkpoint, t
     worlds(1).run(with_payloads_as_torch_saves_them, at(tmp_path), marker)
     assert exported(tmp_path / "checkpoint/step-1", tmp_path / "hf") == ""
     (said,) = worlds(1).run(trained, at(tmp_path, steps=2))
-    assert "going on from" in said and not marker.exists()
+    assert "resuming from" in said and not marker.exists()
 
 
 def test_a_payload_in_a_file_of_an_export_is_not_run(checkpoint, tmp_path, marker):

@@ -64,7 +64,7 @@ def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch, capsys):
     ("files", "message"),
     [
         ({}, "holds no metrics.jsonl; name the output folder of a run"),
-        ({"metrics.jsonl": json.dumps({"step": 0, "event": "started"})}, "tells of no step yet"),
+        ({"metrics.jsonl": json.dumps({"step": 0, "event": "started"})}, "has no step yet"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys, files, message):

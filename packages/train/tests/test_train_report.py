@@ -322,18 +322,18 @@ def test_a_sink_that_fails_says_so_once_and_is_tried_again():
     sink, said = Awkward(), list[str]()
     guarded = Guarded(sink, said.append)
     for step in range(3):
-        guarded.tell(lambda step=step: sink.step(metrics(step)))
+        guarded.submit(lambda step=step: sink.step(metrics(step)))
     guarded.close(60)
     assert sink.steps == 3
-    assert said == ["Awkward OSError: the disk is full; training goes on"]
+    assert said == ["Awkward OSError: the disk is full; training continues"]
 
 
 def test_a_sink_that_hangs_is_not_waited_for():
     sink, said = Awkward(), list[str]()
     guarded = Guarded(sink, said.append, room=5)
-    guarded.tell(lambda: sink.validated(1, {}))
+    guarded.submit(lambda: sink.validated(1, {}))
     for _ in range(10):
-        guarded.tell(lambda: None)
+        guarded.submit(lambda: None)
     assert said == ["Awkward has 5 reports waiting; more are lost"]
     assert not guarded.flush(0.01)
     guarded.close(0.01)
@@ -350,18 +350,18 @@ def full_disk(folder: Path) -> tuple[str, list[int]]:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         for step in range(1, 11):
-            guarded.tell(lambda step=step: journal.step(metrics(step)))
+            guarded.submit(lambda step=step: journal.step(metrics(step)))
         guarded.flush(60)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    guarded.tell(lambda: journal.step(metrics(11)))
+    guarded.submit(lambda: journal.step(metrics(11)))
     guarded.close(60)
     return " ".join(said), [record["step"] for record in journals.read(journal.path)]
 
 
 def test_a_full_disk_is_said_once_and_no_line_is_lost_when_there_is_room_again(worlds, tmp_path):
     said, steps = worlds(1).run(full_disk, tmp_path)[0]
-    assert said == "Journal OSError: [Errno 27] File too large; training goes on"
+    assert said == "Journal OSError: [Errno 27] File too large; training continues"
     assert steps == list(range(1, 12))
 
 

@@ -1,4 +1,4 @@
-"""Steps whose numbers went bad: which batch it was, and whether training goes on."""
+"""Steps with a loss or gradient that is not finite: which batch it was, and whether training continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from armillary.train.step import StepResult
 
 
 class BadSteps:
-    """Decides what a step without a finite loss or gradient means.
+    """Stops the run, or skips the update, at a step without a finite loss or gradient.
 
     Args:
         rows: where batches come from.
@@ -24,7 +24,7 @@ class BadSteps:
         self.config, self.rows, self.say, self.in_a_row = config, rows, say, 0
 
     def count(self, step: int, result: StepResult, batches: list[Batch]) -> None:
-        """Books a step; every rank must call it with the same result."""
+        """Counts a step; every rank must call it with the same result."""
         self.in_a_row = 0 if result.good else self.in_a_row + 1
         if result.good:
             return
@@ -32,7 +32,7 @@ class BadSteps:
         if self.config.bad_step == "stop" or self.in_a_row >= self.config.bad_steps:
             many = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
             raise FloatingPointError(f"{said}{many}")
-        self.say(f"{said}; skipped, the weights are as they were")
+        self.say(f"{said}; skipped, weights unchanged")
 
     def _culprits(self, result: StepResult, batches: list[Batch]) -> str:
         """The ranks and rows without a finite loss; all rows of the step where that was the gradient alone."""

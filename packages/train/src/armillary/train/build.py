@@ -74,7 +74,7 @@ def prepare(config: Config, device: torch.device) -> Run:
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """How long a collective may wait: longer than a step, and than the watchdog then takes to tell who is missing."""
+    """Timeout of collectives: longer than a step may take, and than the watchdog then takes to report who is late."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 

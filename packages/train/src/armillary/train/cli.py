@@ -19,8 +19,8 @@ from armillary.train.trainer import train, watchdog_of
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and trains.
 
-    Exit codes: 0 trained to the last step, or stopped and saved as asked by a signal; 1 failed on the way, after a line
-    that names rank, step and error; 2 cannot be started, with one line that says why.
+    Exit codes: 0 trained to the last step, or saved and stopped by a signal; 1 failed while training, after a line that
+    names rank, step and error; 2 refused to start, with one line that says why.
     """
     watchdog: Watchdog | None = None
     with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.under_way):
@@ -33,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         watchdog = watchdog_of(command.run)
         try:
             run_to_its_end(command.run, watchdog, overrides)
-        except FloatingPointError as error:  # the watchdog has said so on every rank
+        except FloatingPointError as error:  # the watchdog has reported it on every rank
             record(f"FloatingPointError: {error}")
             sys.exit(FAILED)
 
 
 def run_to_its_end(config: Config, watchdog: Watchdog, overrides: list[str]) -> None:
-    """Trains, with everything around it. Errors as in `process_group`, `prepare` and `train`."""
-    # Before the group is there a signal may end this rank: there is nothing to lose, and nobody to tell.
+    """Trains, within a process group, signal handler and watchdog. Errors as in `process_group`, `prepare`, `train`."""
+    # Before there is a group, a signal may end this rank: there is nothing to save, and no other rank to notify.
     with process_group(config) as device, StopSignal() as stop, watchdog:
         run = prepare(config, device)
         if dist.get_rank() == 0:

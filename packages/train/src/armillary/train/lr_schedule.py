@@ -1,4 +1,4 @@
-"""The learning rate of every step, in closed form: whoever goes on from step n needs no state."""
+"""The learning rate of every step, in closed form: resuming from step n needs no state."""
 
 from __future__ import annotations
 

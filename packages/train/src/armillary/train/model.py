@@ -23,9 +23,9 @@ from armillary.train.config import ModelConfig
 from armillary.train.config.overlay import flag
 
 SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
-"""What a pretrained folder says, as does `vocab_size`."""
+"""Fields that a pretrained folder sets, besides `vocab_size`."""
 OF_GPT = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
-"""What a GPT has. The rest is of LLaMA alone."""
+"""Fields of a GPT; the others are LLaMA's alone."""
 ROPE_THETA = 10_000.0
 
 
@@ -98,7 +98,7 @@ def check_sizes(config: ModelConfig, found: LlamaConfig | GPTConfig) -> None:
 
 
 def check_gpt(config: ModelConfig) -> None:
-    """Refuses what only a LLaMA has."""
+    """Refuses fields that only a LLaMA has."""
     plain = ModelConfig()
     for field in fields(config):
         asked = getattr(config, field.name)
@@ -127,7 +127,7 @@ def rope_scaling(config: ModelConfig) -> RopeScaling | None:
 
 
 def meta_model(sizes: LlamaConfig | GPTConfig) -> Llama | GPT:
-    """A model without data."""
+    """The model on the meta device."""
     with torch.device("meta"):
         return Llama(sizes) if isinstance(sizes, LlamaConfig) else GPT(sizes)
 

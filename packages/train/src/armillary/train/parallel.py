@@ -33,10 +33,10 @@ def choose_device(config: TrainConfig) -> torch.device:
 
 
 def choose_axes(config: Config, world: int) -> dict[str, int]:
-    """Sizes of all axes for `world` ranks, the open ones filled in.
+    """Sizes of all axes for `world` ranks.
 
-    Open axes get what the given ones leave, split so that ulysses <= ring (any head count allows a small ulysses).
-    Where the given ones do not divide `world` the product comes out wrong, and `build_mesh` refuses it.
+    Axes that are not given share what the others leave, so that ulysses <= ring (any head count allows a small
+    ulysses). Where the given ones do not divide `world` the product comes out wrong, and `build_mesh` refuses it.
     """
     parallel = config.parallel
     ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)

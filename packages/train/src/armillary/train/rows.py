@@ -1,4 +1,4 @@
-"""What a run reads: stores of tokens, and rows of them for training and for validation."""
+"""Data of a run: token stores, and packed rows of them for training and for validation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
 
 
 def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:
-    """Tokens that a model of these stores knows: as the pretrained folder or the flag has it, else as the stores say.
+    """Tokens that a model of these stores knows: that of the pretrained folder or the flag, else that of the stores.
 
     Args:
         task: tokens of a task that is trained on, where there are no stores.
@@ -73,7 +73,7 @@ def load_rows(
     """Rows of text for training and for validation, from documents that neither shares with the other.
 
     Args:
-        replica: the number of this rank's part of a step's rows.
+        replica: this rank's data-parallel index.
 
     Raises:
         ValueError: documents that cannot be split, or mixed, or that all together do not make a row.

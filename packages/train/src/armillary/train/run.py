@@ -1,4 +1,4 @@
-"""What a run is made of."""
+"""A run: model, optimizer, data and the axis that they are sharded over."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ class StepResult:
 
 
 def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
-    """One optimizer step on one global batch, which comes in parts that are held one after the other.
+    """One optimizer step on one global batch, which comes in micro-batches.
 
-    The loss is the sum over all labelled tokens of all parts and ranks, divided by their number: gradients are summed,
-    and neither meshes nor parts change them. A loss or norm that is not finite leaves the weights as they are.
+    The loss is the sum over all labelled tokens of all micro-batches and ranks, divided by their number: gradients are
+    summed, and depend on neither mesh nor accumulation. A non-finite loss or norm leaves the weights unchanged.
     """
     set_learning_rate(run.optimizer, learning_rate(step, run.config.train.steps, run.config.optimizer))
     labelled = summed(run, sum(batch.labelled for batch in batches)).clamp(min=1)  # padding alone has no loss
@@ -57,7 +57,7 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
 
 
 def backward(run: Run, batch: Batch, labelled: Tensor) -> Tensor:
-    """Adds the gradients of one part of a step; returns what its tokens here add to the loss."""
+    """Accumulates the gradients of a micro-batch; returns its share of the loss on this rank."""
     total, _ = local_loss(run, batch)
     share = total / labelled
     share.backward()
@@ -66,7 +66,7 @@ def backward(run: Run, batch: Batch, labelled: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
-    """By rank, the rows whose loss is not finite there, looked at one by one. Every rank must call it."""
+    """By rank, the rows whose loss is not finite there, evaluated one by one. Every rank must call it."""
     parts = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
     mine = [part.rows.start for part in parts if not local_loss(run, part)[0].isfinite()]
     found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
@@ -80,7 +80,7 @@ def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
-    """What `head` makes of the model's hidden states at this rank's tokens and of their `labels`."""
+    """`head(hidden, weight, labels=...)` on the model's hidden states of this rank's tokens."""
     tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
     # Counted from the start of the row they are the same in each.
     positions = (batch.positions if run.config.data.reset_positions else batch.positions[0]).to(run.device)

@@ -1,4 +1,4 @@
-"""Long-context tasks with known answers, as long as a row, to be trained on or looked at."""
+"""Rows of synthetic long-context tasks, for training or validation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from armillary.data.synthetic import TaskRows, build_task
 from armillary.train.config import Config, DataConfig
 
 HELD_OUT = 2**40
-"""The first of the rows that are never trained on."""
+"""Number of the first row that is never trained on."""
 
 
 def task_tokens(data: DataConfig) -> int | None:

@@ -29,7 +29,7 @@ from armillary.train.validation import validate
 class Summary:
     """How a run ended. Losses are means over all tokens, of the steps since it was (re)started at `first_step`.
 
-    `seconds` are those of steps alone, `elapsed` all since the first began. Rank 0 alone knows of a picture.
+    `seconds` are those of steps alone, `elapsed` all since the first began. `picture` is set on rank 0 alone.
     """
 
     first_step: int = 1
@@ -50,13 +50,13 @@ class Summary:
         noun = "rank" if ranks == 1 else "ranks"
         if not self.losses:
             return f"nothing left to train: {self.checkpoint} is the last step"
-        rate, beside = self.tokens / self.seconds, self.elapsed - self.seconds
+        rate, overhead = self.tokens / self.seconds, self.elapsed - self.seconds
         lines = [
             f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} {noun}",
             f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
             f"  validation   {self.validation_loss:.4f}",
             f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
-            f"  besides      {beside:.0f} s outside of steps, for validation, saving and traces",
+            f"  overhead     {overhead:.0f} s outside of steps: validation, saving, traces",
             f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
         ]
         lines += [f"  loss curve   {self.picture}"] if self.picture else []
@@ -64,7 +64,7 @@ class Summary:
 
 
 def watchdog_of(config: Config) -> Watchdog:
-    """One that is told what this run works on."""
+    """The watchdog of a run: its limit, the flag that sets it, and the folder for its reports."""
     minutes = config.train.timeout_minutes
     flag = f"--train.timeout-minutes {minutes:g}"
     return Watchdog(60 * minutes, flag, config.train.output / "hang", "armillary-train")
@@ -74,8 +74,8 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
     """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it.
 
     Args:
-        stop: has listened for signals already; by default they are heard from here on.
-        watchdog: is told what is worked on; by default nobody watches, and what hangs ends by the timeout of its group.
+        stop: a signal handler that is installed already; by default one is installed here.
+        watchdog: is notified of every phase; by default none is started, and a hang ends by its group's timeout.
     """
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)
@@ -123,12 +123,12 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         if summary.losses or step >= steps:
             report.say(summary.text(dist.get_world_size()))
         if step < steps:
-            report.say(f"stopped after step {step} of {steps}, as asked by a signal; the same command goes on")
+            report.say(f"stopped by a signal after step {step} of {steps}; the same command resumes")
     return summary
 
 
 def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float, tokens: int) -> StepMetrics:
-    """What the step came to, which took `seconds` and with which the run has seen `tokens`."""
+    """Metrics of a step that took `seconds`, after which the run has seen `tokens`."""
     rate = run.tokens_per_step / seconds / dist.get_world_size()
     per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
     flops = rate * sum(per_token) / len(per_token)

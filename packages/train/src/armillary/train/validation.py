@@ -1,4 +1,4 @@
-"""Looking at a model between steps: the loss on held-out rows, and how often it has long-context tasks right."""
+"""Validation: the loss on held-out rows, and accuracy on synthetic long-context tasks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from armillary.train.step import forward, local_loss, summed
 def validate(run: Run) -> dict[str, float]:
     """By name: "loss", the mean over all tokens of held-out rows, and for each task the share of right answers.
 
-    They are the first rows of their kind: the same at every call, on every mesh and in any number of parts.
+    The first rows of each kind: the same at every call, on every mesh and with any accumulation.
     """
     answers = {name: right_answers(run, rows) for name, rows in run.tasks.items()}
     return {"loss": mean_loss(run), **answers}
 
 
 def mean_loss(run: Run) -> float:
-    losses = [torch.stack([x.double() for x in local_loss(run, batch)]) for batch in looked_at(run, run.validation)]
+    losses = [torch.stack([x.double() for x in local_loss(run, batch)]) for batch in batches_of(run, run.validation)]
     total, count = summed(run, torch.stack(losses).sum(0)).tolist()
     return total / max(count, 1.0)
 
@@ -33,13 +33,13 @@ def right_answers(run: Run, rows: Batches) -> float:
     """Of all ranks' questions, the share to which the likeliest token is the answer."""
     found = [
         torch.stack(accuracy(forward(run, batch, linear_argmax), batch.labels.to(run.device)))
-        for batch in looked_at(run, rows)
+        for batch in batches_of(run, rows)
     ]
     right, asked = summed(run, torch.stack(found).sum(0)).tolist()
     return right / asked
 
 
-def looked_at(run: Run, rows: Batches) -> Generator[Batch]:
-    """The first `validation.batches` batches of the rows of a step; with accumulation in as many parts as a step's."""
+def batches_of(run: Run, rows: Batches) -> Generator[Batch]:
+    """The first `validation.batches` global batches, each in as many micro-batches as a step's."""
     for i in range(run.config.validation.batches * run.config.train.accumulation):
         yield rows.batch(i)

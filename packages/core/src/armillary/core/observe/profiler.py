@@ -24,7 +24,7 @@ class Profiler:
         traced: steps whose Chrome traces are written.
         remembered: steps after which the allocator's history is written; cuda only.
         folder: made when there is something to write.
-        say: called with a line about what could not be written; training goes on.
+        say: called with a line about what could not be written; training continues.
     """
 
     def __init__(

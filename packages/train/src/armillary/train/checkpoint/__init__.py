@@ -1,14 +1,14 @@
-"""Checkpoints in torch's distributed format (DCP), written whole or not at all, while training goes on.
+"""Checkpoints in torch's distributed format (DCP), written in the background, complete or not at all.
 
-output.py       the output folder: its config.json, and that all ranks see the same one
-folder.py       names, keeping, what a kill leaves: files alone, without torch
-manifest.py     what a checkpoint must hold, byte by byte
-state.py        what of a run is saved, and back
-settings.py     what has changed since
+output.py       the output folder: its config.json, and that it is shared by all ranks
+folder.py       names, retention, clean-up after a kill: files alone, without torch
+manifest.py     the files of a checkpoint, with sizes and checksums
+state.py        the state dict of a run
+settings.py     the configuration in a checkpoint, and what has changed since
 random_state.py random number generators
-saving.py       one save, and when there is one
-restoring.py    the newest checkpoint that is whole
-checkpoints.py  what the training loop sees of all this
+saving.py       one save
+restoring.py    resuming from the newest complete checkpoint
+checkpoints.py  the training loop's interface
 export.py       Hugging Face folders
 """
 

@@ -26,7 +26,7 @@ from armillary.train.checkpoint.state import State, model_description, saved_sta
 from armillary.train.run import Run
 
 NOTICEABLE = 1.0
-"""Seconds of waiting that are worth a line."""
+"""Seconds of waiting from which on a line is printed."""
 
 
 class Checkpoints:
@@ -37,9 +37,9 @@ class Checkpoints:
     a function of the step.
 
     Args:
-        lock: of the output folder; nothing is changed there without it.
-        say: is told in words what a person should know.
-        report: is told "saving" and "saved", with the step, as it happens; in any thread.
+        lock: of the output folder, which is only changed while it is held.
+        say: called with lines to print.
+        report: called with "saving" and "saved", and the step; in any thread.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Checkpoints:
             self.ranks.close()
 
     def restore(self) -> int:
-        """Puts the run where its newest whole checkpoint left it; the step that is, 0 where there is none.
+        """Restores the newest complete checkpoint; returns its step, 0 where there is none.
 
         Then config.json is that of this run. Random numbers follow from the seed, the step and the rank, or go on.
 
@@ -99,7 +99,7 @@ class Checkpoints:
         return self._tokens_before + (step - self._began) * self.run.tokens_per_step
 
     def start(self, step: int) -> None:
-        """Begins to save the run as it is after `step`; from when this returns, the run may change.
+        """Starts to save the state after `step`; once this returns, training may continue.
 
         Where it could not be saved, a line says so, and the checkpoints before it stay.
 
@@ -115,7 +115,7 @@ class Checkpoints:
         self._writing = Background(f"step-{step}", work)
 
     def finish(self, step: int, prune: bool = True) -> Path:
-        """Makes sure that the run as it is after `step` is saved, the last step exported if so configured; where.
+        """Makes sure that the state after `step` is saved, and exports the last step if so configured; returns where.
 
         Args:
             prune: older checkpoints may be removed for it.
@@ -132,7 +132,7 @@ class Checkpoints:
         return self.folder.place(step)
 
     def _manifest(self, step: int) -> Manifest:
-        """What is known before anything is written."""
+        """The manifest, as far as it is known before anything is written."""
         rows, chosen = self.run.training.state_dict(), settings(self.run, self.ranks.size)
         return Manifest(step, self.ranks.size, self.tokens(step), rows, self.model, "", {}, chosen)
 
@@ -140,7 +140,7 @@ class Checkpoints:
         try:
             self._save(step, state, manifest)
         except OSError as error:
-            self.say(f"step-{step} WAS NOT SAVED: {error}; training goes on, and the checkpoints before it stay")
+            self.say(f"step-{step} could not be saved: {error}; training continues, and earlier checkpoints are kept")
 
     def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
         if self.run.device.type == "cuda":

@@ -23,7 +23,7 @@ def check_output(config: Config) -> None:
     """Refuses an output folder that cannot be written to; makes it if need be, and changes nothing in it.
 
     Raises:
-        ValueError: it cannot, or has the checkpoints of a run that must not be gone on with; on the ranks that see it.
+        ValueError: it cannot, or has checkpoints that must not be resumed; on the ranks that see it.
     """
     with writing_to(config.train.output) as folder:
         if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
@@ -47,7 +47,7 @@ def write_config(config: Config) -> None:
 
 @contextmanager
 def writing_to(folder: Path) -> Generator[Path]:
-    """Says of an error that it is the output folder's."""
+    """Turns an OSError into a ValueError that names --train.output."""
     try:
         yield folder
     except OSError as error:

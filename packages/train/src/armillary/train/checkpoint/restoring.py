@@ -1,4 +1,4 @@
-"""Going on from the newest checkpoint that is whole."""
+"""Resuming from the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from armillary.train.run import Run
 
 @dataclass(frozen=True)
 class Found:
-    """The newest whole checkpoint, None if there is none at all, and what is wrong with newer ones, by step."""
+    """The newest complete checkpoint, None if there is none at all, and what is wrong with newer ones, by step."""
 
     step: int | None = None
     damage: dict[int, str] = field(default_factory=dict[int, str])
 
 
 def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str], None]) -> Manifest | None:
-    """Puts the run where its newest whole checkpoint left it; None: there is no checkpoint. Collective.
+    """Restores the newest complete checkpoint; None: there is none. Collective.
 
-    Damaged ones are named, and get another name.
+    Damaged ones are reported and renamed.
 
     Raises:
         ValueError: none of them is whole, or the newest that is was made by another model or with other rows. Nothing
@@ -45,17 +45,17 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
     for step, fault in found.damage.items():
         kept = ranks.on_first(lambda step=step: folder.set_aside(step))
-        say(f"step-{step}: {fault}; kept as {kept}, going on from step-{found.step}")
+        say(f"step-{step}: {fault}; kept as {kept}, resuming from step-{found.step}")
     try:
         load_state(run, place, manifest, ranks)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}; move it to another folder to go on without it") from error
-    say("\n  ".join([f"going on from {place}", *changed_settings(manifest.settings, settings(run, ranks.size))]))
+        raise ValueError(f"{place}: {error}; move it to another folder to resume without it") from error
+    say("\n  ".join([f"resuming from {place}", *changed_settings(manifest.settings, settings(run, ranks.size))]))
     return manifest
 
 
 def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
-    """Looks at checkpoints from the newest on, each rank at its share of the files. Collective.
+    """Verifies checkpoints from the newest on, each rank its share of the files. Collective.
 
     Raises:
         ValueError: there are some, and none is whole; or one has a newer format, or may not be read.

@@ -1,4 +1,4 @@
-"""One save: from tensors that nobody changes meanwhile to a complete checkpoint."""
+"""One save: from a state dict that does not change meanwhile to a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write(folder: CheckpointFolder, state: State, step: int, ranks: Ranks) -> di
 
 
 class Background(Thread):
-    """Work beside training. An error is kept until `result` is asked for.
+    """A background thread. An error is kept until `result` is called.
 
     A daemon: a process that ends because of an error does not wait for ranks that may be gone.
     """

@@ -1,7 +1,7 @@
-"""What of a run is saved, and how it comes back.
+"""The state dict of a run: saving and loading.
 
 Learning rates are no part of it, since they follow from the step alone; nor are the optimizer's other settings, which
-are those of the configuration that goes on.
+are those of the resumed run's configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 def saved_state(run: Run, rank: int) -> State:
-    """All that DCP saves, as tensors and nothing else: model and optimizer sharded, random states of each rank."""
+    """What DCP saves, tensors alone: model and optimizer sharded, random states of each rank."""
     state = training_state(run)
     optimizer = {"state": state["optimizer"]["state"]}
     return {"model": state["model"], "optimizer": optimizer, "random": {f"rank-{rank}": random_state(run.device)}}
@@ -43,7 +43,7 @@ def training_state(run: Run) -> State:
 
 
 def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
-    """Puts model, optimizer and random numbers back. Collective.
+    """Loads model, optimizer and random numbers. Collective.
 
     With another number of ranks random numbers are those of the seed, the step and the rank.
 

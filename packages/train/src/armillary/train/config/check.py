@@ -1,4 +1,4 @@
-"""What no run could use is refused before it starts."""
+"""Checks of a configuration before anything is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armillary.train.model import model_config
 
 
 def check(config: Config) -> None:
-    """Refuses values that no run could use, on every rank alike; communicates nothing.
+    """Refuses values that no run could use, on every rank; communicates nothing.
 
     Raises:
         ValueError: names the flag, its value and what would do.
@@ -34,7 +34,7 @@ def check(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Shares, and rows that every rank has equally many of."""
+    """Weights of paths, and a global batch that divides evenly."""
     data, parallel, parts = config.data, config.parallel, config.train.accumulation
     if data.weights and len(data.weights) != len(data.path):
         given = f"{len(data.weights)} numbers for {len(data.path)} paths"
@@ -50,7 +50,7 @@ def check_data(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """Names, and sequences that are long enough for as many ranks as are asked for."""
+    """The method's name, and sequences long enough for their shards."""
     parallel, length = config.parallel, config.data.sequence_length
     if parallel.attention not in names():
         raise ValueError(f"no attention method {parallel.attention!r}; known: {', '.join(names())}")
@@ -68,7 +68,7 @@ def check_parallel(config: Config) -> None:
 
 
 def check_tasks(config: Config) -> None:
-    """Tasks that have rows."""
+    """Synthetic tasks that can be made."""
     data = config.data
     if data.task is not None and data.path:
         raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")

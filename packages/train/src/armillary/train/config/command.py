@@ -1,4 +1,4 @@
-"""What is asked for on the command line: a recipe, changed by a file, changed by flags."""
+"""The command line: a recipe, overridden by a file, overridden by flags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for nam
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration comes from, before flags change it."""
+    """Where a configuration comes from, before flags override it."""
 
     recipe: str | None = None
     """debug (default), llama3_{8b_128k,8b_1m,8b_5m,70b_128k}, gpt_wallfacer_{3b,7b}, finetune or my.module:function."""
@@ -81,15 +81,15 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def check_dry(command: Command) -> None:
-    """Refuses what only a dry run takes where there is none."""
+    """Refuses flags of a dry run without --dry-run."""
     plain = Command()
     given = [name for name in ("ranks", "json") if getattr(command, name) != getattr(plain, name)]
     if given and not command.dry_run:
-        raise ValueError(f"--{given[0]} is of a dry run; add --dry-run, or leave it out")
+        raise ValueError(f"--{given[0]} is for a dry run; add --dry-run, or leave it out")
 
 
 def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
-    """(what a command line names to start from, the recipe, and this as the file changes it).
+    """(recipe and file of a command line, the recipe's configuration, and that with the file's overrides).
 
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
@@ -101,7 +101,7 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
         raise ValueError(f"--config {source.config}: recipe = {named!r} is no name")
     name = named if source.recipe is None else source.recipe
     found = find_recipe(name)
-    with blamed_on(name):
+    with recipe_errors(name):
         recipe = found()
     if not isinstance(recipe, Config):
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
@@ -126,7 +126,7 @@ def find_recipe(name: str) -> Callable[[], object]:
         return RECIPES[name]
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it; a script has not
-    with blamed_on(name):
+    with recipe_errors(name):
         found = getattr(import_module(module), function, None)
     if not callable(found):
         raise ValueError(f"--recipe {name}: {module} has no function {function!r}")
@@ -134,17 +134,17 @@ def find_recipe(name: str) -> Callable[[], object]:
 
 
 @contextmanager
-def blamed_on(recipe: str) -> Generator[None]:
-    """Makes a ValueError of whatever a recipe's own code raises; says where."""
+def recipe_errors(recipe: str) -> Generator[None]:
+    """Turns whatever a recipe's own code raises into a ValueError that says where."""
     try:
         yield
     except Exception as error:
-        place = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{place_of(error)}: "
+        place = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
         raise ValueError(f"--recipe {recipe}: {place}{error}") from error
 
 
-def place_of(error: Exception) -> str:
-    """Where it was raised, or is no Python, in code that is neither ours nor Python's."""
+def location_of(error: Exception) -> str:
+    """File and line in the recipe's own code, neither ours nor Python's."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     found = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]

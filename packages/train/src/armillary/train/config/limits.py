@@ -1,4 +1,4 @@
-"""What a field may be, said where the field is: `steps: Count`, or `x: Annotated[float, Field(gt=0)]`."""
+"""Limits of fields, annotated at the field: `steps: Count`, or `x: Annotated[float, Field(gt=0)]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_limits(config: Any, prefix: str = "") -> None:
     """Refuses values that are outside of their fields' limits, or of another type.
 
     Raises:
-        ValueError: names the flag, its value and what would do.
+        ValueError: names the flag, its value and what is accepted.
     """
     for field in fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
@@ -47,7 +47,7 @@ def field_of(kind: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
 
 
 def wanted(hint: Any, error: ValidationError) -> str:
-    """What would do, by the field's limits where these are what the value does not keep to."""
+    """What the field accepts: its limits, or pydantic's message where another rule is broken."""
     detail = error.errors()[0]
     given = [one for part in (hint, *get_args(hint)) for one in getattr(part, "__metadata__", ())]
     limits = [limit for info in given if isinstance(info, FieldInfo) for limit in info.metadata]

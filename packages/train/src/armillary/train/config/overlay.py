@@ -74,7 +74,7 @@ def changed(config: Settings, settings: Mapping[str, Any], source: str, known: l
 
 
 def converted(value: object, kind: Any, what: str) -> Any:
-    """The value as one of this kind; a text for a number will not do, unless it has a unit such as "64k". As on the
+    """The value as one of this kind; text is not accepted for a number, unless it has a unit such as "64k". As on the
     command line, "none" is None."""
     adapter = TypeAdapter[Any](kind)
     try:
@@ -134,7 +134,7 @@ def is_path(value: Any) -> bool:
 
 
 def nearest(key: str, known: list[str]) -> str:
-    """What may have been meant."""
+    """The key that was probably meant."""
     if key in RENAMED:
         return f"it is {RENAMED[key]} now"
     leaf = key.rpartition(".")[2]

@@ -1,8 +1,8 @@
-"""What a run will be, told without running it: mesh, shards and shapes. Memory and time are what armillary-plan tells.
+"""Mesh, shards and shapes of a run, without running it. Memory and time are armillary-plan's.
 
-predict.py   the model on its mesh, and a step in numbers
+predict.py   the sharded model on the meta device
 shapes.py    shapes on a rank
-report.py    all of it as a table or JSON
+report.py    a table or JSON
 """
 
 from armillary.train.dry_run.predict import MOST_RANKS, DryRun, dry_run

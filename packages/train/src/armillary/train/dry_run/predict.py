@@ -1,4 +1,4 @@
-"""A run before it is started: its model on the mesh it would have, and a step in numbers."""
+"""A run before it is started: the model sharded over its mesh, on the meta device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens
 
 MOST_RANKS = 2**14
-"""What is looked at grows with the ranks, and no more than so many have trained one model."""
+"""Largest number of ranks: the work of a dry run grows with it."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class DryRun:
     Args:
         axes: ranks on each mesh axis.
         precision: of forward and backward, on GPUs unless the configuration asks for the CPU.
-        shapes: of a part of a step, by what it is.
+        shapes: of a micro-batch's tensors, by name.
         parameters: numbers of the whole model.
         local_parameters: those that rank 0 holds.
-        largest: parameters with most numbers.
+        largest: the largest parameters.
         flops: of a step over all ranks.
     """
 
@@ -53,7 +53,7 @@ class DryRun:
 
 
 def dry_run(config: Config, ranks: int | None = None) -> DryRun:
-    """What a run of this configuration will be. Needs no process group, GPU or, with a given vocabulary, data.
+    """Shards and shapes of a run. Needs no process group, no GPU and, with a given vocabulary, no data.
 
     Args:
         ranks: by default torchrun's, else what the axes multiply to.

@@ -20,7 +20,7 @@ PLANNER = (
 
 
 def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
-    """Prints what `dry_run` says, on the first of torchrun's ranks.
+    """Prints what `dry_run` finds, on the first of torchrun's ranks.
 
     Raises:
         ValueError: as `dry_run`, on all of them.

@@ -35,7 +35,7 @@ class Parameter:
 def shapes_of(
     config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, attention: Method
 ) -> dict[str, tuple[int, ...]]:
-    """Tensors of a part of a step, and queries and keys as the attention kernel has them at a time."""
+    """Tensors of a micro-batch, and the queries and keys of one attention kernel call."""
     rows, tp, ranks = config.rows_per_batch, axes["tp"], axes["ulysses"]
     tokens = len(attention.layout(config.data.sequence_length).positions(attention.shard))
     shapes = {
@@ -64,7 +64,7 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def largest_of(model: Llama | GPT) -> list[Parameter]:
-    """Those with most numbers, like ones of all blocks as one."""
+    """The largest, with the same one of all blocks counted as one."""
     counts = Counter(
         (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(local_part(parameter).shape))
         for name, parameter in model.named_parameters()

@@ -1,1 +1,1 @@
-"""What a run shows and keeps: lines, the bar, metrics.jsonl, trackers, profiles, traces and pictures."""
+"""Logging: lines and the progress bar, metrics.jsonl, experiment trackers, traces and pictures."""

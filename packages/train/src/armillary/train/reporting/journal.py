@@ -15,14 +15,14 @@ from armillary.core.files import parse_json
 from armillary.train.reporting.metrics import StepMetrics
 
 BUFFER = 1 << 20
-"""Bytes of lines that are kept, and written later, while the disk is full."""
+"""Bytes of lines that are buffered while the disk is full."""
 
 
 class Journal:
     """Writes the file. Numbers that are not finite become null, and "bad" is true in their line.
 
     Args:
-        fence: called before the file is changed; raises where that is another run's right by now.
+        fence: called before each change; raises where another run has taken the folder.
     """
 
     def __init__(self, path: Path, fence: Callable[[], None] = lambda: None) -> None:
@@ -58,16 +58,16 @@ class Journal:
 
 
 def nulled(value: Any) -> Any:
-    """A record without the numbers that JSON does not know."""
+    """A record with null for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: nulled(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def cut(path: Path, step: int) -> None:
-    """Takes back what was told of steps after `step`, and a last line that was not written to its end.
+    """Truncates records of steps after `step`, and an incomplete last line.
 
-    That is the end of the file, since each run cuts it before it writes: one truncation, which needs no room.
+    They are at the end of the file, since each run cuts it before it writes: one truncation, which takes no space.
 
     Raises:
         OSError: the file is there and cannot be read or changed.
@@ -85,7 +85,7 @@ def cut(path: Path, step: int) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, the oldest first; lines that are none are passed over.
+    """The records of a file, the oldest first; other lines are skipped.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What a step came to, and measuring it."""
+"""Metrics of a step, and how they are measured."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step came to, over all ranks.
+    """Metrics of one step, over all ranks.
 
-    Units: learning rate as is, tokens/s of each device, TFLOP/s of each device, memory in bytes; `seconds` without what
-    stood between steps, `tokens` from the run's first step to this one, over all ranks.
+    Units: learning rate as is, tokens/s of each device, TFLOP/s of each device, memory in bytes; `seconds` of the step
+    alone, `tokens` since the run's first step, over all ranks.
     """
 
     step: int
@@ -44,7 +44,7 @@ class StepMetrics:
 
 
 def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
-    """The last of these steps, with the rates that all of them had together."""
+    """The last of these steps, with rates averaged over all of them."""
     last, seconds = steps[-1], sum(step.seconds for step in steps)
 
     def mean(rates: Sequence[float]) -> float:
@@ -61,7 +61,7 @@ def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that this rank has used: of GPU memory on cuda, of the process' resident memory on the CPU."""
+    """Peak bytes of this rank: allocated GPU memory on cuda, resident memory of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -76,7 +76,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Stopwatch:
-    """Tokens and seconds of training, in all and in the last step. What is paused does not count."""
+    """Tokens and seconds of training, in all and of the last step, pauses excluded."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -84,7 +84,7 @@ class Stopwatch:
         self.started = self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
-        """Books `tokens` as trained on in the time that has run since the last call."""
+        """Counts `tokens` as trained on since the last call."""
         now = self.clock()
         self.last_seconds, self.running_since = now - self.running_since, now
         self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
@@ -96,5 +96,5 @@ class Stopwatch:
         self.running_since = self.clock()
 
     def elapsed(self) -> float:
-        """Seconds since the watch was made, all that was paused included."""
+        """Seconds since construction, pauses included."""
         return self.clock() - self.started

@@ -22,7 +22,7 @@ Values = NDArray[np.float64]
 
 @dataclass
 class Curves:
-    """What metrics.jsonl says of a run. Numbers that were not finite are NaN."""
+    """A run's metrics.jsonl as lists; NaN where numbers were not finite."""
 
     name: str
     steps: list[int] = field(default_factory=list[int])
@@ -68,10 +68,10 @@ def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
     """One run's losses: faint by step, strong smoothed, points where it was validated, lines where it was restarted."""
     steps, losses = np.array(run.steps), np.array(run.loss, dtype=np.float64)
     last = run.validation.get(max(run.validation, default=0))
-    told = "" if last is None else f", validation {last:.4f}"
+    label = "" if last is None else f", validation {last:.4f}"
     axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8, label="each step" if alone else None)
     half = len(losses) // WINDOWS // 2
-    name = f"mean of {2 * half + 1} steps around each" if alone else f"{run.name}{told}"
+    name = f"mean of {2 * half + 1} steps around each" if alone else f"{run.name}{label}"
     axes.plot(steps, smoothed(losses, half), color=color, linewidth=1.8, label=name)
     validation = {"label": f"validation, {last:.4f} in the end"} if alone and run.validation else {}
     marked = "C1" if alone else color
@@ -99,7 +99,7 @@ def read_curves(folder: Path) -> Curves:
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(f"{path}: the line {record} is no report of a run") from error
     if not curves.steps:
-        raise ValueError(f"{path} tells of no step yet")
+        raise ValueError(f"{path} has no step yet")
     return curves
 
 

@@ -1,4 +1,4 @@
-"""All that a run tells of itself while it runs."""
+"""Dispatches steps, validations and events to all sinks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from armillary.train.reporting.sink import Guarded, Sink
 from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
 
 SAYING, CLOSING = 5.0, 60.0
-"""Seconds that a run waits, at most, for a line to be shown, and for what is left when it ends."""
+"""Longest wait, in seconds, for a line to be printed, and for queued reports at the end."""
 
 
 class Reporter:
-    """Hands what happened to whoever shows or keeps it; on rank 0, silent elsewhere. Used in a `with` block.
+    """Passes what happens in a run to its sinks, on rank 0 alone. Used in a `with` block.
 
-    Nothing that goes wrong here stops training, or makes it wait for longer than `SAYING` and `CLOSING`.
+    No error here stops training, or blocks it for longer than `SAYING` and `CLOSING`.
 
     Args:
         fence: raises where the output folder is another run's by now; see `OutputLock`.
@@ -47,37 +47,37 @@ class Reporter:
     ) -> None:
         if error is not None:
             self.event("failed", self.last_step, f"{type(error).__name__}: {error}")
-        for sink in reversed(self._sinks):  # the screen last: it shows what the others complain of
+        for sink in reversed(self._sinks):  # the screen last: it prints errors of the others
             sink.close(CLOSING)
 
     def resumed(self, step: int) -> None:
-        """Training begins after `step`: 0, or that of the checkpoint. Before, nothing is reported but what is said."""
+        """Training starts after `step`: 0, or that of the checkpoint. Before, only `say` prints."""
         self.last_step, self._begun = step, True
-        self._tell(lambda sink: sink.resumed(step))
+        self._submit_to_all(lambda sink: sink.resumed(step))
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is done."""
         self.last_step = metrics.step
-        self._tell(lambda sink: sink.step(metrics))
+        self._submit_to_all(lambda sink: sink.step(metrics))
         if not (isfinite(metrics.loss) and isfinite(metrics.grad_norm)):
             self.event("skipped", metrics.step)
 
     def validated(self, step: int, values: dict[str, float]) -> None:
-        """The model of this step was looked at."""
-        self._tell(lambda sink: sink.validated(step, values))
+        """The model of this step was validated."""
+        self._submit_to_all(lambda sink: sink.validated(step, values))
 
     def event(self, kind: str, step: int, text: str = "") -> None:
-        """Something else happened, that is kept with the steps but not shown."""
-        self._tell(lambda sink: sink.event(kind, step, text))
+        """Something else happened, to be logged with the steps but not printed."""
+        self._submit_to_all(lambda sink: sink.event(kind, step, text))
 
     def say(self, line: str) -> None:
-        """Something else that a person should know; shown before this returns, if it can be shown."""
+        """Prints a line, before this returns if the screen does not block."""
         for screen in self._shown:
-            screen.tell(lambda: self._screen.print(line))
+            screen.submit(lambda: self._screen.print(line))
             screen.flush(SAYING)
 
     def finished(self, step: int) -> Path | None:
-        """The run ends after `step`, be it the last one or not; where the picture of it is, if one was drawn."""
+        """The run ends after `step`, the last one or not; returns the path of its picture, if one was drawn."""
         self.event("finished" if step >= self.config.train.steps else "stopped", step)
         if not (self._sinks and self.config.log.plot):
             return None
@@ -93,17 +93,17 @@ class Reporter:
             self.say(f"no picture was drawn: {error}")
             return None
 
-    def _tell(self, report: Callable[[Sink], None]) -> None:
+    def _submit_to_all(self, report: Callable[[Sink], None]) -> None:
         for guarded in self._sinks if self._begun else ():
-            guarded.tell(lambda sink=guarded.sink: report(sink))
+            guarded.submit(lambda sink=guarded.sink: report(sink))
 
     def _complain(self, said: str) -> None:
         for screen in self._shown:
-            screen.tell(lambda: self._screen.print(said))
+            screen.submit(lambda: self._screen.print(said))
 
 
 def kept(config: Config, fence: Callable[[], None]) -> list[Sink]:
-    """Where reports are kept, as configured."""
+    """The configured sinks that write files."""
     folder = config.train.output
     sinks: list[Sink] = [Journal(folder / "metrics.jsonl", fence)]
     if config.log.tensorboard:
@@ -114,4 +114,4 @@ def kept(config: Config, fence: Callable[[], None]) -> list[Sink]:
 
 
 def _ignore(said: str) -> None:
-    """Nobody is left to tell."""
+    """The screen itself has failed: there is nowhere to print."""

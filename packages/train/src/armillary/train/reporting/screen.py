@@ -1,4 +1,4 @@
-"""What a person sees: lines in the ecosystem's format, under them a progress bar where a terminal is there."""
+"""The terminal: log lines in torchtitan's format, and a progress bar below them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from armillary.train.reporting.metrics import StepMetrics, averaged
 
 RECENT = 3600.0
-"""Seconds, of which the last thousand steps at most tell how long the rest will take."""
+"""Seconds over which the remaining time is estimated, and a thousand steps at most."""
 
 
 class Screen:
@@ -54,7 +54,7 @@ class Screen:
         self.print(f"validation: step: {step} {shown}")
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Nothing: whoever has something to say to people says it in words."""
+        """Nothing: events are for files; lines for people go through `Reporter.say`."""
 
     def close(self) -> None:
         self.progress.stop()

@@ -1,4 +1,4 @@
-"""Where reports go, and how it is kept from touching training."""
+"""The interface of sinks, and the thread that isolates training from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from armillary.train.reporting.metrics import StepMetrics
 
 
 class Sink(Protocol):
-    """Takes what happens in a run, in the order of its steps, and may raise whatever it likes."""
+    """Receives what happens in a run, in the order of steps; may raise any error."""
 
     def resumed(self, step: int) -> None:
-        """Called first: training goes on after `step`, 0 for a fresh run. What was told of later steps is void."""
+        """Called first: training continues after `step`, 0 for a new run. Records of later steps are void."""
         ...
 
     def step(self, metrics: StepMetrics) -> None: ...
@@ -29,14 +29,14 @@ class Sink(Protocol):
 
 
 class Guarded:
-    """A sink in a thread of its own, so that neither its errors nor its waits reach training.
+    """A sink in a thread of its own, so that neither its errors nor its blocking reach training.
 
-    A disk that is full or hangs, a network that is gone and a terminal that is stopped cost reports, nothing else.
-    What goes wrong is said once; the sink is tried again with the next report.
+    A full or hung disk, a lost network and a stopped terminal cost reports, nothing else. The first error is printed;
+    the sink is tried again with the next report.
 
     Args:
-        complain: is told in a sentence what goes wrong; called in any thread.
-        room: reports that may wait for a sink that is slow; more are dropped.
+        complain: called with a line about the first error; in any thread.
+        room: length of the queue; further reports are dropped.
     """
 
     def __init__(self, sink: Sink, complain: Callable[[str], None], room: int = 10_000) -> None:
@@ -47,15 +47,15 @@ class Guarded:
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
 
-    def tell(self, action: Callable[[], object]) -> None:
-        """Has `action`, which is to report something to the sink, called in the sink's thread. Never waits."""
+    def submit(self, action: Callable[[], object]) -> None:
+        """Queues `action`, to be called in the sink's thread. Never blocks."""
         if self._waiting.qsize() < self._room:
             self._waiting.put(action)
         else:
             self._fail(f"has {self._room} reports waiting; more are lost")
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all that was told is done, for `seconds` at most; whether it is."""
+        """Waits until all queued actions are done, for `seconds` at most; whether they are."""
         done = threading.Event()
         self._waiting.put(done.set)
         return done.wait(seconds)
@@ -73,7 +73,7 @@ class Guarded:
             try:
                 action()
             except Exception as error:
-                self._fail(f"{type(error).__name__}: {error}; training goes on")
+                self._fail(f"{type(error).__name__}: {error}; training continues")
 
     def _fail(self, said: str) -> None:
         if not self._complained:

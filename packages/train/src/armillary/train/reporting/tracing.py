@@ -1,4 +1,4 @@
-"""A picture of chosen steps: what each rank computes, and what is under way meanwhile."""
+"""Chrome traces of chosen steps: compute and communication of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepTrace:
 
     Args:
         first, last: steps that this start of the run makes.
-        say: is told what could not be written; training goes on.
+        say: called with a line about what could not be written; training continues.
     """
 
     def __init__(
