@@ -245,11 +245,11 @@ def test_settings_that_have_changed_are_told_once(worlds, tmp_path):
     printed = worlds(1).run(trained, changed, 0)[0][1]
     assert printed.splitlines()[:6] == [
         f"resuming from {tmp_path}/checkpoint/step-1",
+        "  train.steps         1 -> 2",
+        "  train.precision     auto -> bfloat16",
         "  data.document-mask  False -> True",
         "  data.layout         zigzag -> striped",
         "  optimizer.lr        0.003 -> 0.001",
-        "  train.steps         1 -> 2",
-        "  train.precision     auto -> bfloat16",
     ]
     step = next(i for i, line in enumerate(printed.splitlines()) if line.startswith("step: 2 "))
     told = [line.partition(":")[0] for line in printed.splitlines()[6:step]]  # the default warm-up would not end

@@ -60,12 +60,12 @@ class ParallelConfig:
     """Data-parallel replicas of the parameters (HSDP)."""
     shard: Count = 1
     """Data-parallel ranks among which parameters are sharded (FSDP)."""
-    cp: CountOrNone = None
-    """Context-parallel degree, split for usp: ulysses as far as key heads and a node allow, ring for the rest."""
     ring: CountOrNone = None
     """Context-parallel ranks on the sequence axis; by default what the other axes leave."""
     ulysses: CountOrNone = None
     """Context-parallel ranks on the head axis; by default at most ring: of 8 ranks, ring 4 x ulysses 2."""
+    cp: CountOrNone = None
+    """Context-parallel degree, split for usp: ulysses as far as key heads and a node allow, ring for the rest."""
     tp: Count = 1
     """Tensor-parallel ranks for heads, MLP and vocabulary; divides heads and kv_heads."""
     attention: str = "usp"
