@@ -22,8 +22,8 @@ from armillary.plan.memory import (
     Account,
     Job,
     LiveBytes,
-    Rehearsal,
     SimulatedFlash,
+    SimulatedStep,
     fake_world,
     measured_peak,
     simulate,
@@ -249,14 +249,14 @@ def test_simulated_flash_takes_what_the_cuda_kernel_takes():
 
 def real(job: Job):
     with fake_world(**job.axes) as mesh:
-        return Rehearsal.of(job, mesh).run()
+        return SimulatedStep.of(job, mesh).run()
 
 
 def measured(job: Job) -> int:
     """What the allocator gave out at most, device and host together."""
     with fake_world(**job.axes) as mesh:
-        rehearsal = Rehearsal.of(job, mesh)
-        return measured_peak(lambda: rehearsal.train_step(rehearsal.start()))
+        step = SimulatedStep.of(job, mesh)
+        return measured_peak(lambda: step.train_step(step.start()))
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_the_command_shows_a_table_a_picture_and_json(capsys, tmp_path):
     ("argv", "said"),
     [
         ("--rows 0", "--rows 0: must be at least 1"),
-        ("--attention rong", "nothing to look at: 1 rows on 8 ranks, --attention rong"),
+        ("--attention rong", "no candidates: 1 rows on 8 ranks, --attention rong"),
         ("--cluster 9xh100", "--cluster 9xh100: no cluster"),
         ("--tokens many", "'many' is no whole number"),
     ],

@@ -18,7 +18,7 @@ from armillary.plan.tune import bench, tuner
 from armillary.plan.tune.bench import Timing
 from armillary.plan.tune.command import Order, read_order
 from armillary.plan.tune.file import Measured, Tuned, read, write
-from armillary.plan.tune.prune import CandidatePrediction, looked_at, parted, predictor, pruned
+from armillary.plan.tune.prune import CandidatePrediction, all_candidates, parted, predictor, pruned
 from armillary.plan.tune.question import question_of
 from armillary.train import (
     Config,
@@ -71,7 +71,7 @@ def test_it_chooses_the_fastest_of_what_it_measured(worlds, tmp_path):
     assert all(found == tuned for found, _ in results)
     assert read(tmp_path / "tuned.json", "") == tuned
     assert tuned.complete and tuned.left == 0 and not tuned.attempts and not tuned.left_out
-    assert {each.candidate for each in tuned.measured} == set(looked_at(asked, 4))
+    assert {each.candidate for each in tuned.measured} == set(all_candidates(asked, 4))
     assert all(each.seconds is not None and 0 < each.least <= each.seconds for each in tuned.measured)
     last = [each for each in tuned.measured if each.again is not None]
     best = min(last, key=lambda each: each.again) if last else min(tuned.measured, key=lambda each: each.seconds)
@@ -106,7 +106,9 @@ def test_replicate_and_tp_stay_as_they_are(tmp_path):
     kept = read_order(flags).measured_run.parallel
     assert kept == ParallelConfig(tp=2, replicate=2)
     config = replace(SMALL, parallel=kept)
-    assert looked_at(replace(order(tmp_path, config), attention=()), 16) == list(candidates(heads=2, ranks=4, rows=2))
+    assert all_candidates(replace(order(tmp_path, config), attention=()), 16) == list(
+        candidates(heads=2, ranks=4, rows=2)
+    )
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def killed_and_resumed(order: Order, kills: list[int]) -> tuple[list[list[Candid
 
 
 def test_a_killed_run_goes_on_and_measures_nothing_twice(worlds, tmp_path):
-    every = looked_at(order(tmp_path), 4)
+    every = all_candidates(order(tmp_path), 4)
     for asked, tuned in worlds(4).run(killed_and_resumed, order(tmp_path), [2, 3]):
         assert [len(part) for part in asked] == [2, 3, len(every) - 5]
         assert [candidate for part in asked for candidate in part] == every
@@ -161,7 +163,7 @@ def test_a_killed_run_goes_on_and_measures_nothing_twice(worlds, tmp_path):
 
 def test_what_ends_a_run_twice_is_not_begun_a_third_time(worlds, tmp_path):
     for asked, tuned in worlds(2).run(killed_and_resumed, order(tmp_path), [1, 0]):
-        first, second, *others = looked_at(order(tmp_path), 2)
+        first, second, *others = all_candidates(order(tmp_path), 2)
         assert asked == [[first], [], others]
         assert tuned.measured[1] == Measured(second, reason="has ended 2 runs; take it out of the file to try it again")
         assert tuned.attempts == {}
@@ -287,7 +289,7 @@ BIG = replace(
 
 def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     asked = Order(run=BIG, cluster="8xh100", slower=1.05)
-    every = looked_at(asked, 8)
+    every = all_candidates(asked, 8)
     wanted, left_out = pruned(asked, 8, torch.bfloat16, every)
     assert 0 < len(wanted) < len(every)
     assert {*wanted, *(each.candidate for each in left_out)} == set(every)
@@ -302,7 +304,7 @@ def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")
     assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, wanted))  # stages take little
     with pytest.raises(ValueError, match="--cluster 8xh100 has 8 ranks, and 4 are running"):
-        pruned(asked, 4, torch.bfloat16, looked_at(asked, 4))
+        pruned(asked, 4, torch.bfloat16, all_candidates(asked, 4))
 
 
 @pytest.mark.parametrize(

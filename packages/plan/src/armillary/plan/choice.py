@@ -21,7 +21,7 @@ def write(path: Path, recipe: str, config: Config, about: str) -> None:
         about: a line for people.
 
     Raises:
-        ValueError: it cannot be written, or no file says this configuration.
+        ValueError: it cannot be written, or a value has no form in a file.
     """
     text = as_toml(recipe, config, about)
     settings = parse_toml(text)
@@ -45,7 +45,7 @@ def as_toml(recipe: str, config: Config, about: str) -> str:
 
 
 def flags(recipe: str, config: Config) -> list[str]:
-    """What to type after `armillary-train`."""
+    """Arguments for `armillary-train`."""
     return ["--recipe", recipe, *(word for name, value in changes(recipe, config) for word in words(name, value))]
 
 
@@ -62,7 +62,7 @@ def recipe_of(name: str) -> Config:
 
 
 def words(name: str, value: Any) -> list[str]:
-    """A field as it is typed."""
+    """A field as command-line arguments."""
     if isinstance(value, bool):
         section, _, key = flag(name).rpartition(".")
         return [f"--{section}.{'' if value else 'no-'}{key}"]

@@ -42,7 +42,7 @@ None needs a GPU. armillary-plan COMMAND --help lists the options."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command, and exits: 2 for what cannot be planned, with one line that says why."""
+    """Runs a command, and exits: with 2 and one line for what cannot be planned."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)

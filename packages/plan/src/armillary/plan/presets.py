@@ -48,7 +48,7 @@ def cluster_of(name: str) -> Cluster:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"--cluster {name}: {why}") from error
     if found.ranks > MOST_RANKS:
-        raise ValueError(f"--cluster {name}: {found.ranks:,} ranks; at most {MOST_RANKS:,} can be looked at")
+        raise ValueError(f"--cluster {name}: {found.ranks:,} ranks; at most {MOST_RANKS:,} are supported")
     return found
 
 

@@ -18,7 +18,7 @@ from armillary.plan.cluster.node import Accelerator, Node
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Node):
-    """Machines that are all alike.
+    """Identical machines.
 
     Args:
         nodes: how many.
@@ -51,7 +51,7 @@ class Cluster(Node):
 
     @classmethod
     def of(cls, machine: Node, nodes: int, name: str) -> Cluster:
-        """So many machines that are all alike."""
+        """So many identical machines."""
         given: dict[str, Any] = {each.name: getattr(machine, each.name) for each in fields(machine)}
         given |= {"nodes": nodes, "name": name}
         return cls(**given)

@@ -47,7 +47,7 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine with accelerators that are all alike, and what they reach each other and other machines by.
+    """A machine with identical accelerators, and their links to each other and to other machines.
 
     Args:
         name: for people.

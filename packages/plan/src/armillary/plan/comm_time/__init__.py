@@ -1,1 +1,1 @@
-"""What methods send, and how long that, their computation and a whole step take."""
+"""Communication volume of attention methods, and the time of their plans and of a whole step."""

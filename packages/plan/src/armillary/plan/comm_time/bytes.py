@@ -36,9 +36,9 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16,
 class BytesPlan:
     """Counts what one rank sends in one call of attention, forward and backward, without a GPU.
 
-    The real methods run on tensors without numbers, in a process group that sends nothing, under a ledger. Beside it
-    stand their closed forms, and for full masks what WallFacer's paper counts in forward (arXiv 2407.00611): as many
-    steps as ranks, where one less is sent, and no log-sum-exp. The default is that paper's model M.
+    The real methods run on fake tensors in a fake process group, under a ledger. Shown beside are closed forms, and for
+    full masks what WallFacer's paper counts in forward (arXiv 2407.00611): as many steps as ranks, where one less is
+    sent, and no LSE. The defaults are that paper's model M.
     """
 
     tokens: str = "64Ki"
@@ -102,7 +102,7 @@ def plan_bytes(plan: BytesPlan, progress: Callable[[str], None] = lambda _: None
     """Forward and backward of each method, ranks with the same figures together.
 
     Args:
-        progress: told before each method and rank.
+        progress: called before each method and rank.
 
     Raises:
         ValueError: a method that does not fit the shapes or the ranks, or no such rank.

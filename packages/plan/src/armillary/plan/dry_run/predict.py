@@ -28,7 +28,7 @@ from armillary.train.dry_run.predict import precision_of
 
 @dataclass(frozen=True)
 class RunPlan(Source):
-    """Tells what a run of the trainer takes, from its own flags: mesh, shapes, memory and time of a step."""
+    """Predicts mesh, shapes, memory and step time of a run, from the trainer's own flags."""
 
     cluster: str = "8xh100"
     """8xh100, 16xh200, 8xa100-80, ..., or a TOML file that describes one. The run has a rank for each accelerator."""

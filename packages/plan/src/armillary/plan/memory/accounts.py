@@ -20,7 +20,7 @@ class Allocation:
 class Account:
     """The allocations of one memory, the device's or the host's, in bytes by category.
 
-    An allocation may be told late what it is for: a gradient is one among many tensors until it turns up in a
+    The category of an allocation may be known late: a gradient is one among many tensors until it turns up in a
     parameter's `.grad`. While it is held, the breakdown at the peak is corrected too.
     """
 

@@ -1,4 +1,4 @@
-"""Single moments of a training step: what attention holds while it works, and what is there before it begins."""
+"""Memory at single moments of a training step: during attention, and right before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.core.fake_world import fake_world
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.layers.projections import HeadProjections
 from armillary.plan.memory.live import LiveBytes
-from armillary.plan.memory.simulate import Job, Rehearsal
+from armillary.plan.memory.simulate import Job, SimulatedStep
 from armillary.plan.memory.simulated_flash import SimulatedFlash
 
 Build = Callable[[DeviceMesh], Method]
@@ -82,11 +82,11 @@ def before_attention(model: LlamaConfig, axes: Mapping[str, int], build: Build, 
         found.append(Before(checkpoints, handed, checkpoints + held["attention"]))
 
     with fake_world(**axes) as mesh:
-        rehearsal = Rehearsal.of(job, mesh)
+        step = SimulatedStep.of(job, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, simulating(), LiveBytes() as live, watched(Ring, "forward", note):
-            rehearsal.start()
-            rehearsal.loss().backward()
+            step.start()
+            step.loss().backward()
     return found[model.layers]
 
 

@@ -1,4 +1,4 @@
-"""Counting the bytes of live tensors by what they are for: of real ones on the CPU and of fake ones alike."""
+"""Counting the bytes of live tensors by category, of real ones on the CPU and of fake ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armillary.plan.memory.internals import key_of, local, name_of, resizes_repo
 from armillary.plan.memory.undisturbed import Undisturbed
 
 CUDA_BLOCK = 512
-"""torch's CUDA allocator hands out multiples of this many bytes."""
+"""torch's CUDA allocator rounds up to multiples of this many bytes."""
 
 OTHER = "other"
 
@@ -30,7 +30,7 @@ FSDP_TENSORS: dict[str, str] = {
     "fsdp::chunk_cat_mixed_dtype": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
-"""What the tensors are for that FSDP2 hands to these ops: it allocates them by the same ops as anybody."""
+"""Category of the tensors that FSDP2 passes to these ops: it allocates them by the same ops as any code."""
 
 
 class LiveBytes(TorchDispatchMode):

@@ -16,13 +16,12 @@ from armillary.plan.presets import Model, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 BEYOND = 4
-"""A simulation runs through a step piece by piece, which takes as long as the step is long: of what is far from fitting
-it is not worth it."""
+"""A simulation takes as long as its step has chunks: beyond this share of the memory it is refused."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Simulates a training step without a GPU, and says what it holds at most.
+    """Simulates a training step without a GPU: its peak memory, by category.
 
     The model is the real one, sharded by the real FSDP2; its tensors hold no numbers.
     """
@@ -81,7 +80,7 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
     """Runs the simulations that a plan asks for.
 
     Args:
-        progress: told before each simulation what it is about.
+        progress: called before each simulation with its subject.
 
     Raises:
         ValueError: an unknown name, axes that do not fit the cluster or the model, or no room for anything.
@@ -118,7 +117,7 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
 
 
 def from_few_blocks(job: Job) -> StepMemory:
-    """What a step will hold by the looks of one with two blocks and one with three: they are all alike."""
+    """Extrapolates from a step with two blocks and one with three: memory is linear in blocks."""
     two, three = (simulate(replace(job, model=replace(job.model, layers=n))) for n in (2, 3))
     more = job.model.layers - 2
 

@@ -40,7 +40,7 @@ class Job:
         checkpointing: what blocks keep for backward.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
         precision: of forward and backward; master weights, gradients and the optimizer's state are float32.
-        kernel: what attention allocates. With one for the CPU, a `Rehearsal` can be run on real tensors.
+        kernel: what attention allocates. With one for the CPU, a `SimulatedStep` can be run on real tensors.
     """
 
     model: LlamaConfig | GPTConfig
@@ -78,14 +78,14 @@ def simulate(job: Job) -> StepMemory:
     buffers of NCCL, and what library kernels take for themselves.
     """
     with fake_world(**job.axes) as mesh:
-        rehearsal = Rehearsal.of(job, mesh)
+        step = SimulatedStep.of(job, mesh)
         # The mesh's own tensors are real ones.
         with FakeTensorMode(allow_non_fake_inputs=True), simulating():
-            return rehearsal.run()
+            return step.run()
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class SimulatedStep:
     """A model on the meta device, sharded over a mesh, and where the tokens lie that it is to be trained on."""
 
     job: Job
@@ -94,7 +94,7 @@ class Rehearsal:
     shard: int
 
     @classmethod
-    def of(cls, job: Job, mesh: DeviceMesh) -> Rehearsal:
+    def of(cls, job: Job, mesh: DeviceMesh) -> SimulatedStep:
         method = job.attention(mesh)
         method.kernel = job.kernel
         with torch.device("meta"):

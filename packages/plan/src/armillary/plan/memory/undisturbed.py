@@ -1,4 +1,4 @@
-"""What torch does otherwise while a dispatch mode watches, put back to what it does when nobody does."""
+"""Restores what torch does differently while a dispatch mode is active."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Every way to run a model on a cluster, by predicted time, and the line that starts the best."""
+"""Search over meshes, methods and checkpoints by predicted time, and the command that starts the best."""

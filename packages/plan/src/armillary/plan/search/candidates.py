@@ -1,4 +1,4 @@
-"""Every way to run a model on a cluster that is worth a look: meshes, methods, what blocks keep."""
+"""The search space: meshes, methods and checkpoint policies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def is_one_of(attention: AttentionChoice, names: Iterable[str]) -> bool:
 
 
 def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
-    """Ways to share ranks out to rows, tokens and heads."""
+    """Factorizations of the ranks over sequences, tokens and heads."""
     for shard in divisors(ranks):
         for ulysses in divisors(ranks // shard):
             if rows % shard == 0 and ulysses <= heads:

@@ -78,5 +78,5 @@ def command_line(found: SearchResult, choice: Choice, config: Path | None = None
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
     start = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
     start += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
-    told = flags(RECIPES[found.plan.model], config_of(found, choice)) if config is None else ["--config", str(config)]
-    return " ".join([*start, shlex.join([*told, "--data.path", str(data)])])
+    given = flags(RECIPES[found.plan.model], config_of(found, choice)) if config is None else ["--config", str(config)]
+    return " ".join([*start, shlex.join([*given, "--data.path", str(data)])])

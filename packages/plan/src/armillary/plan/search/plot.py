@@ -1,4 +1,4 @@
-"""A picture of the best that a search found; needs matplotlib."""
+"""Plot of the best candidates; needs matplotlib."""
 
 from __future__ import annotations
 

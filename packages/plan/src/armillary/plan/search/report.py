@@ -1,4 +1,4 @@
-"""Showing what a search found: a table for people, JSON for machines, a picture."""
+"""Output of a search: a table, or JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_json(found: SearchResult) -> str:
 
 
 def as_fields(found: SearchResult, choice: Choice) -> dict[str, Any]:
-    """A choice, and what the trainer is to be told."""
+    """A choice, and the command that trains it."""
     attention = choice.candidate.attention
     return {
         "axes": choice.candidate.mesh.axes,
@@ -51,7 +51,7 @@ def as_fields(found: SearchResult, choice: Choice) -> dict[str, Any]:
 
 
 def show(found: SearchResult, console: Console) -> None:
-    """The best, why each but the first lost, what became of the rest, and the command that trains the first."""
+    """The best, why each is slower than the first, counts of the rest, and the command that trains the first."""
     for line in heading(found):
         console.print(line, highlight=False, soft_wrap=True)
     best = found.fitting[: found.plan.best]
@@ -67,7 +67,7 @@ def show(found: SearchResult, console: Console) -> None:
 
 
 def heading(found: SearchResult) -> list[str]:
-    """What was asked."""
+    """Model, cluster and step."""
     plan, sizes = found.plan, f"{found.model.parameters() / 1e9:.2f}B parameters"
     rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {found.length:,} tokens"
     return [
@@ -111,7 +111,7 @@ def parts(choice: Choice) -> list[str]:
 
 
 def rest(found: SearchResult) -> str:
-    """What became of those that are not shown."""
+    """Counts of the candidates that are not shown."""
     slower = len(found.fitting) - min(len(found.fitting), found.plan.best)
     limits = Counter(found.room.limit(choice.memory) for choice in found.choices if not choice.fits)
     full = [f"{count} need more memory on the {where}" for where, count in limits.most_common()]

@@ -36,15 +36,15 @@ class SearchPlan:
     attention: tuple[str, ...] = ()
     """Only these methods, as --parallel.attention has them."""
     best: Count = 10
-    """How many to show."""
+    """Number of candidates to show."""
     reserve: str = RESERVE
-    """Of each device, for what is not torch's tensors."""
+    """Memory of each device to reserve for CUDA, NCCL and fragmentation."""
     host_reserve: str = HOST_RESERVE
-    """Of each node, likewise."""
+    """Memory of each node to reserve for the system."""
     plot: Path | None = None
-    """Draw the best as a PNG."""
+    """PNG file for a plot of the best."""
     out: Path | None = None
-    """Write the best to this TOML file, for armillary-train --config."""
+    """TOML file for the best, for armillary-train --config."""
     json: bool = False
     """Print JSON."""
 
@@ -93,10 +93,10 @@ class SearchResult:
 
 
 def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _of: None) -> SearchResult:
-    """Looks at all candidates.
+    """Evaluates all candidates.
 
     Args:
-        progress: told how many of how many have been looked at.
+        progress: called with the numbers of candidates done, and of all.
 
     Raises:
         ValueError: an unknown name, a length or rows that no candidate takes.
@@ -108,7 +108,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
     if not wanted:
         raise ValueError(
-            f"nothing to look at: {plan.rows} rows on {cluster.ranks} ranks, --attention "
+            f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
             f"{' '.join(plan.attention) or 'of any kind'}"
         )
     choices = list[Choice]()

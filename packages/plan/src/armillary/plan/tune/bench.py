@@ -106,7 +106,7 @@ def measure(config: Config, candidate: Candidate, device: torch.device, iteratio
 
 
 def compare(config: Config, candidates: Sequence[Candidate], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of several, in turns, so that what disturbs the machine disturbs all: each round begins with another."""
+    """Seconds of several candidates, interleaved, so that noise hits all of them; each round starts with another."""
     forget(device)
     benches = [Bench.of(config, candidate, device) for candidate in candidates]
     for bench in benches:
@@ -135,7 +135,7 @@ def largest(values: list[float], device: torch.device) -> list[float]:
 
 
 def forget(device: torch.device) -> None:
-    """Gives back what candidates before have left, and begins to count bytes anew."""
+    """Frees cached memory of earlier candidates, and resets peak statistics."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -143,6 +143,6 @@ def forget(device: torch.device) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
+    """Waits for the device's queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -13,8 +13,8 @@ from armillary.plan.tune.tuner import tune
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and tunes.
 
-    Exit codes: 0 a choice stands in the file; 1 failed on the way, and the same command goes on; 2 cannot be started,
-    or nothing could be run, with one line that says why.
+    Exit codes: 0 the choice is written; 1 failed while measuring, and the same command resumes; 2 refused to start, or
+    no candidate could be run, with one line that says why.
     """
     with ending(PROGRAM):
         tune(read_order(sys.argv[1:] if argv is None else argv))

@@ -1,4 +1,4 @@
-"""The tuner's file: what was asked, what was measured so far, and what was chosen. JSON."""
+"""The tuner's JSON file: settings, measurements so far, and the choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armillary.plan.tune.question import Question
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate and what came of it.
+    """A candidate and its measurements.
 
     Args:
         seconds: that forward and backward of a block take the slowest rank, as a median; None where it was not
@@ -40,10 +40,10 @@ class Tuned:
 
     Args:
         question: what was asked.
-        complete: every candidate was looked at, and the choice is made.
+        complete: every candidate was measured, and the choice is made.
         left: candidates that are still to be measured.
         choice: the fastest; None before the end, and where nothing could be measured.
-        measured: measured, or tried in vain.
+        measured: measured, or failed.
         left_out: those that the planner would not have measured.
         attempts: how often each candidate was begun that has not ended yet, by name.
     """
@@ -57,7 +57,7 @@ class Tuned:
     attempts: dict[str, int] = field(default_factory=dict[str, int])
 
     def known(self, candidate: Candidate) -> bool:
-        """Whether it was measured, or tried in vain."""
+        """Whether it was measured, or failed."""
         return any(each.candidate == candidate for each in self.measured)
 
     @property

@@ -1,4 +1,4 @@
-"""A process group of its own for each candidate, on which ranks agree: communicators of many would pile up."""
+"""A process group of its own for each candidate, so that communicators do not pile up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Groups:
     """All ranks, and a watchdog that sees to it that none waits for ever, when groups come and go too.
 
     Args:
-        store: by which the ranks found each other first. The watchdog speaks through it.
+        store: of the first rendezvous, through which the watchdog communicates.
     """
 
     config: Config
@@ -45,13 +45,13 @@ class Groups:
         """(this rank's device, all ranks on a group that candidates do not use) around what ranks do together.
 
         Args:
-            phase, number: what that is, for whoever has to say where it stands.
+            phase, number: what is done in it, for the watchdog.
         """
         self.watchdog.begins(phase, number)
         hook = sys.excepthook  # each group that starts wraps it once more
         with process_group(self.config) as device:
             ranks = Ranks(collective_timeout(self.config))
             yield device, ranks
-            ranks.gather()  # nobody takes a group down that others still use
+            ranks.gather()  # no rank destroys a group that others still use
             ranks.close()
         sys.excepthook = hook

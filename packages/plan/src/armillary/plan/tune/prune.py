@@ -1,4 +1,4 @@
-"""Which candidates there are, and which of them the planner thinks worth measuring."""
+"""Candidates, and which of them the planner predicts to be fast enough to measure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from armillary.train.model import model_config
 
 @dataclass(frozen=True)
 class CandidatePrediction:
-    """What the planner says of a candidate: seconds of a step, and what is missing where it does not fit."""
+    """The planner's prediction for a candidate: seconds of a step, and what is missing where it does not fit."""
 
     candidate: Candidate
     seconds: float
     missing: str | None = None
 
 
-def looked_at(order: Order, ranks: int) -> list[Candidate]:
+def all_candidates(order: Order, ranks: int) -> list[Candidate]:
     """All candidates for so many ranks.
 
     Raises:

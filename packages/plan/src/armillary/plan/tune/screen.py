@@ -1,4 +1,4 @@
-"""What a person sees of tuning: a line for each candidate, under them a progress bar where a terminal is there."""
+"""Progress on the terminal: a line for each candidate, and a progress bar below."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TunerScreen:
         self.progress.start()
 
     def measured(self, number: int, total: int, found: Measured, tuned: Tuned) -> None:
-        """A candidate was measured, or tried in vain."""
+        """A candidate was measured, or failed."""
         if self._task is not None:
             self.progress.update(self._task, completed=number)
         self.say(f"{number}/{total} {line(found, tuned)}")

@@ -1,4 +1,4 @@
-"""One candidate after the other, and the nearest again in turns."""
+"""Measures candidate after candidate, and the fastest again in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.plan.tune.bench import Timing
 from armillary.plan.tune.command import Order
 from armillary.plan.tune.file import Measured, Tuned, read, write
 from armillary.plan.tune.groups import Groups
-from armillary.plan.tune.prune import looked_at, pruned
+from armillary.plan.tune.prune import all_candidates, pruned
 from armillary.plan.tune.question import Question, difference, dtype_name, question_of
 from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
@@ -174,11 +174,11 @@ def opened(order: Order, dtype: torch.dtype) -> tuple[list[Candidate], Tuned]:
     """(candidates to measure, what is known of them), by the files that this rank sees.
 
     Raises:
-        ValueError: as `looked_at`, `pruned` and `found`.
+        ValueError: as `all_candidates`, `pruned` and `found`.
     """
     ranks = world_size()
     tuned = found(order.measurements, question_of(order.measured_run, ranks, dtype_name(dtype)))
-    wanted, left_out = pruned(order, ranks, dtype, looked_at(order, ranks))
+    wanted, left_out = pruned(order, ranks, dtype, all_candidates(order, ranks))
     tuned = replace(tuned, left_out=tuple(each for each in left_out if not tuned.known(each.candidate)))
     tuned = counted(tuned, wanted)
     if tuned.choice is not None:

@@ -23,7 +23,7 @@ MASTER = float32.itemsize
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a job comes to on a rank. Sizes of tensors are in bytes.
+    """Sizes of a job's tensors on a rank, in bytes.
 
     Args:
         tokens: T, of the rank; of `rows` sequences, B.
@@ -66,7 +66,7 @@ class StepSizes:
         )
 
     def tensor(self, width: float, tokens: int | None = None, size: int | None = None) -> float:
-        """[B, T, width], of all tokens and in the compute dtype unless told otherwise."""
+        """[B, T, width], of all tokens and in the compute dtype unless `size` is given."""
         return self.rows * (self.tokens if tokens is None else tokens) * width * (self.e if size is None else size)
 
     @property
