@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.attention import AttentionMask, Local, Method, Ulysses, build_attention
 from armillary.attention.compiled import documents_of
 from armillary.attention.kernels import Dense
 from armillary.core import SequenceLayout
@@ -127,6 +127,40 @@ def test_a_compiled_call_has_the_scale_and_the_softcap_that_it_is_given():
     options = {"mask": MASKS[0], "scale": 0.7, "softcap": 0.5}
     compiled = torch.compile(lambda: attend(q, k, v, **options), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(), attend(q, k, v, **options))
+
+
+def other_heads() -> None:
+    """A second model through the same code: torch makes symbols of what differs."""
+    torch._dynamo.reset()
+    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    for heads, key_heads, dim in ((4, 2, 8), (8, 4, 16), (12, 4, 24)):
+        attend = Ulysses(mesh(ulysses=2)["ulysses"], inner=Local())
+        q, k = torch.randn(1, 3, heads, dim), torch.randn(1, 3, key_heads, dim)
+        layout = attend.layout(6)
+        found = compiled(attend, q, k, k, None, MASKS[0], layout)
+        assert torch.equal(found, plainly(attend, q, k, k, None, MASKS[0], layout))
+
+
+def test_models_with_other_heads_take_their_turn(worlds):
+    worlds(2).run(other_heads)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
+def test_lse_may_be_returned_and_has_no_gradient(compiled):
+    torch._dynamo.reset()
+    attend, q = Local(), torch.randn(1, 6, 2, 8, requires_grad=True)
+
+    def call(q):
+        return attend(q, q, q, mask=MASKS[0], return_lse=True)
+
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    dout = torch.randn(1, 6, 2, 8)
+    (wanted,) = torch.autograd.grad(attend(q, q, q, mask=MASKS[0]), q, dout)
+    out, _ = run(q)
+    assert torch.equal(torch.autograd.grad(out, q, dout)[0], wanted)
+    out, lse = run(q)
+    with pytest.raises((ValueError, RuntimeError), match="lse has no gradient here; detach it"):
+        torch.autograd.grad((out, lse), q, (dout, torch.ones_like(lse)))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

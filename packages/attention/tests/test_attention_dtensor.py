@@ -55,7 +55,7 @@ def distributed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, placements:
 
 
 def attended(
-    name: str, sizes: dict[str, int], placed: dict[str, Placement], length: int, kind: str
+    name: str, sizes: dict[str, int], placed: dict[str, Placement], length: int, kind: str, compiled: bool = False
 ) -> tuple[float, float]:
     """(worst error against the oracle, worst difference from the same call on local tensors)."""
     over = mesh(**sizes)[tuple(placed)]
@@ -63,7 +63,12 @@ def attended(
     layout, mask = attend.layout(length, kind=kind), AttentionMask(window=(length // 2, None))
     *qkv, dout = (distributed(x, layout, over, placements) for x in whole(length))
     leaves = [x.requires_grad_() for x in qkv]
-    out, lse = attend(*leaves, mask=mask, layout=layout, return_lse=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, lse = attend(q, k, v, mask=mask, layout=layout, return_lse=True)
+        return out, lse.detach()  # torch wants a gradient for every DTensor that leaves a graph and could have one
+
+    out, lse = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
     results = [out, lse, *grads]
     assert all(isinstance(x, DTensor) and list(x.placements) == placements for x in results)
@@ -99,38 +104,44 @@ ON_EIGHT: dict[str, tuple[str, dict[str, int], dict[str, Placement]]] = {
 }  # fmt: skip
 
 
-def each_on_eight() -> dict[str, tuple[float, float]]:
+def each_on_eight(compiled: bool) -> dict[str, tuple[float, float]]:
     """Each with either layout, by turns."""
     kinds = {name: ("zigzag", "contiguous")[i % 2] for i, name in enumerate(ON_EIGHT)}
-    return {name: attended(*case, 24, kinds[name]) for name, case in ON_EIGHT.items()}
+    return {name: attended(*case, 24, kinds[name], compiled) for name, case in ON_EIGHT.items()}
 
 
-def test_dtensors_give_what_local_tensors_give(worlds):
-    for rank in worlds(8).run(each_on_eight):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
+def test_dtensors_give_what_local_tensors_give(worlds, compiled):
+    for rank in worlds(8).run(each_on_eight, compiled):
         for case, (error, difference) in rank.items():
             assert error <= EXACT, case
             assert difference == 0.0, case
 
 
-def uneven() -> list[tuple[float, float]]:
+def uneven(compiled: bool) -> list[tuple[float, float]]:
     placed = {"ring": TOKENS, "ulysses": TOKENS}
-    return [attended("usp", {"ring": 2, "ulysses": 2}, placed, length, "contiguous") for length in (11, 15)]
+    return [attended("usp", {"ring": 2, "ulysses": 2}, placed, length, "contiguous", compiled) for length in (11, 15)]
 
 
-def test_uneven_shards_that_dtensor_would_cut_too(worlds):
-    for error, difference in (found for rank in worlds(4).run(uneven) for found in rank):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
+def test_uneven_shards_that_dtensor_would_cut_too(worlds, compiled):
+    for error, difference in (found for rank in worlds(4).run(uneven, compiled) for found in rank):
         assert error <= EXACT
         assert difference == 0.0
 
 
-def with_sinks() -> float:
+def with_sinks(compiled: bool) -> float:
     """Sinks sharded over tp: their gradient is to be summed over the axes that shard tokens."""
     built = mesh(ring=2, ulysses=2, tp=2)
     over, attend = built["ring", "ulysses", "tp"], build("usp", built)
     layout, mask = attend.layout(16), AttentionMask()
     *qkv, dout = (distributed(x, layout, over, [TOKENS, TOKENS, HEADS]) for x in whole(16))
     sinks = distribute_tensor(random(9, H), over, [Replicate(), Replicate(), Shard(0)]).requires_grad_()
-    out = attend(*qkv, mask=mask, layout=layout, sinks=sinks)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attend(q, k, v, mask=mask, layout=layout, sinks=sinks)
+
+    out = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*qkv, sinks)
     assert isinstance(out, DTensor)
     (dsinks,) = torch.autograd.grad(out, sinks, dout)
     assert list(dsinks.placements) == [Partial(), Partial(), Shard(0)]
@@ -140,8 +151,9 @@ def with_sinks() -> float:
     return relative_error(dsinks.full_tensor(), wanted)
 
 
-def test_sinks(worlds):
-    assert max(worlds(8).run(with_sinks)) <= EXACT
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
+def test_sinks(worlds, compiled):
+    assert max(worlds(8).run(with_sinks, compiled)) <= EXACT
 
 
 def axis_names() -> list[list[str]]:

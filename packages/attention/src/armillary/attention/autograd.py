@@ -166,9 +166,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    if not ctx.projected and any(grad is not None for grad in grads[1:]):
-        raise ValueError("lse has no gradient here; detach it before it enters a loss")
-    dout = grads[0]
+    dout, *others = grads
+    if not ctx.projected:
+        refuse_gradients(others, traced=ctx.call is None)
     if dout is None:
         return [None] * ctx.count, *[None] * 6
     ends, *kept = ctx.saved_tensors
@@ -181,6 +181,16 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     # x comes first, then what has no gradient, and the parameters
     grads = [found[0], *[None] * (ctx.count - len(found)), *found[1:]]
     return grads, sinks_gradient(dout, *local) if local else None, *[None] * 5
+
+
+def refuse_gradients(grads: Sequence[Tensor | None], traced: bool) -> None:
+    """lse has no gradient. A graph whose caller does not use its lse is given zeros for it, and looks when it runs."""
+    refusal = "lse has no gradient here; detach it before it enters a loss"
+    for grad in grads:
+        if grad is not None and not traced:
+            raise ValueError(refusal)
+        if grad is not None:
+            compat.assert_later((grad == 0).all(), refusal)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)

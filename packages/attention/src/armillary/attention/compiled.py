@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import count
+from operator import index
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -142,7 +143,8 @@ def shapes_of(key: Key, tensors: Sequence[Tensor], sinks: Tensor | None) -> list
         in_stages, spec, q = projected_spec(known, tensors[0], None)
         return results_like(in_stages, spec, tensors[0], q, q, sinks)
     method: NumberedMethod = NUMBERED[int(key.numbers[0])]
-    if method.redistributes_inputs:
+    if method.redistributes_inputs:  # tokens, heads and dims as numbers, not as symbols
+        tensors = [x.new_empty((x.shape[0], *map(index, x.shape[1:]))) for x in tensors]
         return attention_call(known, tensors, None).forward_like(tensors, sinks)
     q, _, v = tensors
     return [q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))]

@@ -225,6 +225,16 @@ def constant_when_traced(function: F) -> F:
     return function
 
 
+def assert_later(condition: Tensor, message: str) -> None:
+    """Raises a RuntimeError unless it is true: without waiting for it on a GPU, and inside of graphs too."""
+    cast(Any, torch)._assert_async(condition, message)
+
+
+def traced_object(found: Any) -> Any:
+    """What a mesh or group stands for that a function which is constant while tracing was given. Itself elsewhere."""
+    return getattr(found, "real_obj", found)
+
+
 def shard(placement: Placement) -> tuple[int | None, int]:
     """The dim that a placement cuts, None for none, and the parts into which that dim is cut before it.
 

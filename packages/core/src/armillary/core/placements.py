@@ -8,12 +8,22 @@ the ranks hold it, so that of a zigzag layout is permuted. DTensor itself says h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from armillary.core.mesh import Axis
+
+
+class Placed(NamedTuple):
+    """How a DTensor lies: what there is to check, without the tensor."""
+
+    device_mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
 
 
 def chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
@@ -38,7 +48,7 @@ def check_chunks(what: str, sizes: Sequence[int], expected: Sequence[int], axis:
         )
 
 
-def mesh_dim(x: DTensor, axis: Axis) -> int:
+def mesh_dim(x: DTensor | Placed, axis: Axis) -> int:
     """Which dim of the mesh of `x` the axis is.
 
     Raises:
@@ -53,7 +63,7 @@ def mesh_dim(x: DTensor, axis: Axis) -> int:
     return place
 
 
-def check_placement(name: str, x: DTensor, place: int, expected: Placement) -> None:
+def check_placement(name: str, x: DTensor | Placed, place: int, expected: Placement) -> None:
     """Refuses `x` unless it is placed as `expected` on dim `place` of its mesh. On one rank any placement will do.
 
     Raises:
@@ -65,7 +75,7 @@ def check_placement(name: str, x: DTensor, place: int, expected: Placement) -> N
         raise ValueError(f"{name} is {found!r} on axis {axis!r} of {describe(x)}; it must be {expected!r} there")
 
 
-def check_others(name: str, x: DTensor, place: int) -> None:
+def check_others(name: str, x: DTensor | Placed, place: int) -> None:
     """Refuses, on every axis but `place`, sums that are pending and shards of shards that torch would call private.
 
     Raises:
@@ -79,7 +89,7 @@ def check_others(name: str, x: DTensor, place: int) -> None:
             )
 
 
-def check_innermost(name: str, x: DTensor, place: int, dim: int) -> None:
+def check_innermost(name: str, x: DTensor | Placed, place: int, dim: int) -> None:
     """Refuses an axis that another one within it divides further: its neighbours' shards would not be neighbours.
 
     Raises:
@@ -94,7 +104,7 @@ def check_innermost(name: str, x: DTensor, place: int, dim: int) -> None:
             )
 
 
-def held_length(x: DTensor, dim: int, place: int) -> int:
+def held_length(x: DTensor | Placed, dim: int, place: int) -> int:
     """How much of `dim` the ranks along mesh dim `place` hold together: what the axes outside it leave."""
     length = x.shape[dim]
     for outer in range(place):
@@ -127,7 +137,7 @@ def dtensor_like(
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def describe(x: DTensor) -> str:
+def describe(x: DTensor | Placed) -> str:
     """`DTensor [2, 8, 4, 16] over (ring Shard(dim=1), tp Shard(dim=2))`, for messages."""
     names = x.device_mesh.mesh_dim_names or [f"#{i}" for i in range(x.device_mesh.ndim)]
     placed = ", ".join(f"{name} {found!r}" for name, found in zip(names, x.placements, strict=True))
