@@ -1,6 +1,6 @@
-"""What each method sends, counted on every rank, is its schedule to the byte; the schedule is the closed form.
+"""What each method sends, counted on every rank, is its communication plan to the byte; the plan is the closed form.
 
-The latter is shown in `test_attention_schedule.py`, without processes.
+The latter is shown in `test_attention_comm_plan.py`, without processes.
 """
 
 from collections import Counter
@@ -80,13 +80,13 @@ def attend(method, work: AttentionShape) -> CommLedger:
     return ledger
 
 
-def differences(method, work: AttentionShape, schedule: CommPlan) -> list[str]:
-    """Where this rank's ledger and the schedule differ."""
+def differences(method, work: AttentionShape, plan: CommPlan) -> list[str]:
+    """Where this rank's ledger and the plan differ."""
     ledger = attend(method, work)
     found = Counter({key: sent for key, sent in ledger.entries.items() if sent})
     keys = product(("ring", "ulysses"), KINDS, ("forward", "backward"))
-    said = Counter({key: n for key in keys if (n := schedule.bytes(method.shard, key[1], key[2], key[0]))})
-    return [f"{key}: {found[key]} sent, {said[key]} in the schedule" for key in found | said if found[key] != said[key]]
+    said = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
+    return [f"{key}: {found[key]} sent, {said[key]} in the plan" for key in found | said if found[key] != said[key]]
 
 
 def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
@@ -120,7 +120,7 @@ EIGHT = [
 
 SMALL = Case(batch=1, length=64, head_dim=8, value_dim=8, dtype=torch.float32)
 EVEN = [replace(SMALL, mask=FULL, kv_heads=k, dtype=dtype) for k, dtype in ((8, torch.bfloat16), (2, torch.float32))]
-"""Under a full mask with even shards and heads, where schedules are closed forms."""
+"""Under a full mask with even shards and heads, where plans are closed forms."""
 
 
 def sample(seed: int, some: int = 1) -> list[Case]:
@@ -135,7 +135,7 @@ def sample(seed: int, some: int = 1) -> list[Case]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_composition_sends_what_its_schedule_says(worlds, ranks):
+def test_every_composition_sends_what_its_plan_says(worlds, ranks):
     every = EIGHT if ranks == 8 else compositions(list(METHODS), [ranks])
     chosen = [(composition, sample(i, some=4)) for i, composition in enumerate(every)]
     assert worlds(ranks).run(all_wrong, chosen) == [[]] * ranks

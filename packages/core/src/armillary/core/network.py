@@ -1,4 +1,4 @@
-"""What is sent, as schedules say it."""
+"""What is sent, as communication plans say it."""
 
 from __future__ import annotations
 

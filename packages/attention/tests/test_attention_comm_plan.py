@@ -1,6 +1,6 @@
-"""Schedules are the closed forms: in the even case under a full mask to the byte; and what nobody sees is not sent.
+"""Communication plans are closed forms: in the even case under a full mask to the byte; what nobody sees is not sent.
 
-That methods send what their schedules say is what `test_attention_bytes.py` shows.
+That methods send what their plans say is what `test_attention_bytes.py` shows.
 """
 
 from dataclasses import replace
@@ -43,10 +43,10 @@ def work_of(
     return AttentionShape.of(layout, mask, **shape, dtype=dtype, batch=B)
 
 
-def sent(schedule: CommPlan, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
+def sent(plan: CommPlan, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
     """(forward, backward) of each rank; checks that nothing else is sent."""
-    both = [(schedule.bytes(r, kind, "forward"), schedule.bytes(r, kind, "backward")) for r in range(ranks)]
-    assert [sum(pair) for pair in both] == [schedule.bytes(r, kind) for r in range(ranks)]
+    both = [(plan.bytes(r, kind, "forward"), plan.bytes(r, kind, "backward")) for r in range(ranks)]
+    assert [sum(pair) for pair in both] == [plan.bytes(r, kind) for r in range(ranks)]
     return both
 
 
@@ -96,10 +96,10 @@ def test_values_of_a_head_dim_of_their_own(key_heads):
 @pytest.mark.parametrize("key_heads", [1, 8])
 def test_all_gather(key_heads, dtype, e, a):
     keys = 2 * B * T * key_heads * D
-    schedule = build_comm_plan("all_gather", work_of(key_heads, dtype), P)
-    assert sent(schedule, kind="all_gather") == [((P - 1) * keys * e, (P - 1) * keys * e)] * P  # and again in backward
-    assert sent(schedule, kind="reduce_scatter") == [(0, (P - 1) * keys * a)] * P
-    assert sent(schedule) == [((P - 1) * keys * e, (P - 1) * keys * (e + a))] * P
+    plan = build_comm_plan("all_gather", work_of(key_heads, dtype), P)
+    assert sent(plan, kind="all_gather") == [((P - 1) * keys * e, (P - 1) * keys * e)] * P  # and again in backward
+    assert sent(plan, kind="reduce_scatter") == [(0, (P - 1) * keys * a)] * P
+    assert sent(plan) == [((P - 1) * keys * e, (P - 1) * keys * (e + a))] * P
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
@@ -134,12 +134,12 @@ def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
 def test_usp_is_the_sum_of_both(key_heads):
     ranks, e, a = 2, 2, 4
     work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)  # T tokens on each of P x U ranks
-    schedule = build_comm_plan("usp", work, P, ranks, backward="keys")
+    plan = build_comm_plan("usp", work, P, ranks, backward="keys")
     queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
     c = e if key_heads >= ranks else a
     inner = 2 * B * (T * ranks) * (max(key_heads, ranks) // ranks) * D
-    assert sent(schedule, P * ranks, "all_to_all") == [((queries + keys) * e, queries * e + keys * c)] * P * ranks
-    assert sent(schedule, P * ranks, "p2p") == [((P - 1) * inner * e, (P - 1) * inner * (e + a))] * P * ranks
+    assert sent(plan, P * ranks, "all_to_all") == [((queries + keys) * e, queries * e + keys * c)] * P * ranks
+    assert sent(plan, P * ranks, "p2p") == [((P - 1) * inner * e, (P - 1) * inner * (e + a))] * P * ranks
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
@@ -151,8 +151,8 @@ def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(key_
     forward = (2 * queries + keys) * e
     again = (3 * queries + keys) * e  # q, out and dout, k and v come in
     home = queries * e + keys * (a if key_heads < P else e)
-    schedule = build_comm_plan("upipe", work, 1, P, heads_per_stage)
-    assert sent(schedule) == [(forward, again + home)] * P
+    plan = build_comm_plan("upipe", work, 1, P, heads_per_stage)
+    assert sent(plan) == [(forward, again + home)] * P
     lse = (P - 1) * B * T * H // P * a
     finished = build_comm_plan("upipe", replace(work, projected=False), 1, P, heads_per_stage)
     assert sent(finished) == [(forward + lse, again + home + lse)] * P
@@ -162,11 +162,11 @@ def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(key_
 def test_a_ring_inside_upipe_turns_keys_once_a_stage(key_heads):
     ranks, e = 2, 2
     work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)
-    schedule = build_comm_plan("upipe+ring", work, P, ranks)  # of two heads each
+    plan = build_comm_plan("upipe+ring", work, P, ranks)  # of two heads each
     keys = 2 * B * (T * ranks) * D  # one key head on each rank
-    assert sent(schedule, P * ranks, "p2p")[0][0] == (H // ranks) * (P - 1) * keys * e
+    assert sent(plan, P * ranks, "p2p")[0][0] == (H // ranks) * (P - 1) * keys * e
     usp = build_comm_plan("usp", work, P, ranks)
-    assert sent(schedule, P * ranks, "all_to_all")[0][0] == sent(usp, P * ranks, "all_to_all")[0][0]
+    assert sent(plan, P * ranks, "all_to_all")[0][0] == sent(usp, P * ranks, "all_to_all")[0][0]
 
 
 @pytest.mark.parametrize("gather_keys", [True, False])
@@ -180,7 +180,7 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
     steps, queries, keys = ranks // team**2 - 1, B * T * H, 2 * B * T * key_heads * D
     back: dict[Backward, int] = {"keys": keys * (e + a), "queries": queries * (3 * D * e + a + D * a)}
     for backward, step in back.items():
-        schedule = wf.comm_plan(work, team, placement, backward, gather_keys)
+        plan = wf.comm_plan(work, team, placement, backward, gather_keys)
         for rank in range(ranks):
             t, member = teams.seat(rank)
             if gather_keys:  # the team's keys, once, and their gradients back; none for a rank that keeps its own
@@ -189,7 +189,7 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
                 out = sum(teams.keeper(t, mate) != rank for mate in range(team))
                 home = sum(teams.rank(teams.kept(t, member)[0], mate) != rank for mate in range(team))
             k_gather, k_scatter = ((team - 1) * keys * n * gather_keys for n in (e, a))
-            assert {(kind, phase): schedule.bytes(rank, kind, phase) for kind in KINDS for phase in PHASES} == {
+            assert {(kind, phase): plan.bytes(rank, kind, phase) for kind in KINDS for phase in PHASES} == {
                 ("all_gather", "forward"): (team - 1) * queries * D * e + k_gather,
                 ("p2p", "forward"): (out + steps * team) * keys * e,
                 ("reduce_scatter", "forward"): (team - 1) * queries * (D * e + a),
@@ -211,14 +211,14 @@ def test_model_m_of_the_wall_facer_paper():
     layout, gib = SequenceLayout.contiguous(65536, 64), 2**30
     work = AttentionShape.of(layout, FULL, heads=52, kv_heads=52, head_dim=128, dtype=torch.bfloat16)
     assert ring.comm_plan(work).bytes(1, phase="forward") / gib == pytest.approx(1.5996, abs=5e-5)
-    schedule, teams = wf.comm_plan(work, 4), Teams(64, 4, "collect_intra")
+    plan, teams = wf.comm_plan(work, 4), Teams(64, 4, "collect_intra")
     lse = 3 * 1024 * 52 * 4
     for rank in range(64):
-        collective = sum(schedule.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
+        collective = sum(plan.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
         assert (collective - lse) / gib == pytest.approx(0.1523, abs=5e-5)
         assert lse / gib == pytest.approx(0.0006, abs=5e-5)
         own = teams.keeper(*teams.seat(rank)) == rank
-        assert schedule.bytes(rank, "p2p", "forward") / gib == pytest.approx(0.3047 if own else 0.40625, abs=5e-5)
+        assert plan.bytes(rank, "p2p", "forward") / gib == pytest.approx(0.3047 if own else 0.40625, abs=5e-5)
 
 
 # -- under a mask -----------------------------------------------------------------------------------------------------
@@ -282,9 +282,9 @@ def test_steps_compute_every_visible_pair_once(name, call):
     if not sequence:
         call = replace(call, layout=call.layout.coarsen(4), key_layout=call.key_layout.coarsen(4))
     ranks, shards = 3 if heads else 1, call.layout.shards
-    schedule = build_comm_plan(name, call, shards, ranks)
+    plan = build_comm_plan(name, call, shards, ranks)
     pairs = visible(call) * len(call.key_heads)
-    for steps in (schedule.forward, schedule.backward):
+    for steps in (plan.forward, plan.backward):
         assert sum(sum(step.pairs) for step in steps) == pairs
         assert {len(step.pairs) for step in steps} <= {0, shards * ranks}
         for send in (send for step in steps for move in (*step.moves, *step.leaving) for send in move.sends):
@@ -301,15 +301,15 @@ def visible(call: AttentionShape) -> int:
 
 def test_steps_of_ring():
     """Each step's exchange is under way beside its computation; gradients go on when they are there."""
-    schedule = ring.comm_plan(work_of(H, mask=CAUSAL), "keys")
-    assert [(len(step.moves), bool(step.pairs)) for step in schedule.forward] == [(1, True)] * (P - 1) + [(0, True)]
-    assert kinds(schedule.backward) == ["p2p +", "p2p + p2p", "p2p + p2p", "+ p2p"]
-    for step in schedule.forward[1:]:
+    plan = ring.comm_plan(work_of(H, mask=CAUSAL), "keys")
+    assert [(len(step.moves), bool(step.pairs)) for step in plan.forward] == [(1, True)] * (P - 1) + [(0, True)]
+    assert kinds(plan.backward) == ["p2p +", "p2p + p2p", "p2p + p2p", "+ p2p"]
+    for step in plan.forward[1:]:
         assert len(set(step.pairs)) == 1, "zigzag shards compute equally much at every step"
     shard = 2 * B * T * H * D * 4
     halves = [1, 2, 2, 2]  # nobody sees the last chunk but rank 0, who has it
     down = {Send(r, (r - 1) % P, halves[r] * shard // 2) for r in range(P)}  # the way that sends less
-    assert set(schedule.forward[0].moves[0].sends) == down
+    assert set(plan.forward[0].moves[0].sends) == down
 
 
 def kinds(steps: tuple[Step, ...]) -> list[str]:
@@ -322,21 +322,21 @@ def kinds(steps: tuple[Step, ...]) -> list[str]:
 def test_steps_of_ulysses_and_all_gather():
     work = work_of(8, shards=1)
     there, back = "all_to_all all_to_all all_to_all", "all_to_all"
-    schedule = ulysses.comm_plan(work, 2, partial(build_comm_plan, "local"))
-    assert kinds(schedule.forward) == [there, "+", back] and kinds(schedule.backward) == [back, "+", there]
-    schedule = build_comm_plan("all_gather", work_of(8), P)
-    assert kinds(schedule.forward) == ["all_gather all_gather", "+"]
-    assert kinds(schedule.backward) == ["all_gather all_gather", "+", "reduce_scatter reduce_scatter"]
+    plan = ulysses.comm_plan(work, 2, partial(build_comm_plan, "local"))
+    assert kinds(plan.forward) == [there, "+", back] and kinds(plan.backward) == [back, "+", there]
+    plan = build_comm_plan("all_gather", work_of(8), P)
+    assert kinds(plan.forward) == ["all_gather all_gather", "+"]
+    assert kinds(plan.backward) == ["all_gather all_gather", "+", "reduce_scatter reduce_scatter"]
 
 
 def test_steps_of_wall_facer():
-    schedule = wf.comm_plan(work_of(8, shards=16), 2, backward="keys")
+    plan = wf.comm_plan(work_of(8, shards=16), 2, backward="keys")
     ring_steps = ["p2p +", "p2p +", "p2p +", "+"]
-    assert kinds(schedule.forward) == [
+    assert kinds(plan.forward) == [
         "all_gather all_gather all_gather", "p2p", *ring_steps, "reduce_scatter reduce_scatter",
     ]  # fmt: skip
-    assert kinds(schedule.backward)[:4] == [" ".join(["all_gather"] * 6), "p2p", "p2p +", "p2p + p2p"]
-    assert kinds(schedule.backward)[-2:] == ["reduce_scatter p2p", "reduce_scatter reduce_scatter"]
+    assert kinds(plan.backward)[:4] == [" ".join(["all_gather"] * 6), "p2p", "p2p +", "p2p + p2p"]
+    assert kinds(plan.backward)[-2:] == ["reduce_scatter p2p", "reduce_scatter reduce_scatter"]
 
 
 def test_steps_of_upipe_and_what_it_brings_early():
@@ -351,11 +351,11 @@ def test_steps_of_upipe_and_what_it_brings_early():
     assert sent(early, 2) == sent(plain, 2)
 
 
-def test_inner_schedules_of_uneven_heads_stand_side_by_side():
+def test_inner_plans_of_uneven_heads_stand_side_by_side():
     """5 heads on 2 ranks of the head axis: each ring turns at the same steps, with the heads of its own."""
     work = work_of(5, heads=5)
-    schedule = build_comm_plan("usp", work, P, 2, backward="keys")
-    turning = [step for step in schedule.forward if step.pairs]
+    plan = build_comm_plan("usp", work, P, 2, backward="keys")
+    turning = [step for step in plan.forward if step.pairs]
     assert len(turning) == P
     assert all(len(step.moves) == 1 for step in turning[:-1])
     for step in turning:
@@ -382,7 +382,7 @@ def test_inner_schedules_of_uneven_heads_stand_side_by_side():
         ("rings", (4, 1), {}, "no attention method 'rings'"),
     ],
 )
-def test_what_makes_no_schedule_is_refused(name, ranks, options, words):
+def test_what_makes_no_plan_is_refused(name, ranks, options, words):
     with pytest.raises(ValueError, match=words):
         build_comm_plan(name, work_of(8), *ranks, **options)
 
