@@ -23,7 +23,7 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
     with Launch(agent("--nproc-per-node", "4", flags=["--train.steps", "12", "--log.every", "4"]), tmp_path) as launch:
         assert launch.wait() == 0, launch.printed
         printed = launch.printed
-    assert "recipe: debug\n  log.every    10 -> 4\n  train.steps  80 -> 12\nstep: 1 " in printed
+    assert "recipe: debug\n  train.steps  80 -> 12\n  log.every    10 -> 4\nstep: 1 " in printed
     steps = STEP.findall(printed)
     assert [int(step) for step, *_ in steps] == [1, 4, 8, 12]
     assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet
