@@ -47,7 +47,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed
         printed += launch.printed
-    assert len(re.findall("^stopped after step", printed, re.MULTILINE)) == 1
+    assert len(re.findall("^stopped by a signal after step", printed, re.MULTILINE)) == 1
     assert len(re.findall("resuming from", printed)) == 1
     assert_same_end(where, printed, undisturbed)
 
@@ -59,7 +59,7 @@ def test_torchrun_hands_a_signal_on_and_fails_though_its_rank_has_saved(tmp_path
         launch.wait_for("^step: 2 ")
         launch.signal(signal.SIGTERM)
         assert launch.wait() == 1
-        stopped = re.search(rf"^stopped after step (\d+) of {STEPS}", launch.printed, re.MULTILINE)
+        stopped = re.search(rf"^stopped by a signal after step (\d+) of {STEPS}", launch.printed, re.MULTILINE)
         assert stopped and "got signal: 15" in launch.printed
     assert (where / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
 
