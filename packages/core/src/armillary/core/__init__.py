@@ -5,6 +5,7 @@ What is not among these is imported from its module.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core.collectives.differentiable import (
@@ -25,6 +26,7 @@ from armillary.core.observe.trace import Trace, span
 
 if TYPE_CHECKING:
     from armillary.core.logsumexp_partial import LogSumExpPartial
+    from armillary.core.sequence import distribute_sequence, gather_sequence
 
 __all__ = [
     "AXES",
@@ -38,6 +40,8 @@ __all__ = [
     "all_gather_interleaved",
     "attention_balance",
     "build_mesh",
+    "distribute_sequence",
+    "gather_sequence",
     "head_to_seq",
     "interleaved_shard",
     "label",
@@ -52,10 +56,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Imports the one name that takes torch's DTensor, which takes seconds, when it is asked for."""
-    if name == "LogSumExpPartial":
-        from armillary.core.logsumexp_partial import LogSumExpPartial
+_OF_DTENSORS = {
+    "LogSumExpPartial": "logsumexp_partial",
+    "distribute_sequence": "sequence",
+    "gather_sequence": "sequence",
+}
+"""Where the names lie that take torch's DTensor, which takes seconds to import."""
 
-        return LogSumExpPartial
+
+def __getattr__(name: str) -> object:
+    """Imports what takes DTensor when it is asked for."""
+    if name in _OF_DTENSORS:
+        return getattr(import_module(f"armillary.core.{_OF_DTENSORS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

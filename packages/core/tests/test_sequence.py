@@ -1,0 +1,227 @@
+"""Distributing a sequence as a layout says and gathering it, against the layout's own take and join, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence
+from armillary.core.fake_world import fake_world
+from armillary.core.sequence import nested_sizes, shard_order
+from armillary.core.testing import mesh
+
+S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
+KINDS = {
+    "contiguous": SequenceLayout.contiguous,
+    "zigzag": SequenceLayout.zigzag,
+    "striped": SequenceLayout.striped,
+    "stripes of 2": lambda length, shards: SequenceLayout.striped(length, shards, stripe=2),
+    "balanced": lambda length, shards: SequenceLayout.balanced(length, shards, documents=[0, length // 3, length]),
+    "backwards": lambda length, shards: SequenceLayout(
+        [[range(length - 1 - i, length - i) for i in range(r * length // shards, (r + 1) * length // shards)]
+         for r in range(shards)]
+    ),
+}  # fmt: skip
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# -- without ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_over_several_axes_are_cut_one_after_the_other():
+    for length in range(40):
+        for ranks in ((4,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 4), ()):
+            parts = [torch.arange(length)]
+            for count in ranks:
+                parts = [torch.arange(0).new_tensor(cut) for part in parts for cut in chunks(part.tolist(), count)]
+            assert nested_sizes(length, ranks) == tuple(map(len, parts))
+
+
+def chunks(values: list[int], count: int) -> list[list[int]]:
+    found = [part.tolist() for part in torch.tensor(values).chunk(count)] if values else []
+    return found + [[]] * (count - len(found))
+
+
+def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
+    ring, usp = ranks["ring"], ranks["ring", "ulysses"]
+    ids, layout, two = torch.zeros(2, 16, 3), SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(16, 2)
+    x, ten, nine = distribute_sequence(ids, layout, ring), SequenceLayout.zigzag(10, 4), SequenceLayout.contiguous(9, 4)
+    uneven, of_one = SequenceLayout([[range(6)], [range(6, 16)]]), [[range(i, i + 1)] for i in range(3)]
+    square = DTensor.from_local(torch.zeros(16, 16), ring, [R])
+    return [
+        (lambda: distribute_sequence(ids[:, :10], ten, ring), r"\(3, 3, 2, 2\) over axis 'ring' .* \(3, 3, 3, 1\)"),
+        (lambda: distribute_sequence(ids[:, :9], nine, ring), r"\(3, 2, 2, 2\) over axis 'ring' .* \(3, 3, 3, 0\)"),
+        (lambda: distribute_sequence(ids, uneven, ranks["ulysses"]), r"\(6, 10\).*cuts 16 as \(8, 8\)"),
+        (lambda: distribute_sequence(ids, two, usp), "the layout has 2 shards; axis ring x ulysses has 4 x 2 ranks"),
+        (lambda: distribute_sequence(ids, two, ring), "the layout has 2 shards; axis ring has 4 ranks"),
+        (lambda: distribute_sequence(ids, layout, ring, dim=0), r"\(2, 16, 3\) has 2 tokens; the layout has 16"),
+        (lambda: distribute_sequence(ids, layout, ring, dim=3), "has no dim 3; its dims are 0..2"),
+        (lambda: distribute_sequence(ids, layout, ring, dim=1.0), "dim=1.0: an integer"),
+        (lambda: distribute_sequence(ids.numpy(), layout, ring), "x is a ndarray; a tensor is needed"),
+        (lambda: distribute_sequence(x, layout, ring), "x is a DTensor; the whole tensor is needed"),
+        (lambda: distribute_sequence(ids, [4] * 4, ring), "layout is a list; a SequenceLayout"),
+        (lambda: distribute_sequence(ids, layout, None), "mesh is a NoneType; a DeviceMesh"),
+        (lambda: distribute_sequence(ids, layout, usp, axes=["ulysses", "ring"]), "outermost first"),
+        (lambda: distribute_sequence(ids, layout, usp, axes=["cp"]), r"\('cp',\) are not some of the mesh's, \('ring'"),
+        (lambda: distribute_sequence(ids, layout, usp, axes=[]), "are not some of the mesh's"),
+        (lambda: gather_sequence(ids, layout), "x is a Tensor; a DTensor is needed"),
+        (lambda: gather_sequence(x, SequenceLayout.zigzag(8, 4)), "which dim of DTensor .* has the 8 tokens"),
+        (lambda: gather_sequence(x, layout, dim=0), "has 2 tokens; the layout has 16"),
+        (lambda: gather_sequence(square, layout), "pass dim="),
+        (lambda: gather_sequence(x, SequenceLayout([*of_one, [range(3, 16)]])), r"\(1, 1, 1, 13\).*\(4, 4, 4, 4\)"),
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    with fake_world(ring=4, ulysses=2) as ranks:
+        for call, message in refusals(ranks):
+            with CommLedger() as ledger, pytest.raises(ValueError, match=message):
+                call()
+            assert ledger.bytes() == 0
+
+
+def test_which_axes_shard_the_sequence():
+    sixteen, two = torch.zeros(1, 16), SequenceLayout.zigzag(16, 2)
+    four, eight = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(16, 8)
+    with fake_world(shard=2, ring=2, ulysses=2, tp=2) as ranks:
+        mine = ("shard", "ring", "ulysses", "tp")
+        for names, layout, axes, expected in (
+            (mine, four, None, [R, S1, S1, R]),
+            (mine, two, None, [R, S1, S1, R]),  # one shard for each rank of the ring, cut again over ulysses
+            (mine, two, ["shard"], [S1, R, R, R]),
+            (("ring", "tp"), two, None, [S1, R]),
+            (("ulysses",), SequenceLayout.contiguous(16, 1), None, [S1]),
+            (("ring", "ulysses"), four, None, [S1, S1]),
+            (("shard", "tp"), four, None, [S1, S1]),
+            (("shard", "ring"), four, None, [S1, S1]),
+            (("shard", "ring", "ulysses"), eight, None, [S1, S1, S1]),
+        ):
+            x = distribute_sequence(sixteen, layout, ranks[names], axes=axes)
+            assert list(x.placements) == expected and x.device_mesh == ranks[names], (names, x.placements)
+
+
+def test_one_rank_and_a_mesh_without_names():
+    layout = SequenceLayout([[range(8, 16), range(8)]])
+    x = random(0, 2, 16).requires_grad_()
+    with fake_world(ring=1):
+        unnamed = init_device_mesh("cpu", (1,))
+        y = distribute_sequence(x, layout, unnamed)
+        assert torch.equal(y.to_local(), x[:, [*range(8, 16), *range(8)]])
+        z = gather_sequence(y, layout)
+        assert torch.equal(z, x)
+        (grad,) = torch.autograd.grad(z, x, random(1, 2, 16))
+        assert torch.equal(grad, random(1, 2, 16))
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+Case = tuple[dict[str, int], dict[str, Placement], str, int, tuple[int, ...], int]
+"""(axes, by axis of the mesh how the result is placed, layout, length, the other dims, dim of the tokens)."""
+
+BOTH: dict[str, Placement] = {"ring": S1, "ulysses": S1}
+ON_TWO: list[Case] = [
+    *(({"ring": 2}, {"ring": S1}, kind, 12, (2, 3), 1) for kind in KINDS),
+    ({"ulysses": 2}, {"ulysses": S1}, "zigzag", 13, (2, 3), 1),
+    ({"ring": 2}, {"ring": S0}, "zigzag", 9, (3,), 0),
+]
+ON_FOUR: list[Case] = [
+    *(({"ring": 4}, {"ring": S1}, kind, 16, (2, 3), 1) for kind in KINDS),
+    *(({"ring": 2, "ulysses": 2}, BOTH, kind, 16, (2, 3), 1) for kind in KINDS),
+    *(({"ring": 2, "ulysses": 2}, BOTH, kind, 11, (2, 3), 1) for kind in ("contiguous", "zigzag", "striped")),
+    ({"ulysses": 4}, {"ulysses": S1}, "contiguous", 11, (1, 1), 1),
+    ({"ring": 4}, {"ring": S0}, "zigzag", 16, (), 0),
+    ({"ring": 4}, {"ring": S2}, "striped", 15, (2, 1), 2),
+    ({"ring": 2, "tp": 2}, {"ring": S1, "tp": R}, "zigzag", 10, (3, 2), 1),
+    ({"shard": 2, "ring": 2}, {"shard": R, "ring": S1}, "zigzag", 10, (2, 2), 1),
+]
+ON_EIGHT: list[Case] = [
+    *(({"ring": 8}, {"ring": S1}, kind, 32, (2, 3), 1) for kind in ("zigzag", "balanced")),
+    *(({"ring": 4, "ulysses": 2}, BOTH, kind, 23, (2, 3), 1) for kind in ("zigzag", "striped")),
+    ({"ring": 2, "ulysses": 4}, BOTH, "zigzag", 32, (2,), 1),
+    ({"ring": 2, "ulysses": 2, "tp": 2}, {**BOTH, "tp": R}, "zigzag", 17, (2, 4), 1),
+    ({"shard": 2, "ring": 2, "ulysses": 2}, {"shard": R, **BOTH}, "striped", 16, (2, 4), 1),
+]
+
+
+def whole_of(length: int, others: tuple[int, ...], dim: int, seed: int = 0) -> Tensor:
+    """Not contiguous."""
+    shape = list(others)
+    shape.insert(dim, length)
+    return random(seed, *reversed(shape)).permute(*reversed(range(len(shape))))
+
+
+def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length: int, others, dim: int) -> list[str]:
+    on = mesh(**axes)[tuple(placed)]
+    places = [place for place, placement in enumerate(placed.values()) if placement != R]
+    layout = KINDS[kind](length, on.size() // (1 if len(places) == on.ndim else 2))
+    shard = 0
+    for place in places:
+        shard = shard * on.size(place) + on.get_local_rank(place)
+    whole = whole_of(length, others, dim)
+    x = whole.clone(memory_format=torch.preserve_format).requires_grad_()
+    with CommLedger() as ledger:
+        y = distribute_sequence(x, layout, on, dim)
+    z = gather_sequence(y, layout)
+    up, order = whole_of(length, others, dim, seed=1), shard_order(layout)
+    (to_y,) = torch.autograd.grad(z, y, up, retain_graph=True)
+    (to_x,) = torch.autograd.grad(z, x, up, retain_graph=True)
+    (through,) = torch.autograd.grad((y * y).full_tensor(), x, up)  # as torch alone reads it
+    unordered = up.index_select(dim, order.argsort())
+    checks = {
+        "sent nothing": ledger.bytes() == 0,
+        "placements": list(y.placements) == list(placed.values()) == list(to_y.placements),
+        "shape": y.shape == whole.shape,
+        "local": torch.equal(y.to_local(), layout.take(whole, shard, dim)),
+        "full_tensor": torch.equal(y.full_tensor(), whole.index_select(dim, order)),
+        "whole": torch.equal(z, whole),
+        "gradient of the DTensor": torch.equal(to_y.to_local(), layout.take(up, shard, dim)),
+        "gradient": torch.equal(to_x, up),
+        "gradient of full_tensor": torch.equal(through, 2 * whole * unordered),
+        "dim": torch.equal(gather_sequence(y, layout, dim - whole.ndim), whole),
+        "replicated": torch.equal(gather_sequence(y.redistribute(placements=[R] * on.ndim), layout, dim), whole),
+    }
+    ids = torch.arange(whole.numel()).view(whole.shape)
+    checks["integers"] = torch.equal(gather_sequence(distribute_sequence(ids, layout, on, dim), layout, dim), ids)
+    return [name for name, right in checks.items() if not right]
+
+
+def all_faults(cases: list[Case]) -> list[list[str]]:
+    return [faults(*case) for case in cases]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), (8, ON_EIGHT)])
+def test_it_is_what_the_layout_takes_and_joins(worlds, ranks, cases):
+    for rank in worlds(ranks).run(all_faults, cases, timeout=100):
+        for found, case in zip(rank, cases, strict=True):
+            assert found == [], case
+
+
+def trained() -> list[float]:
+    """A weight that tp shards, on ring x ulysses x tp; then the gradient as shares of the ranks on tp."""
+    on = mesh(ring=2, ulysses=2, tp=2)["ring", "ulysses", "tp"]
+    layout = SequenceLayout.zigzag(12, 2)
+    x, weight, up = random(0, 2, 12).requires_grad_(), random(1, 6).requires_grad_(), random(2, 2, 12, 6)
+    expected = torch.autograd.grad((x.unsqueeze(-1) * weight).tanh(), (x, weight), up)
+    mine = weight.detach().split(3)[on.get_local_rank("tp")].requires_grad_()
+    sharded = DTensor.from_local(mine, on, [R, R, S0])
+    y = (distribute_sequence(x, layout, on).unsqueeze(-1) * sharded).tanh()
+    out = gather_sequence(y, layout)
+    shares = gather_sequence(y, layout, grad_placements=[R, R, Partial()])
+    first = torch.autograd.grad(out, (x, sharded), up, retain_graph=True)
+    second = torch.autograd.grad(shares, (x, sharded), up / 2)
+    return [
+        (got - wanted).abs().max().item()
+        for grads in (first, second)
+        for got, wanted in zip((grads[0], grads[1].full_tensor()), expected, strict=True)
+    ]
+
+
+def test_gradients_through_a_sharded_layer(worlds):
+    for found in worlds(8).run(trained, timeout=60):
+        assert max(found) <= 1e-13
