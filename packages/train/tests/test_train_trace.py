@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from armillary.core import Trace, span
+from armillary.core.observe.step_trace import StepTrace
 from armillary.train import (
     Config,
     DataConfig,
@@ -24,7 +25,6 @@ from armillary.train import (
     train,
 )
 from armillary.train.config.command import read_command
-from armillary.train.reporting.tracing import StepTrace
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
@@ -87,7 +87,7 @@ def test_what_cannot_be_written_is_said_and_training_goes_on(worlds, tmp_path):
 def made(log: LogConfig, first: int, steps: Sequence[int], last: int = 9) -> tuple[list[str], list[str]]:
     """What a trace of these steps shows, and what is said, of a run that makes `steps` of `first` to `last`."""
     said: list[str] = []
-    trace = StepTrace(log, CPU, first, last, said.append)
+    trace = StepTrace(log.trace, log.trace_steps, CPU, first, last, said.append)
     for step in steps:
         with trace.step(step), span("inside"):
             pass
@@ -110,7 +110,7 @@ def test_which_steps_are_shown_after_a_start(tmp_path):
     assert made(log(5, 9), 5, [5, 6]) == (["step 5"], [])  # stopped before the last
     assert made(LogConfig(), 1, range(1, 10)) == ([], [])
     names, (said,) = made(log(3), 5, range(5, 10))
-    assert names == [] and said == "--log.trace: no trace is written, for steps 5 to 9 are none of 3"
+    assert names == [] and said == f"{tmp_path}/trace.json: no trace is written, for steps 5 to 9 are none of 3"
 
 
 @pytest.mark.parametrize("flag", ["--trace", "--log.trace"])

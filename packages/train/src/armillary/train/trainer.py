@@ -12,6 +12,7 @@ from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.stopping import StopSignal
 from armillary.core.health.watchdog import Watchdog
 from armillary.core.observe.profiler import Profiler
+from armillary.core.observe.step_trace import StepTrace
 from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.checkpoint import Checkpoints
@@ -19,7 +20,6 @@ from armillary.train.config import Config
 from armillary.train.lr_schedule import schedule_notes
 from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
 from armillary.train.reporting.report import Reporter
-from armillary.train.reporting.tracing import StepTrace
 from armillary.train.run import Run
 from armillary.train.step import StepResult, train_step
 from armillary.train.validation import validate
@@ -90,9 +90,9 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         report.resumed(step)
         for line in schedule_notes(step, steps, config.optimizer):
             report.say(line)
-        folder = config.train.output / "profile"
-        profiler = Profiler(config.log.profile, config.log.memory_snapshot, folder, report.say)
-        traced = StepTrace(config.log, run.device, step + 1, steps, report.say)
+        log, folder = config.log, config.train.output / "profile"
+        profiler = Profiler(log.profile, log.memory_snapshot, folder, report.say)
+        traced = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, report.say)
         summary = Summary(first_step=step + 1)
         bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):

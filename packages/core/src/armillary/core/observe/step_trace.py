@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from armillary.core import Trace, span
-from armillary.train.config import LogConfig
+from armillary.core.observe.trace import Trace, span
 
 
 class StepTrace:
     """Writes one `armillary.core.Trace` of chosen steps on all ranks; does nothing in all others.
 
     Args:
+        path: of the file; None: no steps are traced.
+        steps: to trace; by default the second of this start.
         first, last: steps that this start of the run makes.
         say: called with a line about what could not be written; training continues.
     """
 
     def __init__(
-        self, config: LogConfig, device: torch.device, first: int, last: int, say: Callable[[str], None]
+        self,
+        path: Path | None,
+        steps: Sequence[int],
+        device: torch.device,
+        first: int,
+        last: int,
+        say: Callable[[str], None],
     ) -> None:
-        self.path, self.say, self.trace = config.trace, say, Trace(device.type)
-        chosen = config.trace_steps or (min(first + 1, last),)
+        self.path, self.say, self.trace = path, say, Trace(device.type)
+        chosen = steps or (min(first + 1, last),)
         self._left = {step for step in chosen if first <= step <= last} if self.path else set[int]()
         if self.path and not self._left and first <= last:
             never = ", ".join(map(str, chosen))
-            say(f"--log.trace: no trace is written, for steps {first} to {last} are none of {never}")
+            say(f"{self.path}: no trace is written, for steps {first} to {last} are none of {never}")
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
