@@ -6,6 +6,20 @@
     reduce_scatter [B, N, ...]  -> [B, T, ...]       own tokens of the sum; adjoint: all_gather
     merge_scatter  [B, N, H, D] -> [B, T, H, D]      own tokens of partial attention, merged by log-sum-exp
 
+On DTensors they are redistributions on that axis, as torch's `redistribute` is: the same placements, values and
+gradients where it has the same one.
+
+                   before                           after          gradient that comes in    that goes back
+    seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
+    head_to_seq    Shard(2)                         Shard(1)       Shard(1)                  Shard(2)
+    all_gather     Shard(dim)                       Replicate()    Replicate() or Partial()  Shard(dim)
+    reduce_scatter Partial()                        Shard(dim)     Shard(dim)                Replicate()
+    merge_scatter  LogSumExpPartial(packed=False)   Shard(1)       Shard(1)                  Replicate()
+
+Other axes of their mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the dim
+of the tokens too. Shards are those that DTensor cuts, of which the last may be shorter or empty; for others pass local
+tensors and `sizes`.
+
 N are the tokens of the whole axis, T those of this rank. The functions take local tensors and a mesh axis, or DTensors
 over a mesh with that axis, and wait. `start_all_gather`, `start_reduce_scatter` and `start_merge_scatter` return at
 once, for local tensors and without a gradient, as `start_seq_to_head` and `start_head_to_seq` do: what methods are
@@ -43,9 +57,10 @@ def seq_to_head(
     Where ranges of heads overlap, a head goes to each rank that has it, and its gradient is the sum of theirs.
 
     Args:
-        x: local; or a DTensor, `Shard(1)` on the axis and, if at all, `Shard(2)` on others. The result of a DTensor is
-            `Shard(2)` on the axis and else placed as `x`. Where an axis inside this one (tp) shards the heads too, the
-            global view of the result has its heads in the order in which the ranks hold them.
+        x: local; or a DTensor, of which this is the redistribution from `Shard(1)` on the axis to `Shard(2)`, and its
+            gradient that from `Shard(2)` to `Shard(1)`. Where an axis inside this one (tp) shards the heads too, it is
+            the redistribution within each of that axis' ranks: the global view of the result has its heads in the order
+            in which the ranks hold them, and `head_to_seq` puts them back.
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`.
         sizes: tokens of each rank; as many as this one's unless given.
         heads: which heads each rank gets, in order, together all of them; as torch.tensor_split cuts them unless given
@@ -76,7 +91,8 @@ def head_to_seq(
     summed, in float32 at least and in rank order, and its gradient goes to all of them.
 
     Args:
-        x: local; or a DTensor as `seq_to_head` returns it.
+        x: local; or a DTensor, of which this is the redistribution from `Shard(2)` on the axis to `Shard(1)`, and its
+            gradient that from `Shard(1)` to `Shard(2)`; with heads as `seq_to_head` returns them.
         axis: a 1-D mesh of U ranks.
         sizes: tokens of each rank; N / U unless given.
         heads: which heads each rank has, in order, together all of them; h each unless given.
@@ -105,8 +121,9 @@ def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
     The gradient of a token is the sum over ranks, as by `reduce_scatter`.
 
     Args:
-        x: local; or a DTensor, `Shard(dim)` on the axis, of which the result is `Replicate` there. Its gradient may be
-            `Replicate` too, and then every rank has all of it; or `Partial`, to be summed over ranks.
+        x: local; or a DTensor, of which this is the redistribution from `Shard(dim)` on the axis to `Replicate()`. Its
+            gradient is that from `Replicate()` to `Shard(dim)`, for which nothing is sent, every rank having all of it;
+            or that from `Partial()`, where ranks have shares of it.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; as many as this one's unless given.
         dim: of the tokens.
@@ -132,7 +149,8 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
     The transpose of `all_gather`. Sums in rank order and in float32 at least.
 
     Args:
-        x: local; or a DTensor, `Partial()` on the axis, of which the result is `Shard(dim)` there.
+        x: local; or a DTensor, of which this is the redistribution from `Partial()` on the axis to `Shard(dim)`, and
+            its gradient that from `Shard(dim)` to `Replicate()`: of each rank's share, the same on all of them.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; N / C unless given.
         dim: of the tokens.
@@ -161,9 +179,10 @@ def merge_scatter(
     saw nothing has out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer (arXiv 2407.00611).
 
     Args:
-        out: [B, N, H, Dv], local; or a DTensor, `LogSumExpPartial(packed=False)` on the axis, of which the result is
-            `Shard(1)` there; the gradient of each rank's own part comes back as `Replicate`, which is what torch calls
-            the gradients of all that is partial.
+        out: [B, N, H, Dv], local; or a DTensor, of which this is the redistribution from
+            `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`, as torch's is of both packed in one. Its
+            gradient, of each rank's own part, comes back as `Replicate`, which is what torch calls the gradients of all
+            that is partial.
         lse: [B, N, H], float32 (float64 if `out` is); likewise.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; N / C unless given.

@@ -1,0 +1,168 @@
+"""The primitives on DTensors are redistributions: each against torch's own, placements, values and gradients."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from armillary.core import CommLedger, all_gather, head_to_seq, merge_scatter, reduce_scatter, seq_to_head
+from armillary.core.logsumexp_partial import LogSumExpPartial, pack_partial, unpack_partial
+from armillary.core.testing import mesh
+from armillary.core.testing.dtensors import draw_placements, local_part, place
+
+EXACT = 1e-14
+MESHES = {
+    4: ({"ring": 4}, {"ulysses": 4}, {"ring": 2, "ulysses": 2}, {"shard": 2, "ring": 2}, {"ring": 2, "tp": 2}),
+    8: ({"shard": 2, "ring": 2, "tp": 2}, {"ring": 2, "ulysses": 2, "tp": 2}, {"ring": 4, "tp": 2}, {"ring": 8}),
+}
+CALLS = {call.__name__: call for call in (seq_to_head, head_to_seq, all_gather, reduce_scatter)}
+REDISTRIBUTIONS: dict[str, Callable[[int], tuple[Placement, Placement]]] = {
+    "seq_to_head": lambda dim: (Shard(1), Shard(2)),
+    "head_to_seq": lambda dim: (Shard(2), Shard(1)),
+    "all_gather": lambda dim: (Shard(dim), Replicate()),
+    "reduce_scatter": lambda dim: (Partial(), Shard(dim)),
+}
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Case(NamedTuple):
+    """A call, with the placements of its argument and its result; `dim` is that of the tokens that it moves."""
+
+    name: str
+    over: DeviceMesh
+    axis: str
+    dim: int
+    shape: tuple[int, ...]
+    before: tuple[Placement, ...]
+    after: tuple[Placement, ...]
+
+    def call(self, x: DTensor) -> DTensor:
+        how = {} if self.name.endswith(("head", "seq")) else {"dim": self.dim}
+        return CALLS[self.name](x, self.over[self.axis], **how)
+
+    def fits(self) -> bool:
+        """Whether axes within this one leave the dims whole that it cuts or joins."""
+        place = self.over.mesh_dim_names.index(self.axis)
+        cut = {p.dim for p in (self.before[place], self.after[place]) if isinstance(p, Shard)}
+        return not any(isinstance(p, Shard) and p.dim in cut for p in self.before[place + 1 :])
+
+
+def drawn(ranks: int, number: int) -> Case:
+    """The case of this number: a pure function of both."""
+    draw = Random(f"{ranks} {number}")
+    while True:
+        axes = draw.choice(MESHES[ranks])
+        over, axis, name = mesh(**axes)[tuple(axes)], draw.choice(list(axes)), draw.choice(list(CALLS))
+        dim = 1 if name.endswith(("head", "seq")) else draw.randint(0, 3)
+        shape = (draw.randint(1, 3), draw.randint(1, 20), draw.randint(1, 9), 2)
+        before, after = REDISTRIBUTIONS[name](dim)
+        placed = draw_placements(draw, over, (0, 1, 2), {axis: before})
+        result = tuple(after if n == axis else p for n, p in zip(over.mesh_dim_names, placed, strict=True))
+        found = Case(name, over, axis, dim, shape, placed, result)
+        if found.fits():
+            return found
+
+
+def differences(case: Case) -> list[str]:
+    """In what a call differs from torch's redistribution of the same; the gradient for gradients placed in any way."""
+    whole, up = random(0, *case.shape), random(1, *case.shape)
+    x, same = (place(whole, case.over, case.before).requires_grad_() for _ in range(2))
+    y = case.call(x)
+    expected = same.redistribute(placements=case.after)
+    ups = [place(up, case.over, case.after)]
+    if case.name == "all_gather":  # a gradient that is still to be summed
+        shares = [Partial() if n == case.axis else p for n, p in zip(case.over.mesh_dim_names, case.after, strict=True)]
+        ups.append(place(up, case.over, shares))
+    made = ((x, y), (same, expected))
+    pairs = [(y, expected)]
+    pairs += [tuple(torch.autograd.grad(b, a, grad, retain_graph=True)[0] for a, b in made) for grad in ups]
+    wrong = [f"{got} is not {wanted}" for got, wanted in pairs if not alike(got, wanted)]
+    return wrong + ["value"] * (not close(y.to_local(), local_part(whole, case.over, case.after)))
+
+
+def alike(got: DTensor, wanted: DTensor) -> bool:
+    placed = got.placements == wanted.placements and got.shape == wanted.shape
+    return placed and close(got.to_local(), wanted.to_local())
+
+
+def close(got: Tensor, wanted: Tensor) -> bool:
+    return got.shape == wanted.shape and ((got - wanted).abs() <= EXACT * 10).all().item()
+
+
+def all_differences(ranks: int, numbers: Sequence[int]) -> list[tuple[str, list[str]]]:
+    cases = [drawn(ranks, number) for number in numbers]
+    return [(f"{case}", differences(case)) for case in cases]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(4, 120), (8, 60)])
+def test_they_are_what_torch_redistributes(worlds, ranks, count):
+    for rank in worlds(ranks).run(all_differences, ranks, range(count), timeout=200):
+        assert [found for found in rank if found[1]] == []
+
+
+def merged() -> list[bool]:
+    """`merge_scatter` is torch's redistribution of `LogSumExpPartial`, for one that can be uneven or empty."""
+    found = list[bool]()
+    for axes, tokens, target in (({"ring": 4}, 12, Shard(1)), ({"ring": 4}, 9, Shard(1)), ({"ring": 4}, 2, Shard(1))):
+        axis = mesh(**axes)["ring"]
+        out, lse = random(axis.get_local_rank(), 2, tokens, 3, 4), random(9 + axis.get_local_rank(), 2, tokens, 3)
+        apart = [DTensor.from_local(x, axis, [LogSumExpPartial(packed=False)]) for x in (out, lse)]
+        packed = DTensor.from_local(pack_partial(out, lse), axis, [LogSumExpPartial()])
+        got, wanted = merge_scatter(*apart, axis), unpack_partial(packed.redistribute(placements=[target]))
+        found += [alike(a, b) for a, b in zip(got, wanted, strict=True)]
+    return found
+
+
+def test_merging_is_to_redistribute_what_is_packed(worlds):
+    assert all(all(rank) for rank in worlds(4).run(merged))
+
+
+def sizes_of_their_own() -> list[bool]:
+    """Shards that DTensor would cut otherwise: refused as DTensors before anything is sent, taken as local tensors."""
+    axis, sizes = mesh(ring=4)["ring"], (3, 3, 2, 2)
+    whole, found = random(0, 2, 10, 4, 3), list[bool]()
+    mine = whole.split(list(sizes), 1)[axis.get_local_rank()]
+    for call, x, wanted in (
+        (all_gather, mine, whole),
+        (seq_to_head, mine, whole[:, :, axis.get_local_rank() :][:, :, :1]),
+        (reduce_scatter, whole, 4 * mine),
+        (head_to_seq, whole[:, :, axis.get_local_rank() :][:, :, :1], mine),
+    ):
+        found.append(close(call(x, axis, sizes=sizes), wanted))
+        before, _ = REDISTRIBUTIONS[call.__name__](1)
+        with CommLedger() as ledger, pytest.raises(ValueError, match=r"\(3, 3, 2, 2\) .* cuts 10 as \(3, 3, 3, 1\)"):
+            call(place(whole, axis, [before]), axis, sizes=sizes)
+        found.append(ledger.bytes() == 0)
+    return found
+
+
+def test_other_shards_than_those_of_dtensors_go_as_local_tensors(worlds):
+    assert all(all(rank) for rank in worlds(4).run(sizes_of_their_own))
+
+
+def placed_as_by_torch(count: int) -> list[str]:
+    wrong = list[str]()
+    for number in range(count):
+        draw = Random(number)
+        axes = draw.choice(MESHES[8])
+        over, whole = mesh(**axes)[tuple(axes)], random(number, draw.randint(1, 4), draw.randint(1, 20), 3)
+        placed = draw_placements(draw, over, (0, 1, 2), partial=True)
+        x = place(whole, over, placed, seed=number)
+        cut = [Replicate() if p.is_partial() else p for p in placed]
+        torchs = distribute_tensor(whole, over, cut, src_data_rank=None)
+        if not close(x.full_tensor(), whole) or not torch.equal(place(whole, over, cut).to_local(), torchs.to_local()):
+            wrong.append(f"{number}: {placed}")
+    return wrong
+
+
+def test_placed_is_distributed(worlds):
+    assert worlds(8).run(placed_as_by_torch, 25) == [[]] * 8
