@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import getsource
+from inspect import getsource, unwrap
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,8 @@ def wrap_models(models: Any) -> None:
     def checked(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if is_own(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
+            if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
+                model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         return choose(model, requested_attention, *args, **kwargs)
 
     def loss_function(model: Any) -> Callable[..., Any]:
@@ -106,6 +108,28 @@ def calls_attention(model: type) -> bool:
         if "ALL_ATTENTION_FUNCTIONS" in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
             return True
     return True
+
+
+def computes_loss(model: type) -> bool:
+    """Whether a class makes a loss of labels without transformers' loss function (Whisper's decoder)."""
+    try:
+        source = getsource(unwrap(model.forward))
+    except (OSError, TypeError):
+        return False
+    return "labels" in source and "loss_function" not in source
+
+
+def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before `forward` of a model that `computes_loss`.
+
+    Raises:
+        ValueError: there are labels, and other ranks have more of them.
+    """
+    if kwargs.get("labels") is not None and shards_of(model.config) > 1:
+        raise ValueError(
+            f"{type(model).__name__} computes its loss by itself, as a mean over the labels of this shard alone: leave "
+            "labels out, and divide the sum of the losses of its logits by the number of all ranks' labels"
+        )
 
 
 ROUTERS = "output_router_logits=True: the routers' loss of a shard is no share of the sequence's; set it to False"
