@@ -42,7 +42,8 @@ def build_attention(
 
     Args:
         name: "local"; on the sequence axis "ring", "token_ring", "wallfacer" or "all_gather"; on the head axis
-            "ulysses" or "upipe"; a pair of both, as in "upipe+wallfacer"; "usp" is "ulysses+ring".
+            "ulysses" or "upipe"; a pair of both, as in "upipe+wallfacer"; "usp" is "ulysses+ring". On a sequence axis
+            of one rank all are `Local`.
         heads_per_stage: of UPipe; unless given, one query head for each rank of the head axis: the least memory.
         team, placement: of WallFacer; unless given, the largest team that fits.
         backward: of Ring and WallFacer: what goes round in backward.
@@ -104,7 +105,7 @@ class NamedMethod:
         """As `build_attention`."""
         _check_mesh(mesh)
         self.check_used(mesh["ring"].size(), mesh["ulysses"].size())
-        inner = self.sequence.build(mesh["ring"], self.options)
+        inner = (self.sequence if mesh["ring"].size() > 1 else LOCAL).build(mesh["ring"], self.options)
         return inner if self.head is None else self.head.build(mesh["ulysses"], inner, self.options)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
