@@ -3,18 +3,21 @@
 import copy
 import pickle
 from collections.abc import Callable, Sequence
-from math import prod
+from itertools import product
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger, LogSumExpPartial
+from armillary.core import CommLedger, LogSumExpPartial, compat
 from armillary.core.fake_world import fake_world
 from armillary.core.logsumexp_partial import merge_parts, pack_partial, unpack_partial
 from armillary.core.placements import chunk_sizes
-from armillary.core.testing import mesh, relative_error
+from armillary.core.testing import Dispatched, mesh, relative_error
+from armillary.core.testing.dtensors import draw_placements, local_part
 
 EXACT = 1e-14
 B, N, H, D = 2, 11, 6, 4
@@ -38,8 +41,9 @@ def oracle(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """Relative, where rows without keys are the same and no NaN is anywhere."""
-    assert torch.equal(got == -torch.inf, expected == -torch.inf)
+    """Relative; infinite where other rows have no keys, or a NaN is anywhere."""
+    if not torch.equal(got == -torch.inf, expected == -torch.inf):
+        return torch.inf
     return relative_error(got.nan_to_num(nan=torch.nan, neginf=0), expected.nan_to_num(nan=torch.nan, neginf=0))
 
 
@@ -198,45 +202,25 @@ def test_other_dtensors_keep_their_gradients():
 # -- on ranks, against one process ------------------------------------------------------------------------------------
 
 
-Case = tuple[dict[str, int], tuple[Placement, ...], tuple[Placement, ...], int, torch.dtype]
 L, R, S0, S1, S2 = LogSumExpPartial(), Replicate(), Shard(0), Shard(1), Shard(2)
-ON_FOUR: list[Case] = [
-    *(({"ring": 4}, (L,), (to,), N, torch.float64) for to in (R, S0, S1, S2)),
-    *(({"ring": 4}, (L,), (to,), 3, torch.float64) for to in (R, S1)),
-    *(({"ring": 4}, (L,), (S1,), 12, dtype) for dtype in (torch.float32, torch.bfloat16)),
-    *(({"ring": 4}, (L,), (R,), 12, dtype) for dtype in (torch.float32, torch.bfloat16)),
-    *(({"ring": 2, "tp": 2}, (L, S2), to, N, torch.float64) for to in ((R, R), (S1, S2), (S1, S1), (S2, R), (R, S1))),
-    *(({"ring": 2, "ulysses": 2}, (L, L), to, N, torch.float64) for to in ((R, R), (S1, S1), (S1, R), (S0, S2))),
-    ({"ring": 2, "ulysses": 2}, (L, L), (S1, L), N, torch.float64),
-    ({"shard": 2, "ring": 2}, (S1, L), (S1, S1), N, torch.float64),
-    ({"shard": 2, "ring": 2}, (S0, L), (S0, R), N, torch.float64),
-]
 TOLERANCE = {torch.float64: EXACT, torch.float32: 1e-6, torch.bfloat16: 1e-6}
+ON_ONE_AXIS: list[tuple[Placement, int, torch.dtype]] = [
+    *((to, N, torch.float64) for to in (R, S0, S1, S2)),
+    *((to, 3, torch.float64) for to in (R, S1)),  # fewer tokens than ranks
+    *((to, 12, dtype) for to in (R, S1) for dtype in (torch.float32, torch.bfloat16)),
+]
 
 
-def local_of(whole: Tensor, on, placements: Sequence[Placement]) -> Tensor:
-    for place, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            sizes = chunk_sizes(whole.shape[placement.dim], on.size(place))
-            whole = whole.split(list(sizes), placement.dim)[on.get_local_rank(place)]
-    return whole.clone()
-
-
-def merged(axes: dict[str, int], source, target, tokens: int, dtype: torch.dtype) -> tuple[float, bool]:
-    """(error of what this rank has in the end, whether the bytes are those of the docstring)."""
-    on = mesh(**axes)[tuple(axes)]
-    partial_axes = [place for place, placement in enumerate(source) if placement == L]
-    mine = sum(on.get_local_rank(place) << i for i, place in enumerate(partial_axes))
-    ranks = prod(on.size(place) for place in partial_axes)
-    parts = [partial(rank, tokens, dtype) for rank in range(ranks)]
-    whole = pack_partial(*parts[mine])
-    x = DTensor.from_local(local_of(whole, on, source), on, source, shape=whole.shape, stride=whole.stride())
-    with CommLedger() as ledger:
-        y = x.redistribute(placements=target)
-    left = L in target
-    known = oracle([part for rank, part in enumerate(parts) if not left or rank >> 1 == mine >> 1])
-    assert y.placements == tuple(target) and y.shape == whole.shape and y.dtype == whole.dtype
-    return error(y.to_local(), local_of(known, on, target)), len(axes) > 1 or ledger.bytes() == bytes_of(x, y)
+def merged(target: Placement, tokens: int, dtype: torch.dtype) -> tuple[float, bool]:
+    """(error of what this rank has in the end, whether it sent what the docstring says, and nothing beside it)."""
+    on = mesh(ring=4)["ring"]
+    parts = [partial(rank, tokens, dtype) for rank in range(4)]
+    x = of([L], on, pack_partial(*parts[on.get_local_rank()]))
+    with Dispatched() as seen, CommLedger() as ledger:
+        y = x.redistribute(placements=[target])
+    assert y.placements == (target,) and y.shape == x.shape and y.dtype == x.dtype
+    sent = ledger.bytes() == bytes_of(x, y) and seen.sent == Dispatched.of(ledger)
+    return error(y.to_local(), local_part(oracle(parts), on, [target])), sent
 
 
 def bytes_of(x: DTensor, y: DTensor) -> int:
@@ -248,11 +232,61 @@ def bytes_of(x: DTensor, y: DTensor) -> int:
     return sent * x.shape[-1] * x.element_size()
 
 
-def all_merged(cases: list[Case]) -> list[tuple[float, bool]]:
-    return [merged(*case) for case in cases]
+def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> list[object]:
+    return [function(*case) for case in cases]
 
 
 def test_redistributing_merges(worlds):
-    for rank in worlds(4).run(all_merged, ON_FOUR):
-        for (found, counted), case in zip(rank, ON_FOUR, strict=True):
-            assert found <= TOLERANCE[case[-1]] and counted, case
+    for rank in worlds(4).run(each, merged, ON_ONE_AXIS):
+        for (found, sent), case in zip(rank, ON_ONE_AXIS, strict=True):
+            assert found <= TOLERANCE[case[-1]] and sent, case
+
+
+MESHES = ({"ring": 2, "ulysses": 2, "tp": 2}, {"ring": 4, "tp": 2}, {"shard": 2, "ring": 4}, {"ring": 8})
+
+
+def drawn(number: int) -> tuple[float, str]:
+    """From any placements, pending on one axis or two, to any others, which may leave one so."""
+    draw = Random(number)
+    axes, tokens = draw.choice(MESHES), draw.randint(3, 14)
+    on, names = mesh(**axes)[tuple(axes)], list(axes)
+    pending = sorted(draw.sample(range(on.ndim), min(on.ndim, draw.randint(1, 2))))
+    left = pending[:1] if draw.random() < 0.3 else []
+    source = draw_placements(draw, on, (0, 1, 2), {names[place]: L for place in pending})
+    target = draw_placements(draw, on, (0, 1, 2), {names[place]: L for place in left})
+    return merged_over(on, source, target, tokens)
+
+
+def merged_over(
+    on: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement], tokens: int
+) -> tuple[float, str]:
+    """(error of what this rank has in the end, what it was)."""
+    pending = [place for place, placement in enumerate(source) if placement == L]
+    ranks = list(product(*(range(on.size(place)) for place in pending)))
+    mine, left = tuple(on.get_local_rank(place) for place in pending), sum(placement == L for placement in target)
+    parts = {at: partial(seed, tokens) for seed, at in enumerate(ranks)}
+    whole = pack_partial(*parts[mine])
+    x = DTensor.from_local(local_part(whole, on, source), on, source, shape=whole.shape, stride=whole.stride())
+    y = x.redistribute(placements=target)
+    known = oracle([part for at, part in parts.items() if at[:left] == mine[:left]])
+    assert y.placements == tuple(target) and y.shape == whole.shape
+    return error(y.to_local(), local_part(known, on, target)), f"{on} {tokens} {source} to {target}"
+
+
+def test_any_placements_become_any_others(worlds):
+    for rank in worlds(8).run(each, drawn, [(number,) for number in range(80)]):
+        assert [case for found, case in rank if not found <= EXACT] == []
+
+
+def over_a_joint_axis() -> list[tuple[float, str]]:
+    """Where the mesh has been flattened, as for FSDP2, torch merges over several axes at once."""
+    built = mesh(ring=2, ulysses=2, tp=2)
+    compat.flatten(built, ("shard", "ring", "ulysses"), "joint")
+    on, results = built["ring", "ulysses", "tp"], ((R, R), (S1, S1), (S2, S2), (S1, R), (R, S1))
+    cases = [((L, L, last), (*result, last), tokens) for last in (R, S2) for result in results for tokens in (8, 9)]
+    return [merged_over(on, *case) for case in cases]
+
+
+def test_a_mesh_that_has_been_flattened(worlds):
+    for rank in worlds(8).run(over_a_joint_axis):
+        assert [case for found, case in rank if not found <= EXACT] == []

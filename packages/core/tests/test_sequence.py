@@ -1,15 +1,18 @@
 """Distributing a sequence as a layout says and gathering it, against the layout's own take and join, in float64."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence
+from armillary.core import CommLedger, SequenceLayout, compat, distribute_sequence, gather_sequence
 from armillary.core.fake_world import fake_world
 from armillary.core.sequence import nested_sizes, shard_order
 from armillary.core.testing import mesh
+from armillary.core.testing.dtensors import place
 
 S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
 KINDS = {
@@ -161,8 +164,8 @@ def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length
     places = [place for place, placement in enumerate(placed.values()) if placement != R]
     layout = KINDS[kind](length, on.size() // (1 if len(places) == on.ndim else 2))
     shard = 0
-    for place in places:
-        shard = shard * on.size(place) + on.get_local_rank(place)
+    for axis in places:
+        shard = shard * on.size(axis) + on.get_local_rank(axis)
     whole = whole_of(length, others, dim)
     x = whole.clone(memory_format=torch.preserve_format).requires_grad_()
     with CommLedger() as ledger:
@@ -200,6 +203,29 @@ def test_it_is_what_the_layout_takes_and_joins(worlds, ranks, cases):
     for rank in worlds(ranks).run(all_faults, cases, timeout=100):
         for found, case in zip(rank, cases, strict=True):
             assert found == [], case
+
+
+def joined(length: int, kind: str) -> list[bool]:
+    """In a mesh that has been flattened, as for FSDP2, where torch (2.11 to 2.15) gathers uneven shards wrongly."""
+    whole_mesh = mesh(ring=2, ulysses=2)
+    compat.flatten(whole_mesh, ("shard", "ring", "ulysses"), "joint")
+    on, layout = whole_mesh["ring", "ulysses"], KINDS[kind](length, 4)
+    x, up = random(0, 2, length, 3).requires_grad_(), random(1, 2, length, 3)
+    y = distribute_sequence(x, layout, on)
+    z = gather_sequence(y, layout)
+    (grad,) = torch.autograd.grad(z, x, up)
+    partial = place(x.detach()[:, shard_order(layout)], whole_mesh["ring", "tp"], [S1, Partial()])
+    summed = gather_sequence(partial, layout) - x
+    return [torch.equal(z, x), torch.equal(grad, up), bool((summed.abs() <= 1e-14).all())]
+
+
+def test_a_mesh_that_has_been_flattened(worlds):
+    for rank in worlds(4).run(each, joined, [(length, kind) for length in (9, 16) for kind in ("zigzag", "striped")]):
+        assert rank == [[True] * 3] * 4
+
+
+def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> list[object]:
+    return [function(*case) for case in cases]
 
 
 def trained() -> list[float]:

@@ -61,9 +61,8 @@ def distribute_sequence(
     found = _over(layout, mesh, places)
     expected = nested_sizes(layout.length, [mesh.size(place) for place in places])
     check_chunks("shards of the layout", found.sizes, expected, _named(mesh, places))
-    placements: list[Placement] = [Shard(dim) if place in places else Replicate() for place in range(mesh.ndim)]
     ordered = x.index_select(dim, shard_order(found).to(x.device))
-    return DTensor.from_local(ordered, mesh, [Replicate()] * mesh.ndim).redistribute(placements=placements)
+    return _redistributed(DTensor.from_local(ordered, mesh, [Replicate()] * mesh.ndim), places, Shard(dim))
 
 
 def gather_sequence(
@@ -71,8 +70,9 @@ def gather_sequence(
 ) -> Tensor:
     """A DTensor whose tokens are in the order of `layout` -> the whole tensor in sequence order, on every rank.
 
-    The inverse of `distribute_sequence`: `full_tensor()`, which sums what is partial and gathers what is sharded on any
-    axis, and the tokens put back in order. Differentiable as that is.
+    The inverse of `distribute_sequence`: what `full_tensor()` is to be, which sums what is partial and gathers what is
+    sharded on any axis, with the tokens put back in order. Differentiable as that is. (torch's own may be wrong for
+    uneven shards over several axes, where their mesh has also been flattened.)
 
     Args:
         x: a DTensor, N = `layout.length` on the dim of the tokens, however it is placed.
@@ -81,7 +81,7 @@ def gather_sequence(
         grad_placements: what the gradient of the result is, as in `full_tensor`: every rank has all of it (`Replicate`
             on every axis) unless given; `Partial` where ranks have shares to be summed.
 
-    Bytes sent: those of torch's `full_tensor`, which no `CommLedger` counts.
+    Bytes sent: those of torch's `redistribute`, innermost axis first, which no `CommLedger` counts.
 
     Raises:
         ValueError: no DTensor, no such dim, or shards that DTensor would have cut otherwise.
@@ -94,8 +94,21 @@ def gather_sequence(
     if prod(ranks) == layout.shards:
         expected = nested_sizes(layout.length, ranks)
         check_chunks("shards of the layout", layout.sizes, expected, _named(x.device_mesh, places))
-    whole = x.full_tensor(grad_placements=grad_placements)
+    x = x.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in x.placements])
+    x = _redistributed(x, range(x.device_mesh.ndim)[::-1], Replicate())
+    whole = x.to_local(grad_placements=grad_placements)
     return whole.index_select(found, shard_order(layout).argsort().to(whole.device))
+
+
+def _redistributed(x: DTensor, places: Sequence[int], placement: Placement) -> DTensor:
+    """`x` with this placement on these dims of its mesh, one after the other.
+
+    At once, torch (2.11 to 2.15, pytorch#194457) would gather over a joint axis where the mesh has one, such as that of
+    FSDP2, and shards of shards wrongly where they are uneven: forward, and backward of what cuts.
+    """
+    for place in places:
+        x = x.redistribute(placements=[placement if i == place else old for i, old in enumerate(x.placements)])
+    return x
 
 
 def shard_order(layout: SequenceLayout) -> Tensor:
