@@ -18,6 +18,7 @@ from armillary.attention.integrations.registries import Refusal, refuse_models
 from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
+from armillary.core.compat import is_dtensor
 
 
 def sdpa_parallel(attend: Method) -> SdpaParallel:
@@ -32,7 +33,8 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     Such a loss is this rank's share, and its gradients are to be summed over ranks, where FSDP2 and DDP average: call
     `armillary.core.sum_gradients(model)` after `fully_shard`.
 
-    Tensors are [B, H, T, D], this rank's tokens. `is_causal` is about global positions; without it, every query sees
+    Tensors are [B, H, T, D], this rank's tokens; or DTensors, `Shard(2)` on the method's axes, and `Shard(1)` on those
+    that divide heads (tp). `is_causal` is about global positions; without it, every query sees
     all keys of its document. However the model has imported the function, it is found. Autocast casts tensors as it
     does for the function itself.
 
@@ -57,10 +59,10 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
 class SdpaParallel(TorchFunctionMode):
     """The mode behind `sdpa_parallel`."""
 
-    def __init__(self, attend: Method) -> None:
+    def __init__(self, attend: Method, mask: AttentionMask | None = None) -> None:
         check_method(attend)
         super().__init__()
-        self.attend = attend
+        self.attend, self.mask = attend, mask
         self.entered_in: list[Sharding | None] = []
         self.refusals: list[Refusal] = []
         self.used, self.beside = False, ""
@@ -168,8 +170,9 @@ class SdpaParallel(TorchFunctionMode):
             )
         held = current() or (self.entered_in[-1] if self.entered_in else None) or Sharding()
         layout = held.layout_for(self.attend, query.shape[2])
-        check_tokens(self.attend.shard, query.shape[2], layout)
-        mask = AttentionMask(causal=is_causal, documents=held.documents)
+        if not is_dtensor(query):  # of a DTensor the method looks, for its shape is that of all shards
+            check_tokens(self.attend.shard, query.shape[2], layout)
+        mask = self.mask or AttentionMask(causal=is_causal, documents=held.documents)
         q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 

@@ -1,0 +1,118 @@
+"""Context parallelism for parts of a plain torch model, as a style of `parallelize_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils import _pytree as pytree
+
+from armillary.attention.checks import check_layout
+from armillary.attention.integrations.sdpa import SdpaParallel
+from armillary.attention.integrations.sequence import check_method, sequence
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.base import Method
+from armillary.core import Axis, SequenceLayout
+from armillary.core.placements import dtensor_like, local_of
+
+
+class ContextParallel(ParallelStyle):
+    """Has the `scaled_dot_product_attention` calls of a module attend over the whole sequence, from a shard of it.
+
+        parallelize_module(model, mesh["ring"], {"layers.*.attention": ContextParallel(Ring(mesh["ring"]))})
+
+        with sequence(layout=layout):
+            logits = model(layout.take(ids, attend.shard), positions=layout.positions(attend.shard))
+
+    Parameters stay as they are, so that torch's tensor-parallel styles and FSDP2 go around it. As each rank has its own
+    tokens, gradients of parameters are shares, to be summed over ranks: call `armillary.core.sum_gradients(model)` after
+    `fully_shard`.
+
+    Tensors that enter the module hold this rank's tokens [B, T, ...], in the layout's order (`layout.take`, or
+    `distribute_sequence`). DTensors on the style's mesh, `Shard(1)` on all of it, enter as their local tensors, and what
+    the module returns then leaves as DTensors placed likewise, on the same mesh.
+
+    Not seen from a module, and so for the caller to get right: positions (a module's own `torch.arange(T)` are those of
+    a first shard: pass `layout.positions(attend.shard)`), and masks (`attn_mask` is refused; see `mask`).
+
+    Backward that recomputes the module (activation checkpointing) attends as its forward did, where `layout` is given.
+    Else call it inside `sequence(...)`, too; on a GPU autograd's threads do not see that, so give `layout`.
+
+    Args:
+        attend: the method, over axes of the mesh that `parallelize_module` is given.
+        layout: how the sequence is sharded. Unless given it is that of the `sequence(...)` around the call.
+        mask: instead of what `is_causal` and the documents of `sequence(...)` say, such as one with a window.
+
+    Raises:
+        ValueError: no method or layout; at `parallelize_module`, a mesh with other axes than those of `attend`; at a
+            call as `sdpa_parallel`, and for DTensors that are not `Shard(1)` on all of the mesh.
+    """
+
+    def __init__(
+        self, attend: Method, *, layout: SequenceLayout | None = None, mask: AttentionMask | None = None
+    ) -> None:
+        super().__init__()
+        check_method(attend)
+        check_layout("layout", layout)
+        if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
+        self.attend, self.layout, self.mask = attend, layout, mask
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._check_mesh(device_mesh)
+        forward: Callable[..., Any] = module.forward
+
+        @wraps(forward)
+        def over_all_shards(*args: Any, **kwargs: Any) -> Any:
+            entered = list[DTensor]()
+            args, kwargs = pytree.tree_map_only(DTensor, lambda x: local_part(x, device_mesh, entered), (args, kwargs))
+            with self._layout(), SdpaParallel(self.attend, self.mask):
+                left = forward(*args, **kwargs)
+            return placed_as(entered[0], left) if entered else left
+
+        module.forward = over_all_shards
+        return module
+
+    def _layout(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.layout is None else sequence(layout=self.layout)
+
+    def _check_mesh(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ()
+        wanted: Mapping[str, Axis] = {axis.name: axis for axis in self.attend.axes if axis.size > 1}
+        others = [name for i, name in enumerate(names) if mesh.size(i) > 1 and name not in wanted]
+        if others or any(name not in names for name in wanted):
+            raise ValueError(
+                f"ContextParallel({type(self.attend).__name__}) works on axes {tuple(wanted)}; parallelize_module was "
+                f"given a mesh with axes {names}: pass mesh[{', '.join(map(repr, wanted))}]"
+            )
+
+    def __repr__(self) -> str:
+        return f"ContextParallel({type(self.attend).__name__}, layout={self.layout}, mask={self.mask})"
+
+
+def local_part(x: DTensor, mesh: DeviceMesh, entered: list[DTensor]) -> Any:
+    """What this rank has of `x`, which is noted, if it is on this mesh; others stay DTensors, such as those of `tp`."""
+    if x.device_mesh != mesh:
+        return x
+    if any(found != Shard(1) and mesh.size(i) > 1 for i, found in enumerate(x.placements)):
+        raise ValueError(f"{x.placements} on axes {mesh.mesh_dim_names}: tokens must be Shard(1) on all of them")
+    entered.append(x)
+    return local_of(x)
+
+
+def placed_as(like: DTensor, left: Any) -> Any:
+    """Tensors with as many tokens as this rank's part of `like` become DTensors placed as it is."""
+    tokens = like.to_local().shape[1]
+
+    def place(x: Any) -> Any:
+        sharded = isinstance(x, nn.Parameter) or isinstance(x, DTensor) or x.ndim < 2 or x.shape[1] != tokens
+        return x if sharded else dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
+
+    return pytree.tree_map_only(torch.Tensor, place, left)
