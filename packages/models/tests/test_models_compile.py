@@ -134,7 +134,7 @@ def test_adapters_with_dropout_are_left_out_of_graphs():
             compile_block(block, "aot_eager", fullgraph)
         torch.manual_seed(0)
         if fullgraph:
-            with pytest.raises(Exception, match="_projected"):
+            with pytest.raises(Exception, match="autograd projects stages of heads again in backward"):
                 results(model, MASKS[0])
             break
         found.append(results(model, MASKS[0]))

@@ -28,5 +28,6 @@ def _project(
     return method.project(x, projections, method.check_projected(x, projections, sinks, options), sinks)
 
 
-project_untraced = cast(Callable[..., Tensor], torch.compiler.disable(_project))
-"""`Method.projected`, where the graph breaks: stages of heads are projected again in backward, by autograd itself."""
+WHY = "autograd projects stages of heads again in backward"
+project_untraced = cast(Callable[..., Tensor], torch.compiler.disable(_project, reason=WHY))
+"""`Method.projected`, where the graph breaks."""
