@@ -50,12 +50,16 @@ class Model(nn.Module):
         return self.head(self.blocks(self.tokens(ids) + self.positions(position_ids)))
 
 
+def model_of():
+    torch.manual_seed(0)
+    return Model().double()
+
+
 def sharded(compiled=False):
     """(the model, its method) on 4 ranks."""
     mesh = build_mesh("cpu", ring=2, ulysses=2)
     attend = Ulysses(mesh["ulysses"], inner=Ring(mesh["ring"]))
-    torch.manual_seed(0)
-    model, layout = Model().double(), attend.layout(LENGTH)
+    model, layout = model_of(), attend.layout(LENGTH)
     parallelize_module(model, mesh["ring", "ulysses"], {"blocks.*.attention": ContextParallel(attend, layout=layout)})
     for part in (*model.blocks, model):
         if compiled:
@@ -72,7 +76,9 @@ def train(model, attend=None):
     for _ in range(STEPS):
         ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)  # the same on every rank
         if attend is None:
-            loss = F.cross_entropy(model(ids[:, :-1], torch.arange(LENGTH - 1)[None]).flatten(0, 1), ids[:, 1:].flatten())
+            loss = F.cross_entropy(
+                model(ids[:, :-1], torch.arange(LENGTH - 1)[None]).flatten(0, 1), ids[:, 1:].flatten()
+            )
         else:
             batch = shard_batch(attend, ids)
             logits = model(batch.ids, batch.position_ids)
@@ -89,8 +95,7 @@ def train(model, attend=None):
 def errors(ranks, compiled=False):
     """How far losses and gradients are from those of one rank that has whole sequences, relatively."""
     assert ranks == 4, "ring=2, ulysses=2: start it with torchrun --nproc-per-node 4"
-    torch.manual_seed(0)
-    found, expected = train(*sharded(compiled)), train(Model().double())
+    found, expected = train(*sharded(compiled)), train(model_of())
     return [
         max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
         for got, wanted in zip(found, expected, strict=True)

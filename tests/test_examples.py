@@ -21,11 +21,26 @@ def errors(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("attention_sdpa", 1e-5), ("attention_transformers", 1e-5), ("attention_fsdp", 1e-9)]
+    ("name", "limit"),
+    [
+        ("attention_sdpa", 1e-5),
+        ("attention_transformers", 1e-5),
+        ("attention_fsdp", 1e-9),
+        ("context_parallel", 1e-9),
+    ],
 )
 def test_ranks_compute_what_one_does(worlds, name, limit):
     for found in worlds(RANKS).run(errors, name):
         assert max(found) < limit, found
+
+
+def compiled_errors() -> list[float]:
+    return example("context_parallel").errors(RANKS, compiled=True)
+
+
+def test_blocks_compute_it_in_one_graph_each(worlds):
+    for found in worlds(RANKS).run(compiled_errors):
+        assert max(found) < 1e-9, found
 
 
 def norms(summed: bool) -> list[float]:

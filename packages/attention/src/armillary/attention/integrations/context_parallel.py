@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _pytree as pytree
 
 from armillary.attention.checks import check_layout
-from armillary.attention.integrations.sdpa import SdpaParallel
-from armillary.attention.integrations.sequence import check_method, sequence
+from armillary.attention.integrations.sdpa import Routing
+from armillary.attention.integrations.sequence import check_method
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout
@@ -32,12 +31,12 @@ class ContextParallel(ParallelStyle):
             logits = model(layout.take(ids, attend.shard), positions=layout.positions(attend.shard))
 
     Parameters stay as they are, so that torch's tensor-parallel styles and FSDP2 go around it. As each rank has its own
-    tokens, gradients of parameters are shares, to be summed over ranks: call `armillary.core.sum_gradients(model)` after
-    `fully_shard`.
+    tokens, gradients of parameters are shares, to be summed over ranks: call `armillary.core.sum_gradients(model)`
+    after `fully_shard`.
 
     Tensors that enter the module hold this rank's tokens [B, T, ...], in the layout's order (`layout.take`, or
-    `distribute_sequence`). DTensors on the style's mesh, `Shard(1)` on all of it, enter as their local tensors, and what
-    the module returns then leaves as DTensors placed likewise, on the same mesh.
+    `distribute_sequence`). DTensors on the style's mesh, `Shard(1)` on all of it, enter as their local tensors, and
+    what the module returns then leaves as DTensors placed likewise, on the same mesh.
 
     Not seen from a module, and so for the caller to get right: positions (a module's own `torch.arange(T)` are those of
     a first shard: pass `layout.positions(attend.shard)`), and masks (`attn_mask` is refused; see `mask`).
@@ -68,20 +67,21 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check_mesh(device_mesh)
         forward: Callable[..., Any] = module.forward
+        routing = Routing(self.attend, self.layout, self.mask)
 
         @wraps(forward)
         def over_all_shards(*args: Any, **kwargs: Any) -> Any:
-            entered = list[DTensor]()
+            entered: list[DTensor] = []
             args, kwargs = pytree.tree_map_only(DTensor, lambda x: local_part(x, device_mesh, entered), (args, kwargs))
-            with self._layout(), SdpaParallel(self.attend, self.mask):
+            routing.used, routing.beside = False, ""
+            with routing:
                 left = forward(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                routing.check_used()
             return placed_as(entered[0], left) if entered else left
 
         module.forward = over_all_shards
         return module
-
-    def _layout(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.layout is None else sequence(layout=self.layout)
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
@@ -112,7 +112,7 @@ def placed_as(like: DTensor, left: Any) -> Any:
     tokens = like.to_local().shape[1]
 
     def place(x: Any) -> Any:
-        sharded = isinstance(x, nn.Parameter) or isinstance(x, DTensor) or x.ndim < 2 or x.shape[1] != tokens
+        sharded = isinstance(x, (nn.Parameter, DTensor)) or x.ndim < 2 or x.shape[1] != tokens
         return x if sharded else dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
 
     return pytree.tree_map_only(torch.Tensor, place, left)

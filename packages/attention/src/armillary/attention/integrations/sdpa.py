@@ -18,6 +18,7 @@ from armillary.attention.integrations.registries import Refusal, refuse_models
 from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
+from armillary.core import SequenceLayout
 from armillary.core.compat import is_dtensor
 
 
@@ -56,39 +57,27 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     return SdpaParallel(attend)
 
 
-class SdpaParallel(TorchFunctionMode):
-    """The mode behind `sdpa_parallel`."""
+class Routing(TorchFunctionMode):
+    """Routes calls to `attend`, and refuses attention by other means.
 
-    def __init__(self, attend: Method, mask: AttentionMask | None = None) -> None:
+    Args:
+        layout, mask: instead of what `sequence(...)` says, and of `is_causal`.
+    """
+
+    def __init__(self, attend: Method, layout: SequenceLayout | None = None, mask: AttentionMask | None = None) -> None:
         check_method(attend)
         super().__init__()
         self.attend, self.mask = attend, mask
-        self.entered_in: list[Sharding | None] = []
-        self.refusals: list[Refusal] = []
+        self.sharding = None if layout is None else Sharding(layout)
         self.used, self.beside = False, ""
         """Whether a call was routed or refused, and the name of what attended beside. Only set, not read, in what may
         be compiled: a graph sets them each time that it runs."""
 
-    def __enter__(self) -> Self:
-        if not self.entered_in:
-            self.used, self.beside = False, ""
-            self.refusals = refuse_models(TRANSFORMERS)
-        # torch hands its modes on to the threads that run backward; context variables do not reach them.
-        self.entered_in.append(current() or (self.entered_in[-1] if self.entered_in else None))
-        super().__enter__()
-        return self
+    def held(self) -> Sharding:
+        """How the sequence is sharded."""
+        return self.sharding or current() or Sharding()
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self.entered_in.pop()
-        if self.entered_in:
-            return
-        for refusal in reversed(self.refusals):
-            refusal.end()
-        if not any(raised):
-            self._check_used()
-
-    def _check_used(self) -> None:
+    def check_used(self) -> None:
         if self.beside:
             raise ValueError(
                 f"{self.beside} ran in an sdpa_parallel block, and attended to this rank's tokens alone; "
@@ -107,8 +96,6 @@ class SdpaParallel(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.used = True
             return self._attend(*args, **(kwargs or {}))
-        if func is torch.Tensor.backward or func is torch.autograd.backward:
-            return self._backward(func, *args, **(kwargs or {}))
         if func in ATTEND_THEMSELVES:
             self.used = True
             raise ValueError(
@@ -120,28 +107,6 @@ class SdpaParallel(TorchFunctionMode):
         if not torch.compiler.is_compiling() and _attends(func):
             raise ValueError(f"{func} attends to this rank's tokens alone; call F.scaled_dot_product_attention instead")
         return func(*args, **(kwargs or {}))
-
-    def _backward(
-        self,
-        func: Callable[..., Any],
-        tensors: Tensor | Iterable[Tensor],
-        gradient: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-        grad_tensors: Any = None,
-    ) -> None:
-        """Backward with the mode on, for what is recomputed in it. torch turns a mode off while it handles a function,
-        and this one for backward too; but gradient edges are not tensors, and of them it asks no mode."""
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        gradients = gradient if grad_tensors is None else grad_tensors
-        known = all(getattr(root, "requires_grad", False) for root in roots)
-        if inputs is not None or not known:  # checkpointing takes no inputs, or raises; what is left needs no mode
-            func(tensors, gradients, retain_graph, create_graph, inputs=inputs)
-            return
-        edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
-        with self:
-            torch.autograd.backward(edges, gradients, retain_graph, create_graph)
 
     def _attend(
         self,
@@ -168,13 +133,73 @@ class SdpaParallel(TorchFunctionMode):
             raise ValueError(
                 f"{query.shape[1]} query heads, {key.shape[1]} key heads: pass enable_gqa=True to share them"
             )
-        held = current() or (self.entered_in[-1] if self.entered_in else None) or Sharding()
+        held = self.held()
         layout = held.layout_for(self.attend, query.shape[2])
         if not is_dtensor(query):  # of a DTensor the method looks, for its shape is that of all shards
             check_tokens(self.attend.shard, query.shape[2], layout)
         mask = self.mask or AttentionMask(causal=is_causal, documents=held.documents)
         q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
+
+
+class SdpaParallel(Routing):
+    """The mode behind `sdpa_parallel`."""
+
+    def __init__(self, attend: Method) -> None:
+        super().__init__(attend)
+        self.entered_in: list[Sharding | None] = []
+        self.refusals: list[Refusal] = []
+
+    def held(self) -> Sharding:
+        return current() or (self.entered_in[-1] if self.entered_in else None) or Sharding()
+
+    def __enter__(self) -> Self:
+        if not self.entered_in:
+            self.used, self.beside = False, ""
+            self.refusals = refuse_models(TRANSFORMERS)
+        # torch hands its modes on to the threads that run backward; context variables do not reach them.
+        self.entered_in.append(current() or (self.entered_in[-1] if self.entered_in else None))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.entered_in.pop()
+        if self.entered_in:
+            return
+        for refusal in reversed(self.refusals):
+            refusal.end()
+        if not any(raised):
+            self.check_used()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            return self._backward(func, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _backward(
+        self,
+        func: Callable[..., Any],
+        tensors: Tensor | Iterable[Tensor],
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+        grad_tensors: Any = None,
+    ) -> None:
+        """Backward with the mode on, for what is recomputed in it. torch turns a mode off while it handles a function,
+        and this one for backward too; but gradient edges are not tensors, and of them it asks no mode."""
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        gradients = gradient if grad_tensors is None else grad_tensors
+        known = all(getattr(root, "requires_grad", False) for root in roots)
+        if inputs is not None or not known:  # checkpointing takes no inputs, or raises; what is left needs no mode
+            func(tensors, gradients, retain_graph, create_graph, inputs=inputs)
+            return
+        edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+        with self:
+            torch.autograd.backward(edges, gradients, retain_graph, create_graph)
 
 
 def _attends(func: Callable[..., Any]) -> bool:

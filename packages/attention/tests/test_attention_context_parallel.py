@@ -1,0 +1,200 @@
+"""A module of plain torch attends over all shards by a style of `parallelize_module`: as one rank does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from armillary.attention import AttentionMask, Local, Ring, Ulysses, reference_attention
+from armillary.attention.integrations import ContextParallel, sdpa_parallel, sequence
+from armillary.core import distribute_sequence
+from armillary.core.testing import mesh, relative_error
+
+B, N, E, H = 2, 24, 32, 4
+EXACT = 1e-12
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.out = (nn.Linear(E, E, False, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, E // H)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def given() -> list[Tensor]:
+    """x and the gradient of the output, whole."""
+    return list(torch.randn(2, B, N, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def on_one_rank(mask: AttentionMask) -> list[Tensor]:
+    """Output, gradient of x, and those of the parameters."""
+    model, (x, dout) = Attention(), given()
+    x.requires_grad_()
+    q, k, v = (f(x).unflatten(-1, (H, -1)) for f in (model.q, model.k, model.v))
+    out = model.out(reference_attention(q, k, v, mask=mask).flatten(2))
+    return [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
+
+
+def usp():
+    axes = mesh(ring=2, ulysses=2)
+    return Ulysses(axes["ulysses"], inner=Ring(axes["ring"])), axes["ring", "ulysses"]
+
+
+def errors(found: list[Tensor], mask: AttentionMask, layout, shard: int) -> float:
+    """Of this rank's tokens of output and dx, and of sums of the ranks' shares of the other gradients."""
+    for share in found[2:]:
+        dist.all_reduce(share)
+    out, dx, *grads = on_one_rank(mask)
+    wanted = [layout.take(out, shard), layout.take(dx, shard), *grads]
+    return max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def on_a_shard(how: str) -> float:
+    attend, axes = usp()
+    layout, model = attend.layout(N), Attention()
+    mask = AttentionMask(window=(5, 0)) if how == "window" else AttentionMask()
+    held = None if how == "sequence" else layout
+    style = ContextParallel(attend, layout=held, mask=mask if how == "window" else None)
+    parallelize_module(model, axes, style)
+    x, dout = (layout.take(x, attend.shard) for x in given())
+    x.requires_grad_()
+    if how == "sequence":
+        with sequence(layout=layout):
+            out = model(x)
+    else:
+        out = checkpoint(model, x, use_reentrant=False) if how == "checkpoint" else model(x)
+    return errors([out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)], mask, layout, attend.shard)
+
+
+HOW = ["layout", "sequence", "window", "checkpoint"]
+
+
+def each_on_a_shard() -> list[float]:
+    return [on_a_shard(how) for how in HOW]
+
+
+def test_a_module_attends_over_all_shards(worlds):
+    for rank in worlds(4).run(each_on_a_shard):
+        assert max(rank) < EXACT, dict(zip(HOW, rank, strict=True))
+
+
+def on_dtensors() -> float:
+    attend, axes = usp()
+    layout, model = attend.layout(N), Attention()
+    parallelize_module(model, axes, ContextParallel(attend, layout=layout))
+    x, dout = (distribute_sequence(x, layout, axes) for x in given())
+    x = x.detach().requires_grad_()
+    out = model(x)
+    grads = torch.autograd.grad(out, [x, *model.parameters()], dout)
+    assert isinstance(out, DTensor) and isinstance(grads[0], DTensor)
+    assert out.placements == grads[0].placements == (Shard(1), Shard(1)) and out.shape == (B, N, E)
+    local = [out.detach().to_local(), grads[0].to_local(), *grads[1:]]
+    return errors(local, AttentionMask(), layout, attend.shard)
+
+
+def test_dtensors_leave_as_they_entered(worlds):
+    assert max(worlds(4).run(on_dtensors)) < EXACT
+
+
+def beside_tensor_parallelism() -> float:
+    axes = mesh(ring=2, tp=2)
+    attend, model = Ring(axes["ring"]), Attention()
+    layout = attend.layout(N)
+    parallelize_module(model, axes["ring"], ContextParallel(attend, layout=layout))
+    parallelize_module(model, axes["tp"], dict.fromkeys("qkv", ColwiseParallel()) | {"out": RowwiseParallel()})
+    x, dout = (layout.take(x, attend.shard) for x in given())
+    x.requires_grad_()
+    out = model(x)
+    (dx,) = torch.autograd.grad(out, x, dout)
+    out_wanted, dx_wanted, *_ = on_one_rank(AttentionMask())
+    wanted = [layout.take(out_wanted, attend.shard), layout.take(dx_wanted, attend.shard)]
+    return max(relative_error(a.detach(), b) for a, b in zip((out, dx), wanted, strict=True))
+
+
+def test_heads_may_be_those_of_a_tensor_parallel_rank(worlds):
+    assert max(worlds(4).run(beside_tensor_parallelism)) < EXACT
+
+
+def sdpa_on_dtensors() -> float:
+    axes = mesh(ring=2, tp=2)
+    over, attend = axes["ring", "tp"], Ring(axes["ring"])
+    layout = attend.layout(N)
+    generator = torch.Generator().manual_seed(2)
+    whole = [torch.randn(B, heads, N, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)]
+    order = torch.cat([layout.positions(shard) for shard in range(2)])
+    q, k, v, dout = (distribute_tensor(x[:, :, order], over, [Shard(2), Shard(1)]) for x in whole)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with sequence(layout=layout), sdpa_parallel(attend):
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    plain = [x.transpose(1, 2).requires_grad_() for x in whole[:3]]
+    wanted = reference_attention(*plain, mask=AttentionMask())
+    expected = [wanted.detach(), *torch.autograd.grad(wanted, plain, whole[3].transpose(1, 2))]
+    assert all(x.placements == (Shard(2), Shard(1)) for x in (out, *grads))
+    return max(
+        relative_error(a.full_tensor().detach().transpose(1, 2), b[:, order])
+        for a, b in zip((out, *grads), expected, strict=True)
+    )
+
+
+def test_sdpa_parallel_takes_dtensors(worlds):
+    assert max(worlds(4).run(sdpa_on_dtensors)) < EXACT
+
+
+def refusals() -> list[str]:
+    axes = mesh(ring=2, ulysses=2)
+    attend, whole = usp()
+    layout, x = attend.layout(N), torch.zeros(B, N // 4, E, dtype=torch.float64)
+
+    def styled(style: ContextParallel, module: nn.Module | None = None) -> nn.Module:
+        return parallelize_module(module or Attention(), whole, style)
+
+    tries = [
+        lambda: ContextParallel(Ring),
+        lambda: ContextParallel(attend, layout=4),
+        lambda: ContextParallel(attend, mask="causal"),
+        lambda: parallelize_module(Attention(), axes["ring"], ContextParallel(attend)),
+        lambda: styled(ContextParallel(Ring(axes["ring"]))),
+        lambda: styled(ContextParallel(attend))(x),
+        lambda: styled(ContextParallel(attend, layout=layout), nn.Linear(E, E).double())(x),
+        lambda: styled(ContextParallel(attend, layout=layout))(distribute_tensor(x, whole, [Shard(0), Shard(1)])),
+    ]
+    said: list[str] = []
+    for wrong in tries:
+        try:
+            wrong()
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+REFUSED = [
+    "attend=Ring is no method",
+    "layout",
+    "mask is a str; an AttentionMask is needed",
+    "works on axes ('ring', 'ulysses'); parallelize_module was given a mesh with axes ('ring',)",
+    "works on axes ('ring',); parallelize_module was given a mesh with axes ('ring', 'ulysses')",
+    "4 ranks hold the sequence, and a shard does not tell how",
+    "without a call of F.scaled_dot_product_attention",
+    "tokens must be Shard(1) on all of them",
+]
+
+
+def test_what_cannot_be_done_is_refused_on_every_rank(worlds):
+    for rank in worlds(4).run(refusals):
+        for said, words in zip(rank, REFUSED, strict=True):
+            assert words in said
+
+
+@pytest.mark.parametrize("style", [ContextParallel(Local())])
+def test_a_style_says_what_it_is(style):
+    assert repr(style) == "ContextParallel(Local, layout=None, mask=None)"
