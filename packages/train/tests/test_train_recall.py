@@ -26,12 +26,12 @@ from armillary.train import (
 RECALL = Config(
     # RoPE of few, fast frequencies: a head that looks one token back is soon found.
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
-    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, global_batch_size=64),
+    data=DataConfig(task="recall", sequence_length=16, pairs=1, symbols=8, global_batch_size=64),
     parallel=ParallelConfig(ring=2, ulysses=1, attention="ring"),
-    optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
+    optimizer=OptimizerConfig(lr=3e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
     validation=ValidationConfig(every=1000, batches=4, tasks=("recall",)),
     log=LogConfig(plot=False),
-    train=TrainConfig(steps=300, device="cpu"),
+    train=TrainConfig(steps=100, device="cpu"),
 )
 
 
@@ -58,8 +58,7 @@ def right_answers(config: Config, broken: bool) -> float:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_what_another_rank_holds_is_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
-    steps = 100 if broken else RECALL.train.steps  # unbroken it is right half of the time by then
-    config = replace(RECALL, train=replace(RECALL.train, output=tmp_path, steps=steps))
+    config = replace(RECALL, train=replace(RECALL.train, output=tmp_path))
     shares = worlds(2).run(right_answers, config, broken)
     assert shares[0] == shares[1]
     assert shares[0] < 2 / 8 if broken else shares[0] > 0.95  # who guesses is right once in 8 times
