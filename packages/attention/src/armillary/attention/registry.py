@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Role
 from armillary.attention.memory import HeadStages
-from armillary.attention.methods import all_gather, local, ring, token_ring, ulysses, upipe, wallfacer
+from armillary.attention.methods import all_gather, local, ring, token_ring, ulysses, upipe, upipe_plan, wallfacer
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import UNLESS_GIVEN, Backward, MethodOptions, OnHeads, OnSequence
 from armillary.attention.methods.teams import Placement
@@ -128,7 +128,7 @@ class NamedMethod:
     def stages(self, heads: int, key_heads: int, ulysses: int) -> HeadStages:
         """In which stages heads come to the first of so many ranks of the head axis."""
         at_once = None if self.head is None else self.head.heads_at_once(ulysses, self.options)
-        return upipe.head_stages(heads, key_heads, ulysses, at_once)
+        return upipe_plan.head_stages(heads, key_heads, ulysses, at_once)
 
     def check_used(self, ring: int, ulysses: int) -> None:
         """Refuses an axis with more than one rank over which nothing is divided."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import float32
 
 from armillary.attention.memory import HeadStages, Sizes
-from armillary.attention.methods import upipe
+from armillary.attention.methods import upipe_plan
 from armillary.attention.registry import NamedMethod
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
@@ -128,13 +128,13 @@ class StepSizes:
         inner = self.forward(self.attended)
         if self.checkpointing.policy == "none" and self.method.head is not None:
             return self.method.head.forward_memory(self.attended, inner)
-        return upipe.forward_memory(self.attended, inner)
+        return upipe_plan.forward_memory(self.attended, inner)
 
     def attention_backward(self) -> float:
         """What it allocates besides out and dout of this rank's tokens, and besides what autograd has kept."""
         inner, alone = self.backward(self.attended), self.ring == 1
         if self.checkpointing.policy != "none":
-            return upipe.backward_memory(self.attended, inner, self.stages, alone)
+            return upipe_plan.backward_memory(self.attended, inner, self.stages, alone)
         head = self.method.head
         return inner if head is None else head.backward_memory(self.attended, inner, self.stages, alone)
 
