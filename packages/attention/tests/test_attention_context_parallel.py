@@ -1,5 +1,7 @@
 """A module of plain torch attends over all shards by a style of `parallelize_module`: as one rank does."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +106,22 @@ def test_dtensors_leave_as_they_entered(worlds):
     assert max(worlds(4).run(on_dtensors)) < EXACT
 
 
+def copied() -> tuple[bool, bool]:
+    attend, axes = usp()
+    layout, model = attend.layout(N), Attention()
+    parallelize_module(model, axes, ContextParallel(attend, layout=layout))
+    copy, x = deepcopy(model), layout.take(given()[0], attend.shard)
+    before = torch.equal(copy(x), model(x))
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.zero_()
+    return before, bool((copy(x) == 0).all()) and bool((model(x) != 0).any())
+
+
+def test_a_copy_of_a_module_computes_with_its_own_parameters(worlds):
+    assert worlds(4).run(copied) == [(True, True)] * 4
+
+
 def beside_tensor_parallelism() -> float:
     axes = mesh(ring=2, tp=2)
     attend, model = Ring(axes["ring"]), Attention()
@@ -184,7 +202,7 @@ REFUSED = [
     "works on axes ('ring', 'ulysses'); parallelize_module was given a mesh with axes ('ring',)",
     "works on axes ('ring',); parallelize_module was given a mesh with axes ('ring', 'ulysses')",
     "4 ranks hold the sequence, and a shard does not tell how",
-    "without a call of F.scaled_dot_product_attention",
+    "Linear.forward under ContextParallel ended without a call of F.scaled_dot_product_attention",
     "tokens must be Shard(1) on all of them",
 ]
 

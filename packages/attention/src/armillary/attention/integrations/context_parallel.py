@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -66,21 +67,21 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check_mesh(device_mesh)
-        forward: Callable[..., Any] = module.forward
+        forward = unbound(module.forward)
         routing = Routing(self.attend, self.layout, self.mask)
 
         @wraps(forward)
-        def over_all_shards(*args: Any, **kwargs: Any) -> Any:
+        def over_all_shards(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
             entered: list[DTensor] = []
             args, kwargs = pytree.tree_map_only(DTensor, lambda x: local_part(x, device_mesh, entered), (args, kwargs))
             routing.used, routing.beside = False, ""
             with routing:
-                left = forward(*args, **kwargs)
+                left = forward(own, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                routing.check_used()
+                routing.check_used(f"{type(own).__name__}.forward under ContextParallel")
             return placed_as(entered[0], left) if entered else left
 
-        module.forward = over_all_shards
+        module.forward = MethodType(over_all_shards, module)  # a copy of the module calls its own
         return module
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
@@ -95,6 +96,15 @@ class ContextParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"ContextParallel({type(self.attend).__name__}, layout={self.layout}, mask={self.mask})"
+
+
+def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's `forward` as a function of the module; of one that was put in its place, which knows it already."""
+
+    def of_any(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return getattr(forward, "__func__", of_any)
 
 
 def local_part(x: DTensor, mesh: DeviceMesh, entered: list[DTensor]) -> Any:

@@ -77,15 +77,16 @@ class Routing(TorchFunctionMode):
         """How the sequence is sharded."""
         return self.sharding or current() or Sharding()
 
-    def check_used(self) -> None:
+    def check_used(self, block: str = "an sdpa_parallel block") -> None:
+        """Refuses a block that has ended, if not all attention in it was routed, or none."""
         if self.beside:
             raise ValueError(
-                f"{self.beside} ran in an sdpa_parallel block, and attended to this rank's tokens alone; "
+                f"{self.beside} ran in {block}, and attended to this rank's tokens alone; "
                 "call F.scaled_dot_product_attention, or attend(q, k, v, mask=..., layout=...) itself"
             )
         if not self.used:
             raise ValueError(
-                "an sdpa_parallel block ended without a call of F.scaled_dot_product_attention, so that each rank "
+                f"{block} ended without a call of F.scaled_dot_product_attention, so that each rank "
                 "attended to its own tokens alone, if at all. Attention that a model computes in other ways is not "
                 "routed. Backward alone needs no block"
             )
