@@ -95,7 +95,7 @@ def backward_memory(x: Sizes, ranks: int) -> float:
         return kernel_backward(x)
     others = kernel_backward(x, queries=ranks - 1, keys=0.5) + 2 * x.k
     widening = (ranks - 1) * x.q + (2 + 2 * x.w) * x.k
-    return ranks * (x.travelling + x.w * x.q) + max(others, widening)
+    return ranks * (x.rotating + x.w * x.q) + max(others, widening)
 
 
 REGISTERED = OnSequence(

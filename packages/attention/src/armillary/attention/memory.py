@@ -38,7 +38,7 @@ class Sizes:
         return replace(self, q=n * self.q, k=n * self.k, lse=n * self.lse)
 
     @property
-    def travelling(self) -> float:
+    def rotating(self) -> float:
         """q, out, dout and lse: what goes round when queries do in backward."""
         return 3 * self.q + self.lse
 
@@ -121,13 +121,13 @@ def rotate_queries_backward(x: Sizes, ranks: int, direct: bool) -> float:
     own, sums = x.w * x.q, 2 * x.w * x.k
     if ranks == 1:
         return max(kernel_backward(x), own + x.q + 2 * x.k, own + sums + x.k)
-    cell = kernel_backward(x, keys=0.5)
-    first = 1.5 * x.travelling + kernel_backward(x)
-    passing = x.travelling * (1 if ranks == 2 else 2.5)
+    block = kernel_backward(x, keys=0.5)
+    first = 1.5 * x.rotating + kernel_backward(x)
+    passing = x.rotating * (1 if ranks == 2 else 2.5)
     widening = x.q + x.k + sums + x.k  # the second step's shares, while dv of the first becomes float32
-    second = passing + own + max(2 * x.k + cell, widening)
+    second = passing + own + max(2 * x.k + block, widening)
     if ranks == 2:
         return max(first, second)
-    passing = x.travelling * (1 if ranks == 3 else 2.5)
+    passing = x.rotating * (1 if ranks == 3 else 2.5)
     returning = own + own / 2 if direct else 2 * own
-    return max(first, second, passing + own + sums + returning + cell)
+    return max(first, second, passing + own + sums + returning + block)

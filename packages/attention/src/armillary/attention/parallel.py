@@ -68,7 +68,7 @@ def attend_dtensors(
     q, k, v = _all_dtensors(q, k, v)
     tensors = (q, k, v, sinks) if isinstance(sinks, DTensor) else (q, k, v)
     check = _check_traced if torch.compiler.is_compiling() else _check
-    check(method, [(x.device_mesh, x.placements, tuple(x.shape)) for x in tensors], options)
+    check(method, [Placed(x.device_mesh, x.placements, tuple(x.shape)) for x in tensors], options)
     if isinstance(sinks, DTensor):
         sinks = local_of(sinks, _sinks_gradient(q))
     local = local_of(q), local_of(k), local_of(v)
@@ -85,15 +85,11 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DT
     return q, k, v
 
 
-Found = Sequence[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]]]
-"""(mesh, placements, global shape) of q, k, v and maybe sinks."""
-
-
-def _check_traced(method: TakesLocal, found: Found, options: AttentionOptions) -> None:
+def _check_traced(method: TakesLocal, found: Sequence[Placed], options: AttentionOptions) -> None:
     """`_check` by Python itself while a graph is traced, which is then one for these meshes, placements and shapes."""
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
-    meshes, placements = [mesh for mesh, _, _ in found], [placed for _, placed, _ in found]
-    shapes = [[index(size) for size in shape] for _, _, shape in found]  # numbers, not symbols of them
+    meshes, placements = [x.device_mesh for x in found], [x.placements for x in found]
+    shapes = [[index(size) for size in x.shape] for x in found]  # numbers, not symbols of them
     said = _refusal(index(method.number), layout, key_layout, meshes, placements, shapes)
     if said is not None:
         raise ValueError(said)
@@ -108,7 +104,7 @@ def _refusal(
     placements: Sequence[tuple[Placement, ...]],
     shapes: Sequence[Sequence[int]],
 ) -> str | None:
-    found = zip(map(compat.traced_object, meshes), placements, map(tuple, shapes), strict=True)
+    found = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
     layouts = (read_layout(layout), read_layout(key_layout))
     try:
         _check(NUMBERED[number], list(found), AttentionOptions(AttentionMask(), *layouts))
@@ -117,9 +113,9 @@ def _refusal(
     return None
 
 
-def _check(method: TakesLocal, found: Found, options: AttentionOptions) -> None:
-    """Placements, heads and shards that fit each other, the method and the layouts."""
-    q, k, v, *sinks = [Placed(*each) for each in found]
+def _check(method: TakesLocal, found: Sequence[Placed], options: AttentionOptions) -> None:
+    """Placements, heads and shards of q, k, v and maybe sinks that fit each other, the method and the layouts."""
+    q, k, v, *sinks = found
     shown = ", ".join(f"{name} {describe(x)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
         raise ValueError(f"{shown}: all three must be placed alike on one mesh")

@@ -140,7 +140,7 @@ def forward_memory(x: Sizes, ranks: int) -> float:
 
 def backward_memory(x: Sizes, ranks: int, backward: Backward = "auto", onward: float = 0.5) -> float:
     """P ranks pass keys on, or queries: as `fewer_bytes` has it. `onward` as of `rotate_keys_backward`."""
-    queries, keys = x.travelling + x.w * x.q, 2 * x.k * (1 + x.w)
+    queries, keys = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
     if backward == "queries" or (backward == "auto" and queries < keys):
         return rotate_queries_backward(x, ranks, direct=False)
     return rotate_keys_backward(x, ranks, onward)

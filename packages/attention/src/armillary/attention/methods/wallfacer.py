@@ -302,7 +302,7 @@ def backward_memory(x: Sizes, ranks: int, team: int, backward: Backward = "auto"
     if team == 1:
         return ring_backward_memory(x, ranks, backward)
     all_ = x.times(team)
-    gathered = all_.travelling + 2 * all_.k
+    gathered = all_.rotating + 2 * all_.k
     ring = ring_backward_memory(all_, ranks // team**2, backward, onward=1)
     home = 2 * x.w * (all_.q + 2 * all_.k) + 2 * x.w * x.k
     return max(gathered + ring, home)
