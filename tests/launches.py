@@ -79,6 +79,8 @@ def call(function: Callable[[], None], folder: Path, output: Path, variables: di
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
+    # Torch renews its pool of threads at the first call in a fork; of two threads of gloo at once, one may find none.
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     function()
 
 
