@@ -6,10 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.core import sum_gradients
+from armillary.core.gradients import clip_gradients
 from armillary.core.testing import relative_error
 
 RANKS, TOKENS = 4, 8
@@ -84,6 +85,42 @@ def test_what_cannot_be_set_right_is_refused(worlds):
         assert "no module of Sequential is under FSDP2" in plain and "all_reduce" in plain
         assert "2.weight is not under FSDP2" in partly
         assert "hook already" in hooked
+
+
+PLACED = {
+    "local": None,
+    "copied": (Replicate(), Replicate()),
+    "rows": (Shard(0), Shard(1)),
+    "on one axis": (Shard(0),),
+    "shares": (Shard(0), Partial()),
+}
+
+
+def clipped_on_meshes() -> tuple[float, list[torch.Tensor]]:
+    """The norm, and gradients after clipping to 1, placed in as many ways as there are parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tp"))
+    model = nn.ParameterDict()
+    for seed, (name, placements) in enumerate(PLACED.items()):
+        whole = gradient_of(seed)
+        if placements is not None:
+            whole = distribute_tensor(whole, mesh if len(placements) == 2 else mesh["ring"], placements)
+        model[name] = nn.Parameter(torch.zeros_like(whole))
+        model[name].grad = whole
+    norm = clip_gradients(model, 1.0).item()
+    return norm, [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+
+
+def gradient_of(seed: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_clipping_takes_gradients_on_several_meshes_and_shares_of_sums(worlds):
+    expected = [gradient_of(seed) for seed in range(len(PLACED))]
+    whole = torch.stack(expected).norm().item()
+    for norm, found in worlds(RANKS).run(clipped_on_meshes):
+        assert norm == pytest.approx(whole, rel=1e-12)
+        for got, wanted in zip(found, expected, strict=True):
+            assert relative_error(got, wanted / (whole + 1e-6)) < 1e-12  # torch adds 1e-6 to the norm
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear, {}, [nn.Linear(1, 1)]])

@@ -49,10 +49,18 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks.
+
+    Parameters may be local tensors and DTensors, on one mesh or on several.
+    """
+    learning = [p for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in learning if p.grad is not None]
     norm = gradient_norm(gradients).to(gradients[0].dtype)
-    clip_grads_with_norm_(model.parameters(), limit, norm)
+    on_mesh = defaultdict[object, list[Tensor]](list)
+    for parameter, gradient in zip(learning, gradients, strict=True):
+        on_mesh[gradient.device_mesh if compat.is_dtensor(gradient) else None].append(parameter)
+    for parameters in on_mesh.values():  # torch scales those of one mesh at once
+        clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 
@@ -62,7 +70,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     Where bits differed, so would copies of a weight after a few steps. What several ranks have copies of counts once.
     """
     parts = defaultdict[int, list[Tensor]](list)
-    for gradient in gradients:
+    for gradient in map(_summed, gradients):
         parts[copies_of(gradient)].append(gradient.to_local() if compat.is_dtensor(gradient) else gradient)
     total = torch.stack([get_total_norm(held).double().square() / copies for copies, held in parts.items()]).sum()
     dist.all_reduce(total)
@@ -77,6 +85,17 @@ def copies_of(x: Tensor) -> int:
     mesh = x.device_mesh
     copied = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
     return prod(copied) * ranks // mesh.size()
+
+
+def _summed(x: Tensor) -> Tensor:
+    """Without sums that are pending: the norm of a sum does not follow from those of the shares."""
+    if not compat.is_dtensor(x) or not any(placement.is_partial() for placement in x.placements):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    return x.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in x.placements]
+    )
 
 
 def _sum_in_ddp(model: DistributedDataParallel) -> None:
