@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from armillary.attention import Ring, Ulysses
 from armillary.attention.integrations import ContextParallel, shard_batch, whole_loss
 from armillary.core import build_mesh, sum_gradients
+from armillary.core.gradients import clip_gradients
 
 LENGTH, VOCABULARY, EMBED, HEADS, STEPS = 500, 64, 64, 4, 4
 
@@ -25,7 +26,8 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
 
     def forward(self, x):
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        # Head by head, so that tensor parallelism may cut it: a rank's outputs are q, k and v of its own heads.
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, EMBED // HEADS)).transpose(1, 3).unbind(1)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -69,11 +71,15 @@ def sharded(compiled=False):
     return model, attend
 
 
-def train(model, attend=None):
-    """The losses of all steps, and the norms of their gradients; with `attend`, of this rank's shard, summed."""
-    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model, attend=None, optimizer=None, steps=range(STEPS)):
+    """The losses of these steps, and the norms of their gradients; with `attend`, of this rank's shard, summed."""
+    optimizer, losses, norms = optimizer or optimizer_of(model), [], []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
         ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)  # the same on every rank
         if attend is None:
             loss = F.cross_entropy(
@@ -84,8 +90,7 @@ def train(model, attend=None):
             logits = model(batch.ids, batch.position_ids)
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / batch.labelled
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        norms.append(float(clip_gradients(model, 100.0)))  # torch's own wants all parameters on one mesh
         losses.append(float(loss.detach() if attend is None else whole_loss(loss.detach(), attend)))
         optimizer.step()
         optimizer.zero_grad()
@@ -95,7 +100,11 @@ def train(model, attend=None):
 def errors(ranks, compiled=False):
     """How far losses and gradients are from those of one rank that has whole sequences, relatively."""
     assert ranks == 4, "ring=2, ulysses=2: start it with torchrun --nproc-per-node 4"
-    found, expected = train(*sharded(compiled)), train(model_of())
+    return differences(train(*sharded(compiled)), train(model_of()))
+
+
+def differences(found, expected):
+    """The largest relative one of losses, and that of norms."""
     return [
         max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
         for got, wanted in zip(found, expected, strict=True)
