@@ -198,6 +198,7 @@ def refused() -> list[str]:
         call(usp, *[x] * 3, length=20),
         call(usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
         call(build("usp", mesh(ring=4, ulysses=2)), *[x] * 3),
+        call(usp, *[x.to_local()] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
     ]
     found: list[str] = []
     with CommLedger() as ledger:
@@ -226,6 +227,7 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
         "cuts 16 as (4, 4, 4, 4)",
         "with q DTensor",
         "over other ranks than",
+        "q, k, v are local, local, local; sinks are a DTensor; pass all three",
     ]
     for found in worlds(8).run(refused):
         for message, part in zip(found, parts, strict=True):

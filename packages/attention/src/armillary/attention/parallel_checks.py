@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from operator import index
 from typing import Protocol
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from armillary.attention.compiled import NUMBERED, read_layout
 from armillary.attention.mask import AttentionMask
@@ -28,14 +29,25 @@ class TakesLocal(Protocol):
     def axes(self) -> tuple[Axis, ...]: ...
 
 
-def check_traced(method: TakesLocal, found: Sequence[Placed], options: AttentionOptions) -> None:
-    """`check_placed` by Python itself while a graph is traced, then for these meshes and placements."""
+def check_call(method: TakesLocal, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
+    """Refuses what does not fit; by Python itself while a graph is traced, which is then one for all that was checked.
+
+    Args:
+        tensors: by name: q, k and v, or x and the parameters of projections; and sinks.
+
+    Raises:
+        ValueError: with the placement that is wanted.
+    """
+    found = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
+    if not torch.compiler.is_compiling():
+        return _check(method, found, options)
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
-    meshes, placements = [x.device_mesh for x in found], [x.placements for x in found]
-    shapes = [[index(size) for size in x.shape] for x in found]  # numbers, not symbols of them
-    said = _refusal(index(method.number), layout, key_layout, meshes, placements, shapes)
+    meshes, placements = [x.device_mesh for x in found.values()], [x.placements for x in found.values()]
+    shapes = [[index(size) for size in x.shape] for x in found.values()]  # numbers, not symbols of them
+    said = _refusal(index(method.number), layout, key_layout, list(found), meshes, placements, shapes)
     if said is not None:
         raise ValueError(said)
+    return None
 
 
 @compat.constant_when_traced
@@ -43,6 +55,7 @@ def _refusal(
     number: int,
     layout: str,
     key_layout: str,
+    names: Sequence[str],
     meshes: Sequence[DeviceMesh],
     placements: Sequence[tuple[Placement, ...]],
     shapes: Sequence[Sequence[int]],
@@ -50,45 +63,97 @@ def _refusal(
     found = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
     layouts = (read_layout(layout), read_layout(key_layout))
     try:
-        check_placed(NUMBERED[number], list(found), AttentionOptions(AttentionMask(), *layouts))
+        _check(NUMBERED[number], dict(zip(names, found, strict=True)), AttentionOptions(AttentionMask(), *layouts))
     except ValueError as error:
         return str(error)
     return None
 
 
-def check_placed(method: TakesLocal, found: Sequence[Placed], options: AttentionOptions) -> None:
-    """Placements, heads and shards of q, k, v and maybe sinks that fit each other, the method and the layouts."""
-    q, k, v, *sinks = found
-    shown = ", ".join(f"{name} {describe(x)}" for name, x in zip("qkv", (q, k, v), strict=True))
+def _check(method: TakesLocal, found: Mapping[str, Placed], options: AttentionOptions) -> None:
+    """Placements, heads and shards that fit each other, the method and the layouts."""
+    axes = [axis for axis in method.axes if axis.size > 1]
+    if "x" in found:
+        _check_hidden(method, found, axes, options.layout)
+        return
+    q, k, v = (found[name] for name in "qkv")
+    shown = ", ".join(f"{name} {describe(found[name])}" for name in "qkv")
     if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
         raise ValueError(f"{shown}: all three must be placed alike on one mesh")
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
         raise ValueError(f"{shown}: each needs 4 dims, [batch, tokens, heads, head dim]")
-    axes = [axis for axis in method.axes if axis.size > 1]
-    _check_placements(q, axes)
+    _check_placements("q", q, axes, (Shard(0), Shard(2), Replicate()))
     _check_heads(q, k)
     key_layout = options.layout if options.key_layout is None else options.key_layout
     for x, its in ((q, options.layout), (k, key_layout)):
         _check_shards(x, method, axes, its)
-    for each in sinks:
-        _check_sinks(each, q)
+    if "sinks" in found:
+        _check_sinks(found["sinks"], "q", q)
 
 
-def _check_placements(q: Placed, axes: Sequence[Axis]) -> None:
+def _check_hidden(
+    method: TakesLocal, found: Mapping[str, Placed], axes: Sequence[Axis], layout: SequenceLayout | None
+) -> None:
+    """x, what projections are made of, and sinks as heads are sharded by these."""
+    x, parameters = found["x"], {name: its for name, its in found.items() if name not in ("x", "sinks")}
+    _check_placements("x", x, axes, (Shard(0), Replicate()))
+    _check_shards(x, method, axes, layout)
+    for name, its in parameters.items():
+        _check_parameter(f"{name} of projections", its, x)
+    if "sinks" in found:
+        heads = x._replace(placements=placed_heads(x, parameters.values()))
+        _check_sinks(found["sinks"], "heads", heads)
+
+
+def _check_parameter(name: str, its: Placed, x: Placed) -> None:
+    """On axes of the mesh of x: whole where x is sharded, elsewhere whole or cut evenly."""
+    axes = its.device_mesh.mesh_dim_names or ("",)
+    if not set(axes) <= set(x.device_mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"{name} is {describe(its)} and x is {describe(x)}; it must lie on axes of the mesh of x, Replicate() "
+            f"where x is sharded, or be a plain tensor"
+        )
+    for place, axis in enumerate(axes):
+        found, ranks = its.placements[place], its.device_mesh.size(place)
+        there = x.placements[mesh_dim(x, Axis.of(its.device_mesh[axis]))]
+        if isinstance(there, Shard) or not isinstance(found, Shard):
+            check_placement(name, its, place, Replicate())
+        elif its.shape[found.dim] % ranks:
+            raise ValueError(f"{name} is {describe(its)}; its heads must be sharded evenly over {ranks} ranks")
+
+
+def placed_heads(x: Placed | DTensor, parameters: Iterable[Placed | DTensor]) -> tuple[Placement, ...]:
+    """How heads that are made of x lie: as x does, and sharded on the axes on which parameters are."""
+    cut = {
+        name
+        for its in parameters
+        for name, found in zip(its.device_mesh.mesh_dim_names or (), its.placements, strict=True)
+        if isinstance(found, Shard)
+    }
+    names = x.device_mesh.mesh_dim_names or ()
+    return tuple(
+        Shard(2) if name in cut and placed == Replicate() else placed
+        for name, placed in zip(names, x.placements, strict=True)
+    )
+
+
+def _check_placements(name: str, x: Placed, axes: Sequence[Axis], others: Sequence[Placement]) -> None:
     """Tokens sharded over the method's axes and over no others, in the order of its shards."""
-    places = [mesh_dim(q, axis) for axis in axes]
+    places = [mesh_dim(x, axis) for axis in axes]
     for place in places:
-        check_placement("q", q, place, Shard(1))
+        check_placement(name, x, place, Shard(1))
     wanted = [axis.name for axis in axes]
     if places != sorted(places):
-        raise ValueError(f"the mesh of q has axes {q.device_mesh.mesh_dim_names}; {wanted} must come in this order")
-    for place, found in enumerate(q.placements):
-        if place in places or q.device_mesh.size(place) == 1 or found in (Replicate(), Shard(0), Shard(2)):
-            continue
-        name = (q.device_mesh.mesh_dim_names or ())[place]
         raise ValueError(
-            f"q is {found!r} on axis {name!r} of {describe(q)}; the method works on axes {wanted}, and on "
-            f"others only Shard(dim=0), Shard(dim=2) and Replicate() will do"
+            f"the mesh of {name} has axes {x.device_mesh.mesh_dim_names}; {wanted} must come in this order"
+        )
+    for place, found in enumerate(x.placements):
+        if place in places or x.device_mesh.size(place) == 1 or found in others:
+            continue
+        axis = (x.device_mesh.mesh_dim_names or ())[place]
+        *most, last = map(repr, others)
+        raise ValueError(
+            f"{name} is {found!r} on axis {axis!r} of {describe(x)}; the method works on axes {wanted}, and on "
+            f"others only {', '.join(most)} and {last} will do"
         )
 
 
@@ -113,11 +178,11 @@ def _check_shards(x: Placed, method: TakesLocal, axes: Sequence[Axis], layout: S
     check_chunks("the layout's shards", fine.sizes, sizes, " x ".join(axis.name for axis in axes))
 
 
-def _check_sinks(sinks: Placed, q: Placed) -> None:
-    """Placed as the heads of q are."""
-    placements: list[Placement] = [Shard(0) if found == Shard(2) else Replicate() for found in q.placements]
-    if sinks.device_mesh != q.device_mesh or any(
+def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
+    """Placed as the heads of x are."""
+    placements: list[Placement] = [Shard(0) if found == Shard(2) else Replicate() for found in x.placements]
+    if sinks.device_mesh != x.device_mesh or any(
         found != wanted and sinks.device_mesh.size(place) > 1
         for place, (found, wanted) in enumerate(zip(sinks.placements, placements, strict=True))
     ):
-        raise ValueError(f"sinks are {describe(sinks)}; with q {describe(q)} they must be {placements}")
+        raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {placements}")

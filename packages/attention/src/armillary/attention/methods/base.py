@@ -209,7 +209,7 @@ class Method(ABC):
         """
         check_are_tensors(q, k, v, sinks)
         options = AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse).checked()
-        if compat.is_dtensor(q) or compat.is_dtensor(k) or compat.is_dtensor(v):
+        if any(given is not None and compat.is_dtensor(given) for given in (q, k, v, sinks)):
             from armillary.attention.parallel import attend_dtensors
 
             return attend_dtensors(self, q, k, v, sinks, options)
@@ -237,7 +237,7 @@ class Method(ABC):
         A method that moves queries starts to as soon as they are there, and they travel while keys are multiplied.
 
         Args:
-            x: [B, T, E], this rank's tokens.
+            x: [B, T, E], this rank's tokens; or a DTensor [B, N, E], see `parallel.project_dtensors`.
             projections: from x to q, k and v. All else as in `__call__`.
 
         Under autocast projections run as they do elsewhere, and what follows them does not; but q, k and v must have
@@ -251,6 +251,10 @@ class Method(ABC):
         """
         options = AttentionOptions(mask, layout, None, scale, softcap, kernel).checked()
         check_hidden(x, projections, sinks)
+        if compat.is_dtensor(x) or (sinks is not None and compat.is_dtensor(sinks)):
+            from armillary.attention.parallel import project_dtensors
+
+            return project_dtensors(self, x, projections, sinks, options)
         if not torch.compiler.is_compiling():
             return self.project(x, projections, self.check_projected(x, projections, sinks, options), sinks)
         if not self.projects_in_stages:
@@ -340,6 +344,9 @@ class Method(ABC):
     ) -> AttentionSpec:
         """The call that `projected` makes with these arguments, checked. Computes no more than one head of a token."""
         options = AttentionOptions(mask, layout, None, scale, softcap, kernel).checked()
+        check_hidden(x, projections, sinks)
+        if compat.is_dtensor(x):
+            raise ValueError("x is a DTensor; a call is checked for what this rank has of it, x.to_local()")
         return self.check_projected(x, projections, sinks, options)
 
     def check_projected(

@@ -1,0 +1,228 @@
+"""Projected attention on a DTensor of hidden states: the oracle's results and gradients, with placements said."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from armillary.attention import AttentionMask, build_attention, reference_attention
+from armillary.core import CommLedger
+from armillary.core.testing import mesh, relative_error
+
+EXACT = 1e-10
+B, E, H, K, D, DV = 2, 12, 8, 4, 8, 4
+TOKENS, BATCH, HEADS, WHOLE = Shard(1), Shard(0), Shard(2), Replicate()
+SHAPES = {"x": (B, 0, E), "wq": (H * D, E), "wk": (K * D, E), "wv": (K * DV, E), "sinks": (H,), "dout": (B, 0, H, DV)}
+MASK = AttentionMask(window=(9, 0))
+
+
+def whole(length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = {name: [length if size == 0 else size for size in shape] for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+class Linear(NamedTuple):
+    """Projections without anything between x and heads, of local tensors or of DTensors."""
+
+    wq: Tensor
+    wk: Tensor
+    wv: Tensor
+    parts: int = 1
+
+    @property
+    def heads(self) -> int:
+        return H // self.parts
+
+    @property
+    def key_heads(self) -> int:
+        return K // self.parts
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        return self._of(x, self.wq, heads, D)
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._of(x, self.wk, heads, D), self._of(x, self.wv, heads, DV)
+
+    def parameters(self) -> list[Tensor]:
+        return [self.wq, self.wk, self.wv]
+
+    def _of(self, x: Tensor, weight: Tensor, heads: Sequence[int], dim: int) -> Tensor:
+        if len(heads) * dim != len(weight):
+            weight = weight.unflatten(0, (-1, dim))[list(heads)].flatten(0, 1)
+        return F.linear(x, weight).unflatten(2, (-1, dim))
+
+
+class Form(NamedTuple):
+    """How a call is placed.
+
+    Args:
+        axes: of the mesh, each with its ranks and the placement of x.
+        weights: how weights are placed, DTensors, on the last ones of these axes; plain tensors unless given.
+    """
+
+    method: str
+    axes: dict[str, tuple[int, Placement]]
+    weights: list[Placement] | None = None
+    length: int = 15
+    compiled: bool = False
+
+
+def ring(size: int = 2) -> dict[str, tuple[int, Placement]]:
+    return {"ring": (size, TOKENS)}
+
+
+USP: dict[str, tuple[int, Placement]] = {"ring": (2, TOKENS), "ulysses": (2, TOKENS)}
+DATA, COPIES = {"shard": (2, BATCH)}, {"tp": (2, WHOLE)}
+ON_FOUR = [
+    Form("usp", USP),
+    Form("usp", USP, [WHOLE, WHOLE], compiled=True),
+    Form("upipe+ring", USP, [WHOLE, WHOLE], length=11),
+    Form("ulysses", DATA | {"ulysses": (2, TOKENS)}, [WHOLE, WHOLE]),
+    Form("ring", ring() | COPIES, [Shard(0)]),
+    Form("upipe", {"ulysses": (2, TOKENS)} | COPIES, [WHOLE, Shard(0)]),
+]
+ON_EIGHT = [
+    Form("usp", USP | COPIES, [WHOLE, WHOLE, Shard(0)]),
+    Form("ring", DATA | ring() | COPIES, [WHOLE, WHOLE, Shard(0)]),
+    Form("token_ring", ring(4) | COPIES, length=23),
+    Form("upipe+ring", DATA | USP),
+]
+
+
+def errors(form: Form) -> dict[str, float]:
+    """How far off out and the gradients are, relative to each one's norm."""
+    built = mesh(**{name: size for name, (size, _) in form.axes.items()})
+    over, attend = built[tuple(form.axes)], build_attention(form.method, built)
+    layout, leaves = attend.layout(form.length, "contiguous"), placed_leaves(form, over)
+    parts = 2 if Shard(0) in cuts(form) else 1
+
+    def run(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, sinks: Tensor) -> Tensor:
+        return attend.projected(x, Linear(wq, wk, wv, parts), mask=MASK, layout=layout, sinks=sinks)
+
+    out = (torch.compile(run, backend="aot_eager", fullgraph=True) if form.compiled else run)(**leaves)
+    assert isinstance(out, DTensor) and out.shape == (B, form.length, H, DV)
+    placements = [placed for _, placed in form.axes.values()]
+    heads = [HEADS if cut == Shard(0) else placed for placed, cut in zip(placements, cuts(form), strict=True)]
+    assert list(out.placements) == heads
+    grads = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(whole(form.length)["dout"], over, heads))
+    # what a mesh without some axes does not say: that over these, gradients are shares
+    shares = [
+        Partial() if isinstance(placed, Shard) else cut for placed, cut in zip(placements, cuts(form), strict=True)
+    ]
+    found = {"out": out.detach()} | {
+        name: grad if isinstance(grad, DTensor) and grad.device_mesh == over else share_of(grad, over, shares)
+        for name, grad in zip(leaves, grads, strict=True)
+    }
+    return {name: relative_error(found[name].full_tensor(), its) for name, its in expected(form.length).items()}
+
+
+def share_of(grad: Tensor, over: DeviceMesh, shares: list[Placement]) -> DTensor:
+    return DTensor.from_local(grad.to_local() if isinstance(grad, DTensor) else grad, over, shares)
+
+
+def cuts(form: Form) -> list[Placement]:
+    """How weights lie on all axes of the mesh of x."""
+    weights = form.weights or []
+    return [WHOLE] * (len(form.axes) - len(weights)) + weights
+
+
+def placed_leaves(form: Form, over: DeviceMesh) -> dict[str, Tensor]:
+    tensors, placements = whole(form.length), [placed for _, placed in form.axes.values()]
+    leaves = {"x": distribute_tensor(tensors["x"], over, placements)}
+    for name in ("wq", "wk", "wv"):
+        its = tuple(form.axes)[len(form.axes) - len(form.weights or ()) :]
+        leaves[name] = distribute_tensor(tensors[name], over[its], form.weights) if form.weights else tensors[name]
+    leaves["sinks"] = distribute_tensor(tensors["sinks"], over, cuts(form)) if form.weights else tensors["sinks"]
+    return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+
+
+def expected(length: int) -> dict[str, Tensor]:
+    """out and the gradients, from one rank's float64 formula."""
+    tensors = whole(length)
+    dout = tensors.pop("dout")
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    projections = Linear(leaves["wq"], leaves["wk"], leaves["wv"])
+    q, (k, v) = projections.q(leaves["x"], range(H)), projections.kv(leaves["x"], range(K))
+    out = reference_attention(q, k, v, mask=MASK, sinks=leaves["sinks"])
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def each(forms: list[Form]) -> list[dict[str, float]]:
+    return [errors(form) for form in forms]
+
+
+@pytest.mark.parametrize("forms", [ON_FOUR, ON_EIGHT], ids=["four", "eight"])
+def test_projected_dtensors_give_what_one_rank_gives(worlds, forms):
+    ranks = 4 if forms is ON_FOUR else 8
+    for rank in worlds(ranks).run(each, forms):
+        for form, found in zip(forms, rank, strict=True):
+            assert set(found) == {"out", "x", "wq", "wk", "wv", "sinks"}
+            assert max(found.values()) <= EXACT, (form, found)
+
+
+def refused() -> list[str]:
+    built = mesh(ring=4, tp=2)
+    over, ring = built["ring", "tp"], build_attention("ring", built)
+    here, placed = [WHOLE, WHOLE], [TOKENS, WHOLE]
+
+    def of(placements: list[Placement], *shape: int, on: DeviceMesh = over) -> DTensor:
+        return distribute_tensor(torch.zeros(shape, dtype=torch.float64), on, placements)
+
+    weight, x = of(here, 8, E), of(placed, B, 16, E)
+
+    def call(x: Tensor, weight: Tensor, kind: str = "contiguous", **options: Any) -> Callable[[], object]:
+        layout, projections = ring.layout(x.shape[1], kind), Linear(weight, weight, weight, 8)
+        return lambda: ring.projected(x, projections, mask=AttentionMask(), layout=layout, **options)
+
+    calls = [
+        call(of(here, B, 16, E), weight),
+        call(of([TOKENS, Shard(2)], B, 16, E), weight),
+        call(of(placed, B, 10, E), weight, "zigzag"),
+        call(x, of([Shard(0), WHOLE], 8, E)),
+        call(x, of([Shard(0)], 8, E, on=built["ring"])),
+        call(x, DTensor.from_local(torch.zeros(8, E), over, [WHOLE, Partial()], run_check=False)),
+        call(x, of([WHOLE, Shard(0)], 7, E)),
+        call(x, of([WHOLE], 8, E, on=mesh(ulysses=8)["ulysses"])),
+        call(x, of([WHOLE, Shard(0)], 8, E), sinks=of(here, 2)),
+        call(x.to_local(), weight, sinks=of(here, 2)),
+        lambda: ring.call_for(x, Linear(weight, weight, weight), mask=AttentionMask()),
+    ]
+    found: list[str] = []
+    with CommLedger() as ledger:
+        for refusal in calls:
+            with pytest.raises(ValueError) as error:
+                refusal()
+            found.append(str(error.value))
+    assert ledger.bytes() == 0
+    return found
+
+
+def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
+    first = "parameter 0 of projections is"
+    parts = [
+        "x is Replicate() on axis 'ring' of DTensor [2, 16, 12] over (ring Replicate(), tp Replicate()); it must be "
+        "Shard(dim=1) there",
+        "x is Shard(dim=2) on axis 'tp' of DTensor [2, 16, 12] over (ring Shard(dim=1), tp Shard(dim=2)); the method "
+        "works on axes ['ring'], and on others only Shard(dim=0) and Replicate() will do",
+        "(3, 3, 2, 2) over axis 'ring' are not the shards of a DTensor, which cuts 10 as (3, 3, 3, 1)",
+        f"{first} Shard(dim=0) on axis 'ring' of DTensor [8, 12] over (ring Shard(dim=0), tp Replicate()); it must be "
+        "Replicate() there",
+        f"{first} Shard(dim=0) on axis 'ring' of DTensor [8, 12] over (ring Shard(dim=0)); it must be Replicate()",
+        f"{first} Partial(sum) on axis 'tp'",
+        f"{first} DTensor [7, 12] over (ring Replicate(), tp Shard(dim=0)); its heads must be sharded evenly over 2",
+        f"{first} DTensor [8, 12] over (ulysses Replicate()) and x is DTensor [2, 16, 12] over (ring Shard(dim=1), tp "
+        "Replicate()); it must lie on axes of the mesh of x, Replicate() where x is sharded",
+        "they must be [Replicate(), Shard(dim=0)]",
+        "x is local and sinks are a DTensor",
+        "x is a DTensor; a call is checked for what this rank has of it",
+    ]
+    for found in worlds(8).run(refused):
+        for message, part in zip(found, parts, strict=True):
+            assert part in message
