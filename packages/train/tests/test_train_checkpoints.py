@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.tensor import DTensor
 
+import armillary.train
 from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
 from armillary.core.testing import RankFailed
@@ -53,10 +54,12 @@ from armillary.train.checkpoint.state import load, training_state
 from armillary.train.step import train_step
 
 RING = ParallelConfig(ring=4, ulysses=1)
+TEXT = (Path(armillary.train.__file__).parent,)
+"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     parallel=RING,
-    data=DataConfig(sequence_length=60, global_batch_size=4),
+    data=DataConfig(path=TEXT, sequence_length=60, global_batch_size=4),
     validation=ValidationConfig(every=20, batches=1),
     save=SaveConfig(every=2, keep_last=3),
     log=LogConfig(plot=False),

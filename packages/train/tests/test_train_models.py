@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import armillary.train
 from armillary.data import ByteTokenizer, TextTokenizer
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
@@ -44,9 +45,11 @@ from armillary.train.config.command import read_command
 from armillary.train.model import model_config
 from armillary.train.rows import open_stores, vocabulary_size
 
+TEXT = (Path(armillary.train.__file__).parent,)
+"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=96, global_batch_size=2),
+    data=DataConfig(path=TEXT, sequence_length=96, global_batch_size=2),
     optimizer=OptimizerConfig(warmup_steps=1),
     validation=ValidationConfig(batches=1),
     save=SaveConfig(asynchronous=False),

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
+import armillary.train
 from armillary.core.checkpoint.metadata import METADATA, read_metadata
 from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.checkpoint.writer import read_back
@@ -34,10 +35,12 @@ from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest
 from armillary.train.checkpoint.state import training_state
 
+TEXT = (Path(armillary.train.__file__).parent,)
+"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 CONFIG = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     parallel=ParallelConfig(),
-    data=DataConfig(sequence_length=60, global_batch_size=1),
+    data=DataConfig(path=TEXT, sequence_length=60, global_batch_size=1),
     validation=ValidationConfig(every=20, batches=1),
     log=LogConfig(plot=False),
     train=TrainConfig(steps=1, device="cpu"),

@@ -18,6 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import armillary.train
 from armillary.train import (
     Config,
     DataConfig,
@@ -39,9 +40,11 @@ from armillary.train.reporting.report import Reporter
 from armillary.train.reporting.screen import Screen
 from armillary.train.reporting.sink import Guarded
 
+TEXT = (Path(armillary.train.__file__).parent,)
+"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=64, global_batch_size=2),
+    data=DataConfig(path=TEXT, sequence_length=64, global_batch_size=2),
     validation=ValidationConfig(every=3, batches=1),
     save=SaveConfig(every=3),
     train=TrainConfig(steps=6, device="cpu"),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+import armillary.train
 from armillary.data import python_corpus
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
@@ -33,10 +34,12 @@ from armillary.train import (
 from armillary.train.cli import main
 
 STEPS = 5  # what is wrong with a gradient shows in the loss of the second
+TEXT = (Path(armillary.train.__file__).parent,)
+"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 # Nothing divides anything: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),
-    data=DataConfig(sequence_length=250, global_batch_size=4),
+    data=DataConfig(path=TEXT, sequence_length=250, global_batch_size=4),
     validation=ValidationConfig(every=20, batches=2),
     save=SaveConfig(every=20),
     log=LogConfig(plot=False),

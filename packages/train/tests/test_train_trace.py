@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import armillary.train
 from armillary.core import Trace, span
 from armillary.core.observe.step_trace import StepTrace
 from armillary.train import (
@@ -26,9 +27,11 @@ from armillary.train import (
 )
 from armillary.train.config.command import read_command
 
+TEXT = (Path(armillary.train.__file__).parent,)
+"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(sequence_length=64, global_batch_size=2),
+    data=DataConfig(path=TEXT, sequence_length=64, global_batch_size=2),
     save=SaveConfig(every=10),
     train=TrainConfig(steps=4, device="cpu"),
 )
