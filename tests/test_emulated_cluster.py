@@ -98,6 +98,7 @@ def test_each_contender_has_a_plan_of_its_shapes():
                 assert all(plan.bytes(rank) for rank in range(chosen.cluster.ranks))
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_a_ring_over_the_wire_is_right_and_takes_what_its_bytes_take():
     with EmulatedCluster(TWO) as cluster:

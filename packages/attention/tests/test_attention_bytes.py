@@ -134,7 +134,7 @@ def sample(seed: int, some: int = 1) -> list[Case]:
     return [EVEN[seed % 2], *varied[seed % some :: some]]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_every_composition_sends_what_its_plan_says(worlds, ranks):
     every = EIGHT if ranks == 8 else compositions(list(METHODS), [ranks])
     chosen = [(composition, sample(i, some=4)) for i, composition in enumerate(every)]
@@ -146,6 +146,7 @@ def test_on_one_rank_nothing_is_sent(worlds):
     assert worlds(1).run(all_wrong, chosen) == [[]]
 
 
+@pytest.mark.long
 def test_sixteen_ranks_in_rings_and_teams(worlds):
     """Teams of 2 in rings of 4, and of 4 without; a ring around a wide head axis."""
     every = [Composition.of(name, ring=16) for name in ("wallfacer-2-p2p", "wallfacer-4-keys", "wallfacer-4-queries")]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, combinations
 from math import prod
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -65,19 +66,24 @@ PARTLY = {
     ],
     16: [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16)],
 }
-"""By ranks: through half of a brief one, a third on more than four. Their parts have been through more, above."""
+"""By ranks: through a third of a brief one, a quarter on more than four. Their parts have been through more, above."""
 Chosen = tuple[Composition, list[Case]]
 
 
 def calls() -> Iterator[list[Chosen]]:
     """What is tried in a call: about half of those with so many ranks."""
     number = 0
-    for ranked, step in ((BRIEF, 1), (PARTLY, 2)):
+    for ranked, step in ((BRIEF, 1), (PARTLY, 3)):
         for ranks, some in ranked.items():
             every = step + (ranks > 4)
             chosen = [(one, cases(brief=i)[i % every :: every]) for i, one in enumerate(some, number)]
             number += len(some)
             yield from (chosen[::2], chosen[1::2]) if ranks < 16 else (chosen,)
+
+
+def marked(chosen: Iterator[list[Chosen]]) -> list[Any]:
+    """Worlds of more than eight ranks take long to start."""
+    return [pytest.param(some, marks=[pytest.mark.long] * (some[0][0].ranks > 8)) for some in chosen]
 
 
 def named(axes: dict[str, int]) -> str:
@@ -118,7 +124,9 @@ def test_any_two_settings_at_once(worlds, composition):
     assert worlds(composition.ranks).run(conform, [(composition, cases())]) == [[]] * composition.ranks
 
 
-@pytest.mark.parametrize("some", calls(), ids=lambda some: " ".join(str(composition) for composition, _ in some))
+@pytest.mark.parametrize(
+    "some", marked(calls()), ids=lambda some: " ".join(str(composition) for composition, _ in some)
+)
 def test_every_setting_once(worlds, some):
     ranks = some[0][0].ranks
     assert worlds(ranks).run(conform, some) == [[]] * ranks

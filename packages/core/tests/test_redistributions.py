@@ -103,7 +103,7 @@ def all_differences(ranks: int, numbers: Sequence[int]) -> list[tuple[str, list[
     return [(f"{case}", differences(case)) for case in cases]
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(4, 120), (8, 60)])
+@pytest.mark.parametrize(("ranks", "count"), [(4, 120), pytest.param(8, 60, marks=pytest.mark.long)])
 def test_they_are_what_torch_redistributes(worlds, ranks, count):
     for rank in worlds(ranks).run(all_differences, ranks, range(count), timeout=200):
         assert [found for found in rank if found[1]] == []

@@ -198,7 +198,9 @@ def all_faults(cases: list[Case]) -> list[list[str]]:
     return [faults(*case) for case in cases]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), (8, ON_EIGHT)])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), pytest.param(8, ON_EIGHT, marks=pytest.mark.long)]
+)
 def test_it_is_what_the_layout_takes_and_joins(worlds, ranks, cases):
     for rank in worlds(ranks).run(all_faults, cases, timeout=100):
         for found, case in zip(rank, cases, strict=True):

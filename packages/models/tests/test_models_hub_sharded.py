@@ -62,7 +62,7 @@ CASES = {
 """By the number of ranks."""
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
 def test_every_rank_reads_what_it_holds_and_no_more(worlds, tmp_path, ranks):
     for config, _ in CASES[ranks]:
         plain(config).save_pretrained(tmp_path / kinds(config), max_file_bytes=700)

@@ -43,7 +43,7 @@ def save(cases, folder: str) -> None:
         full(config, MESHES[name]).save_pretrained(f"{folder}/sharded {i}", **options)
 
 
-@pytest.mark.parametrize("ranks", SAVES)
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
 def test_files_are_byte_for_byte_those_of_the_whole_model(worlds, tmp_path, ranks):
     worlds(ranks).run(save, SAVES[ranks], str(tmp_path))
     for i, (name, config, options) in enumerate(SAVES[ranks]):

@@ -39,7 +39,9 @@ def teams_of_four(mesh):
     return WallFacer(mesh["ring"], team=4)
 
 
-@pytest.mark.parametrize(("build", "team", "paper"), [(ring, 1, 68), (teams_of_four, 4, 77)])
+@pytest.mark.parametrize(
+    ("build", "team", "paper"), [pytest.param(ring, 1, 68, marks=pytest.mark.long), (teams_of_four, 4, 77)]
+)
 def test_what_is_kept_and_gathered_is_what_the_wallfacer_paper_counts(build, team, paper):
     """Model M of arXiv 2407.00611: 64 checkpoints, the gradient from above, and 3 C for q, k and v. Here 3 blocks."""
     layers = 3

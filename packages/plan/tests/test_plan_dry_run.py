@@ -40,7 +40,9 @@ def test_a_recipe_fits_its_machines_by_formulas(name):
     assert time_of(config, job, cluster).seconds < 15 * config.train.timeout_minutes
 
 
-@pytest.mark.parametrize("name", ["llama3_8b_128k", "llama3_8b_5m", "gpt_wallfacer_7b"])
+@pytest.mark.parametrize(
+    "name", ["llama3_8b_128k", pytest.param("llama3_8b_5m", marks=pytest.mark.long), "gpt_wallfacer_7b"]
+)
 def test_formulas_and_simulation_agree_on_two_blocks_of_a_recipe(name):
     """Two blocks have every shape there is."""
     config = getattr(recipes, name)()

@@ -42,13 +42,20 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
     "job",
     [
         job(length=2**20, checkpointing=replace(LAYER, offload=True, prefetch=False)),
-        job(replace(LLAMA, layers=1), {"ring": 2, "ulysses": 4}, "upipe+ring", heads_per_stage=8, on_host=False),
-        job(name="ulysses", checkpointing=replace(LAYER, offload=True), on_host=False),
-        job(axes={"ring": 2, "ulysses": 4}, name="usp", checkpointing=OUTPUT, on_host=False),
+        pytest.param(
+            job(replace(LLAMA, layers=1), {"ring": 2, "ulysses": 4}, "upipe+ring", heads_per_stage=8, on_host=False),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            job(name="ulysses", checkpointing=replace(LAYER, offload=True), on_host=False), marks=pytest.mark.long
+        ),
+        pytest.param(
+            job(axes={"ring": 2, "ulysses": 4}, name="usp", checkpointing=OUTPUT, on_host=False), marks=pytest.mark.long
+        ),
         job(axes={"ring": 16}, name="wallfacer", team=2),
-        job(replace(LLAMA, layers=1), axes={"ring": 4}, name="token_ring"),
+        pytest.param(job(replace(LLAMA, layers=1), axes={"ring": 4}, name="token_ring"), marks=pytest.mark.long),
         job(QWEN, axes=R8, name="all_gather", checkpointing=replace(OUTPUT, offload=True)),
-        job(GPT, axes=R8, name="wallfacer", team=2, length=2**17, on_host=False),
+        pytest.param(job(GPT, axes=R8, name="wallfacer", team=2, length=2**17, on_host=False), marks=pytest.mark.long),
         job(GPT, axes=R8, name="ring", length=2**17, checkpointing=Checkpointing("none"), on_host=False),
     ],
     ids=lambda job: f"{job.attention.name}-{job.checkpointing.policy}-{job.length}",

@@ -281,7 +281,7 @@ def test_a_simulated_step_is_a_real_one_to_the_byte(policy, attention):
 
 @pytest.mark.parametrize(
     ("axes", "method"),
-    [({"ring": 2, "ulysses": 2}, "usp"), ({"replicate": 2, "ulysses": 4}, "upipe")],
+    [pytest.param({"ring": 2, "ulysses": 2}, "usp", marks=pytest.mark.long), ({"replicate": 2, "ulysses": 4}, "upipe")],
     ids=str,
 )
 def test_a_simulated_step_of_several_ranks_is_a_real_one_to_the_byte(axes, method):

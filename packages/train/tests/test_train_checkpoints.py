@@ -134,7 +134,9 @@ def test_going_on_is_bit_identical(worlds, reference, tmp_path, config):
         (4, ParallelConfig(shard=2, ring=1, ulysses=2)),
         (4, ParallelConfig(replicate=2, ring=1, tp=2)),
         (2, ParallelConfig(ring=2, ulysses=1)),
-        (8, ParallelConfig(shard=2, ring=2, ulysses=1, tp=2)),  # 257 rows over tp, and what is left over 4
+        pytest.param(
+            8, ParallelConfig(shard=2, ring=2, ulysses=1, tp=2), marks=pytest.mark.long
+        ),  # 257 rows over tp, and what is left over 4
     ],
     ids=str,
 )

@@ -24,8 +24,8 @@ from armillary.core.testing.rank import STACKS, serve, stack_file
 
 R = TypeVar("R")
 
-PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
-"""Imported once by the server that ranks are forked from: building a mesh would make each rank import all of it."""
+PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor.compile_fx")
+"""Imported once by the server that ranks are forked from, rather than by each rank that builds a mesh or compiles."""
 
 OF_TESTS = ("hypothesis", "pytest", "transformers")
 """Imported there too, if they are here: each rank imports the module of its function, a test. Not that itself: it may
