@@ -71,9 +71,8 @@ def _refusal(
 
 def _check(method: TakesLocal, found: Mapping[str, Placed], options: AttentionOptions) -> None:
     """Placements, heads and shards that fit each other, the method and the layouts."""
-    axes = [axis for axis in method.axes if axis.size > 1]
     if "x" in found:
-        _check_hidden(method, found, axes, options.layout)
+        _check_hidden(method, found, options.layout)
         return
     q, k, v = (found[name] for name in "qkv")
     shown = ", ".join(f"{name} {describe(found[name])}" for name in "qkv")
@@ -81,22 +80,17 @@ def _check(method: TakesLocal, found: Mapping[str, Placed], options: AttentionOp
         raise ValueError(f"{shown}: all three must be placed alike on one mesh")
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
         raise ValueError(f"{shown}: each needs 4 dims, [batch, tokens, heads, head dim]")
-    _check_placements("q", q, axes, (Shard(0), Shard(2), Replicate()))
+    check_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
     _check_heads(q, k)
-    key_layout = options.layout if options.key_layout is None else options.key_layout
-    for x, its in ((q, options.layout), (k, key_layout)):
-        _check_shards(x, method, axes, its)
+    _check_shards(k, method, options.layout if options.key_layout is None else options.key_layout)
     if "sinks" in found:
         _check_sinks(found["sinks"], "q", q)
 
 
-def _check_hidden(
-    method: TakesLocal, found: Mapping[str, Placed], axes: Sequence[Axis], layout: SequenceLayout | None
-) -> None:
+def _check_hidden(method: TakesLocal, found: Mapping[str, Placed], layout: SequenceLayout | None) -> None:
     """x, what projections are made of, and sinks as heads are sharded by these."""
     x, parameters = found["x"], {name: its for name, its in found.items() if name not in ("x", "sinks")}
-    _check_placements("x", x, axes, (Shard(0), Replicate()))
-    _check_shards(x, method, axes, layout)
+    check_tokens("x", x, method, layout, (Shard(0), Replicate()))
     for name, its in parameters.items():
         _check_parameter(f"{name} of projections", its, x)
     if "sinks" in found:
@@ -136,8 +130,22 @@ def placed_heads(x: Placed | DTensor, parameters: Iterable[Placed | DTensor]) ->
     )
 
 
-def _check_placements(name: str, x: Placed, axes: Sequence[Axis], others: Sequence[Placement]) -> None:
-    """Tokens sharded over the method's axes and over no others, in the order of its shards."""
+def check_tokens(
+    name: str,
+    x: Placed | DTensor,
+    method: TakesLocal,
+    layout: SequenceLayout | None,
+    others: Sequence[Placement],
+) -> None:
+    """Tokens [B, N, ...] sharded over the method's axes and over no others, in shards as long as the layout's.
+
+    Args:
+        others: placements that will do on the other axes of the mesh.
+
+    Raises:
+        ValueError: with the placement that is wanted.
+    """
+    axes = _sharding_axes(method)
     places = [mesh_dim(x, axis) for axis in axes]
     for place in places:
         check_placement(name, x, place, Shard(1))
@@ -155,6 +163,12 @@ def _check_placements(name: str, x: Placed, axes: Sequence[Axis], others: Sequen
             f"{name} is {found!r} on axis {axis!r} of {describe(x)}; the method works on axes {wanted}, and on "
             f"others only {', '.join(most)} and {last} will do"
         )
+    _check_shards(x, method, layout)
+
+
+def _sharding_axes(method: TakesLocal) -> list[Axis]:
+    """Those of several ranks, outermost first."""
+    return [axis for axis in method.axes if axis.size > 1]
 
 
 def _check_heads(q: Placed, k: Placed) -> None:
@@ -167,15 +181,22 @@ def _check_heads(q: Placed, k: Placed) -> None:
         )
 
 
-def _check_shards(x: Placed, method: TakesLocal, axes: Sequence[Axis], layout: SequenceLayout | None) -> None:
+def _check_shards(x: Placed | DTensor, method: TakesLocal, layout: SequenceLayout | None) -> None:
     """The layout's shards as long as the DTensor's. A layout over other ranks is left to the method to refuse."""
     if layout is None or layout.shards not in (method.shards, method.sequence_shards):
         return
-    fine = layout if layout.shards == method.shards else layout.refine(method.shards // method.sequence_shards)
-    sizes = [x.shape[1]]
+    sizes, axes = [x.shape[1]], _sharding_axes(method)
     for axis in axes:
         sizes = [size for whole in sizes for size in chunk_sizes(whole, axis.size)]
-    check_chunks("the layout's shards", fine.sizes, sizes, " x ".join(axis.name for axis in axes))
+    found = over_all_ranks(layout, method).sizes
+    check_chunks("the layout's shards", found, sizes, " x ".join(axis.name for axis in axes))
+
+
+def over_all_ranks(layout: SequenceLayout, method: TakesLocal) -> SequenceLayout:
+    """The layout as the ranks of the method hold it: where it is over the sequence axis alone, each shard cut again."""
+    if layout.shards == method.shards or layout.shards != method.sequence_shards:
+        return layout
+    return layout.refine(method.shards // method.sequence_shards)
 
 
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
