@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, TokenProjections
-from armillary.core import SequenceLayout, label
+from armillary.core import SequenceLayout, compat, label
 from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.rope import RotaryEmbedding
@@ -181,6 +181,8 @@ class Decoder(nn.Module):
 
 def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
     """The positions [T] or [B, T] on the device of `ids`; refuses what does not match, and what cannot be known."""
+    if compat.is_dtensor(ids) or compat.is_dtensor(positions):
+        raise ValueError("ids or positions are a DTensor here, which the whole model takes; pass local tensors")
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
     if positions is None and layout is not None and layout.shards > 1:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
-from armillary.core import SequenceLayout
+from armillary.core import Axis, SequenceLayout
 from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unchanged
 from armillary.models.config import GPTConfig
+from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import HeadProjections, Projecting
 from armillary.models.layers.rope import RotaryEmbedding
@@ -35,12 +36,15 @@ class GPT(Pretrained):
     """The embedding table is the head."""
     heading: Callable[[HeadFunction, int], HeadFunction]
     """As `Llama.heading`."""
+    tensor_axis: Axis | None = None
+    """As `Llama.tensor_axis`."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config, self.heading = config, unchanged
         self.transformer = Transformer(config, Local() if attention is None else attention)
 
+    @takes_dtensors
     def forward(
         self,
         ids: Tensor,

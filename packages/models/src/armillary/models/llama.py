@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
-from armillary.core import SequenceLayout
+from armillary.core import Axis, SequenceLayout
 from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unchanged
 from armillary.models.config import LlamaConfig
+from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import HeadProjections, Projecting
 from armillary.models.layers.rope import RotaryEmbedding
@@ -35,6 +36,8 @@ class Llama(Pretrained):
     kind = LlamaConfig
     heading: Callable[[HeadFunction, int], HeadFunction]
     """What becomes of a `head`, for so many tokens, before it is called: itself, unless its weight is sharded."""
+    tensor_axis: Axis | None = None
+    """The axis over which modules are cut, if they are (`tensor_parallel`)."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
@@ -43,6 +46,7 @@ class Llama(Pretrained):
         # A tied head is no second name for one parameter: `to_empty` would untie the two.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
+    @takes_dtensors
     def forward(
         self,
         ids: Tensor,
@@ -55,7 +59,9 @@ class Llama(Pretrained):
         """Token ids [B, T] -> logits [B, T, V].
 
         Args:
-            ids: all tokens of the sequence, or those that one shard holds.
+            ids: all tokens of the sequence, or those that one shard holds; or a DTensor [B, N] of all, such as
+                `distribute_sequence` makes. Then logits are one placed likewise, and the sums that a loss returns are
+                `Partial`: `dtensors.takes_dtensors` says how.
             positions: integers for RoPE: [T], or [B, T] where rows have their own, such as positions within documents.
                 Needed on a shard: `layout.positions(shard)`.
             mask: handed to attention; causal unless given.
@@ -65,7 +71,8 @@ class Llama(Pretrained):
                 `forward`, the weight is whole under FSDP too.
 
         Raises:
-            ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard.
+            ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard;
+                DTensors that lie otherwise, with the placement that is wanted.
         """
         hidden, head = self.model(ids, positions=positions, mask=mask, layout=layout), self.heading(head, ids.shape[1])
         return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)

@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.core import Axis, all_gather_interleaved
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.interleaved import pad_to_multiple
+from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.linear_loss import check, chunk_rows
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
+@sums_dtensors
 @torch.no_grad()
 def linear_argmax(
     hidden: Tensor,

@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.collectives.interleaved import pad_to_multiple
+from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.linear_chunks import LinearLossSpec, loss_and_gradients
 from armillary.models.loss.vocabulary_shard import VocabularyShard, scaled
 
 Backend = Literal["own", "torch"]
 
 
+@sums_dtensors
 def linear_token_loss(
     hidden: Tensor,
     weight: Tensor,

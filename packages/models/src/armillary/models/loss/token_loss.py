@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
+from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.vocabulary_shard import VocabularyShard, at_least_one, cross_entropy_, scaled
 
 
+@sums_dtensors
 def token_loss(
     logits: Tensor,
     labels: Tensor,

@@ -50,6 +50,7 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
         return
     styles = styles_for(model, Axis.of(axis))
     parallelize_module(model, axis, styles)
+    model.tensor_axis = Axis.of(axis)
     model.heading = partial(on_vocabulary, axis, model.config.vocab_size)
 
 

@@ -1,0 +1,204 @@
+"""DTensors of tokens: a model and its losses compute with this rank's, and what they return is placed as those are.
+
+Nothing inside a model sees a DTensor of tokens. Placements are checked where they come in, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from armillary.attention import Method
+from armillary.attention.parallel_checks import check_tokens, over_all_ranks
+from armillary.core import Axis, SequenceLayout
+from armillary.core.placements import (
+    check_placement,
+    describe,
+    dtensor_like,
+    local_of,
+    mesh_dim,
+)
+from armillary.core.sequence import nested_sizes
+from armillary.models.block import Block
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DATA_AXES = ("replicate", "shard")
+"""Axes of `build_mesh` whose ranks have rows of their own, over which gradients are summed."""
+
+
+def takes_dtensors(forward: F) -> F:
+    """A model's `forward` that takes `ids` and `positions` as DTensors too.
+
+    `ids` [B, N] are `Shard(1)` on the axes of attention's method, as `distribute_sequence` makes them, `Shard(0)` on
+    `replicate` and `shard`, `Replicate` on the axis of tensor parallelism, and either of these on axes of other names.
+    `positions` are local; or DTensors on the same mesh, [B, N] placed as `ids`, or [N], `Shard(0)` where tokens are
+    sharded; unless given they are those of the layout, which counts from the start of the sequence.
+
+    Of what is returned, tensors of tokens [B, T, ...] become DTensors placed as `ids`; tensors without dims, of which
+    each rank has a share of a sum, become `Partial` wherever `ids` are sharded. Others are left as they are.
+
+    Raises:
+        ValueError: with the placement that is wanted. Raised before any communication.
+    """
+
+    @wraps(forward)
+    def local_or_placed(
+        model: Any,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        layout: SequenceLayout | None = None,
+        **options: Any,
+    ) -> Any:
+        if not isinstance(ids, DTensor):
+            if isinstance(positions, DTensor):
+                raise ValueError(f"positions are {describe(positions)} and ids local; pass both as local tensors")
+            return forward(model, ids, positions=positions, layout=layout, **options)
+        method = check_ids(model, ids, layout)
+        if positions is None and layout is not None:
+            positions = over_all_ranks(layout, method).positions(method.shard)
+        if isinstance(positions, DTensor):
+            check_positions(positions, ids)
+            positions = local_of(positions)
+        return placed_as(ids, forward(model, local_of(ids), positions=positions, layout=layout, **options))
+
+    return cast(F, local_or_placed)
+
+
+def sums_dtensors(loss: F) -> F:
+    """A loss of `labels` [B, N] as DTensors too, of its first argument (hidden states or logits) on the same mesh.
+
+    That argument may be local, as a model hands hidden states to a `head`; else it is placed as `labels`, and logits
+    are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, the last on `axis`.
+
+    What has tokens is returned placed as `labels`, and sums as `Partial` wherever these are sharded. Errors as above.
+    """
+    parameters = signature(loss)
+
+    @wraps(loss)
+    def local_or_placed(*args: Any, **options: Any) -> Any:
+        if not any(isinstance(x, DTensor) for x in (*args, *options.values())):
+            return loss(*args, **options)
+        given = parameters.bind(*args, **options).arguments
+        first, labels = next(iter(parameters.parameters)), given["labels"]
+        if not isinstance(given[first], DTensor) and not isinstance(labels, DTensor):
+            return loss(*args, **options)
+        if not isinstance(labels, DTensor):
+            raise ValueError(f"{first} is {describe(given[first])} and labels are local; pass both as DTensors")
+        check_loss(first, given[first], labels, None if given.get("axis") is None else Axis.of(given["axis"]))
+        if isinstance(given[first], DTensor):
+            if first == "logits" and given.get("axis") is not None:
+                given.setdefault("vocabulary", given[first].shape[2])
+            given[first] = local_of(given[first])
+        return placed_as(labels, loss(**given | {"labels": local_of(labels)}))
+
+    return cast(F, local_or_placed)
+
+
+# -- what comes in ----------------------------------------------------------------------------------------------------
+
+
+def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method:
+    """Refuses ids that lie otherwise than the model's tokens do; returns attention's method."""
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be [B, N]; got {describe(ids)}")
+    names, methods, cut = axis_names("ids", ids), list(methods_of(model)), cast(Axis | None, model.tensor_axis)
+    for method in methods:
+        check_tokens("ids", ids, method, layout, (Shard(0), Replicate()))
+        if layout is None and method.shards > 1:
+            raise ValueError(f"tokens of {describe(ids)} need layout=, which {method.shards} ranks hold them in")
+    for place, name in enumerate(names):
+        if ids.placements[place] == Shard(1):
+            continue
+        if cut is not None and name == cut.name:
+            check_placement("ids", ids, mesh_dim(ids, cut), Replicate())
+        elif name in DATA_AXES:
+            check_placement("ids", ids, place, Shard(0))
+    rows = nested_sizes(ids.shape[0], [ids.device_mesh.size(i) for i, p in enumerate(ids.placements) if p == Shard(0)])
+    if 0 in rows:
+        raise ValueError(f"{ids.shape[0]} rows of {describe(ids)} leave ranks without any: {rows}")
+    return methods[0]
+
+
+def axis_names(name: str, x: DTensor) -> tuple[str, ...]:
+    """The names of the axes of its mesh, outermost first."""
+    if not x.device_mesh.mesh_dim_names:
+        raise ValueError(f"{name} is {describe(x)}, whose mesh has no names of axes")
+    return x.device_mesh.mesh_dim_names
+
+
+def methods_of(model: nn.Module) -> Iterator[Method]:
+    """What the model's blocks attend with, each once."""
+    attending = {id(block.attention): block.attention for block in model.modules() if isinstance(block, Block)}
+    for attention in attending.values():
+        if not isinstance(attention, Method):
+            raise ValueError(
+                f"ids are a DTensor and attention is a {type(attention).__name__}, which says of no axis that it "
+                "shards tokens; pass local tensors, or use a method of armillary.attention"
+            )
+        yield attention
+
+
+def check_positions(positions: DTensor, ids: DTensor) -> None:
+    """Refuses positions [N] or [B, N] that are not those of the tokens that ranks hold."""
+    flat = [Shard(0) if found == Shard(1) else Replicate() for found in ids.placements]
+    wanted = flat if positions.ndim == 1 else ids.placements
+    check_alike("positions", positions, "ids", ids, wanted)
+    if positions.shape not in (ids.shape, ids.shape[1:]):
+        raise ValueError(f"positions are {describe(positions)}; with ids {describe(ids)} they must be [N] or [B, N]")
+
+
+def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> None:
+    """Refuses labels that are neither whole nor sharded by rows and tokens, and an x that lies otherwise."""
+    wanted: list[Placement] = list(labels.placements)
+    for place, name in enumerate(axis_names("labels", labels)):
+        if axis is not None and name == axis.name:
+            check_placement("labels", labels, mesh_dim(labels, axis), Replicate())
+            wanted[place] = Shard(2)
+        elif labels.placements[place] not in (Replicate(), Shard(0)):
+            check_placement("labels", labels, place, Shard(1))
+    if not isinstance(x, DTensor):
+        return
+    if axis is not None and first != "logits":
+        raise ValueError(f"{first} is {describe(x)}; over axis {axis.name!r} it must be local: every R-th token")
+    check_alike(first, x, "labels", labels, wanted)
+    if x.shape[:2] != labels.shape:
+        raise ValueError(f"{first} is {describe(x)} and labels are {describe(labels)}: other rows or tokens")
+
+
+def check_alike(name: str, x: DTensor, other: str, like: DTensor, wanted: Sequence[Placement]) -> None:
+    """Refuses `x` unless it lies on the mesh of `like`, placed as is wanted."""
+    sizes = like.device_mesh.shape
+    if x.device_mesh != like.device_mesh or any(
+        found != expected and size > 1 for found, expected, size in zip(x.placements, wanted, sizes, strict=True)
+    ):
+        raise ValueError(
+            f"{name} is {describe(x)}; with {other} {describe(like)} it must be {tuple(wanted)} on the same mesh"
+        )
+
+
+# -- what goes out ----------------------------------------------------------------------------------------------------
+
+
+def placed_as(like: DTensor, result: Any) -> Any:
+    """The result with DTensors in it: tensors of this rank's tokens placed as `like`, its shares of sums `Partial`."""
+    local = like.to_local().shape
+    sums = {place: Partial() for place, found in enumerate(like.placements) if isinstance(found, Shard)}
+    wanted = [sums.get(place, found) for place, found in enumerate(like.placements)]
+
+    def place(x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):
+            check_alike("the result", x, "tokens", like, wanted if x.ndim == 0 else like.placements)
+            return x
+        if x.ndim == 0:
+            return dtensor_like(like, x, (), dict(sums))
+        return dtensor_like(like, x, (*like.shape, *x.shape[2:])) if x.shape[:2] == local else x
+
+    return pytree.tree_map_only(Tensor, place, result)

@@ -1,0 +1,282 @@
+"""Models and losses on DTensors of tokens: placed as these are, and equal to one rank's."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from armillary.attention import Local, build_attention
+from armillary.core import SequenceLayout, distribute_sequence, gather_sequence
+from armillary.core.mesh import AXES
+from armillary.core.testing import Dispatched, mesh, relative_error
+from armillary.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    initialize,
+    linear_argmax,
+    linear_token_loss,
+    parallelize,
+    token_loss,
+)
+
+ROWS, N, EXACT = 3, 13, 1e-10
+"""Uneven: 2 and 1 rows; over ring x ulysses 4, 3, 3 and 3 tokens."""
+LLAMA = LlamaConfig(vocab_size=15, dim=16, layers=2, heads=4, kv_heads=4, hidden_dim=24)
+LEARNED = GPTConfig(vocab_size=15, dim=16, layers=2, heads=4, max_positions=N)
+
+CASES: dict[str, tuple[dict[str, int], str, LlamaConfig | GPTConfig, bool]] = {
+    "ring x ulysses": ({"ring": 2, "ulysses": 2}, "usp", LLAMA, False),
+    "ring x tp": ({"ring": 2, "tp": 2}, "ring", LEARNED, False),
+    "ring x tp with FSDP2": ({"ring": 2, "tp": 2}, "ring", LLAMA, True),
+    "ring x shard with FSDP2": ({"ring": 2, "shard": 2}, "ring", replace(LLAMA, tied_embeddings=True), True),
+}
+"""Axes, attention, model, and whether FSDP2 shards its parameters."""
+
+
+def model_of(config: LlamaConfig | GPTConfig) -> Llama | GPT:
+    model = (Llama(config) if isinstance(config, LlamaConfig) else GPT(config)).double()
+    initialize(model, 0)
+    return model
+
+
+def given() -> tuple[Tensor, Tensor]:
+    """ids and labels [ROWS, N]"""
+    ids = torch.randint(15, (ROWS, N + 1), generator=torch.Generator().manual_seed(1))
+    labels = ids[:, 1:].clone()
+    labels[1, :4] = -100
+    return ids[:, :-1], labels
+
+
+def axes_of(over: DeviceMesh) -> DeviceMesh:
+    """Its axes of several ranks: with five, torch takes seconds to find how to place a quotient of two."""
+    return over[tuple(name for place, name in enumerate(AXES) if over.size(place) > 1)]
+
+
+def placed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, dim: int = 1) -> DTensor:
+    """Tokens shared out over the sequence axes, rows over `shard`."""
+    over = axes_of(over)
+    x, rows = distribute_sequence(x, layout, over, dim), Shard(0) if dim == 1 else Replicate()
+    names = zip(over.mesh_dim_names, x.placements, strict=True)
+    return x.redistribute(placements=[rows if name == "shard" else old for name, old in names])
+
+
+def with_head(model: nn.Module, ids: Tensor, labels: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    return model(ids, head=partial(linear_token_loss, labels=labels), **options)
+
+
+def with_logits(model: nn.Module, ids: Tensor, labels: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    return token_loss(model(ids, **options), labels)
+
+
+def with_whole_logits(model: nn.Module, ids: Tensor, labels: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """The loss of what every rank has gathered."""
+    logits, layout = model(ids, **options), options.get("layout")
+    return token_loss(*(x if layout is None else gather_sequence(x, layout) for x in (logits, labels)))
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step(model: nn.Module, loss: Tensor, over: DeviceMesh | None = None) -> dict[str, Tensor]:
+    """The loss and all gradients; summed over the ranks that have tokens, unless FSDP2 has."""
+    loss.backward()
+    found = {"loss": whole(loss.detach())}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if over is not None:
+            mine = grad.to_local() if isinstance(grad, DTensor) else grad
+            dist.all_reduce(mine, group=over.get_group())
+        found[name] = whole(grad)
+    model.zero_grad()
+    return found
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Relative; absolute where there is nothing but rounding, as of GPT's biases of keys, which change no attention."""
+    return relative_error(found, expected) if expected.norm() > 1e-12 else float(found.norm())
+
+
+def compared(name: str) -> dict[str, float]:
+    """Relative errors."""
+    axes, attention, config, sharded = CASES[name]
+    over, alone = mesh(**axes), model_of(config)
+    attend, model = build_attention(attention, over), model_of(config)
+    parallelize(model, over, attention=attend, precision=torch.float64 if sharded else None)
+    layout = attend.layout(N)
+    ids, labels = (placed(x, layout, over) for x in given())
+    positions = placed(torch.arange(N), layout, over, 0) if sharded else None
+    summing = None if sharded else over["ring", "ulysses"]._flatten("tokens")
+    logits = model(ids, positions=positions, layout=layout)
+    assert logits.placements == ids.placements and logits.shape == (ROWS, N, 15)
+    errors = {"logits": relative_error(gather_sequence(logits.detach(), layout), alone(given()[0]).detach())}
+    sums = tuple(Partial() if isinstance(found, Shard) else found for found in ids.placements)
+    for way in (with_head, with_logits, with_whole_logits):
+        total, count = way(model, ids, labels, positions=positions, layout=layout)
+        if way is not with_whole_logits:
+            assert total.placements == count.placements == sums and total.shape == count.shape == ()
+        found = step(model, total / count, summing)
+        expected = step(alone, torch.div(*way(alone, *given())))
+        assert found.keys() == expected.keys()
+        errors |= {f"{way.__name__}: {key}": error_of(found[key], expected[key]) for key in expected}
+    return errors
+
+
+def each_compared() -> dict[str, dict[str, float]]:
+    return {name: compared(name) for name in CASES}
+
+
+def test_losses_and_gradients_are_those_of_one_rank(worlds):
+    for rank in worlds(4).run(each_compared):
+        for name, errors in rank.items():
+            assert max(errors.values()) < EXACT, (name, {key: error for key, error in errors.items() if error > EXACT})
+
+
+def ways_of_saying_it() -> list[float]:
+    """Errors of logits, by positions that are given otherwise; of losses of local labels; and predictions."""
+    over, (ids, labels) = mesh(ring=2, tp=2), given()
+    alone, model = model_of(LLAMA), model_of(LLAMA)
+    attend = build_attention("ring", over)
+    parallelize(model, over, attention=attend, precision=None)
+    layout = attend.layout(N)
+    rows = torch.arange(N).expand(ROWS, N)
+    everyone = torch.arange(N)
+    expected, x = alone(ids), placed(ids, layout, over)
+    errors = [
+        relative_error(gather_sequence(model(x, positions=positions, layout=layout), layout), expected)
+        for positions in (placed(rows, layout, over), placed(everyone, layout, over, 0), layout.positions(attend.shard))
+    ]
+    own = partial(linear_token_loss, labels=layout.take(labels, attend.shard))
+    found = model(x, layout=layout, head=own)
+    errors += [relative_error(*pair) for pair in zip(map(whole, found), token_loss(expected, labels), strict=True)]
+    asked = partial(linear_argmax, labels=placed(labels, layout, over))
+    chosen = gather_sequence(model(x, layout=layout, head=asked), layout)
+    return [*errors, float((chosen != expected.argmax(2).where(labels != -100, -100)).sum())]
+
+
+def test_positions_labels_and_predictions_may_be_either(worlds):
+    for errors in worlds(4).run(ways_of_saying_it):
+        assert max(errors) < EXACT, errors
+
+
+def losses_of_cut_logits() -> list[float]:
+    """Errors of the loss of logits whose vocabulary is cut, and of their gradient."""
+    over, (_, labels) = mesh(ring=2, tp=2), given()
+    layout = SequenceLayout.zigzag(N, 2)
+    logits = torch.randn(ROWS, N, 15, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected, x = logits.clone().requires_grad_(), placed(logits, layout, over)
+    x = x.redistribute(placements=[*x.placements[:-1], Shard(2)]).detach().requires_grad_()
+    total, _ = token_loss(x, placed(labels, layout, over), axis=over["tp"])
+    total.full_tensor().backward()
+    wanted, _ = token_loss(expected, labels)
+    wanted.backward()
+    return [relative_error(total.full_tensor(), wanted), relative_error(gather_sequence(x.grad, layout), expected.grad)]
+
+
+def test_the_vocabulary_may_be_cut(worlds):
+    for errors in worlds(4).run(losses_of_cut_logits):
+        assert max(errors) < EXACT, errors
+
+
+def refusals() -> list[str]:
+    cut, rows, usp = mesh(ring=2, tp=2), mesh(ring=2, shard=2), mesh(ring=2, ulysses=2)
+    ids, labels = given()
+    layout = SequenceLayout.zigzag(N, 2)
+    tensor, plain, heads, opaque = (Llama(LLAMA).double() for _ in range(4))
+    parallelize(tensor, cut, attention=build_attention("ring", cut), precision=None)
+    parallelize(plain, rows, attention=build_attention("ring", rows), precision=None)
+    parallelize(heads, usp, attention=build_attention("usp", usp), precision=None)
+    for layer in opaque.model.layers:
+        layer.attention = lambda q, k, v, **options: Local()(q, k, v, **options)
+    x, positions = placed(ids, layout, cut), placed(torch.arange(N), layout, cut, 0)
+    own = layout.take(ids, cut["ring"].get_local_rank())
+    logits = placed(torch.zeros(ROWS, N, 15), layout, cut)
+    hidden = placed(torch.zeros(ROWS, N, 16), layout, cut)
+
+    def on(over: DeviceMesh, ids: Tensor = ids, **changed: object) -> DTensor:
+        over = axes_of(over)
+        placements = [changed.get(name, Replicate()) for name in over.mesh_dim_names]
+        return distribute_tensor(ids, over, placements, src_data_rank=None)
+
+    calls: list[Callable[[], object]] = [
+        lambda: plain(on(rows, shard=Shard(0)), layout=layout),
+        lambda: tensor(on(cut, ring=Shard(1), tp=Shard(0)), layout=layout),
+        lambda: plain(on(rows, ring=Shard(1)), layout=layout),
+        lambda: plain(on(rows, ring=Shard(1), shard=Shard(1)), layout=layout),
+        lambda: heads(on(usp, ring=Shard(1), ulysses=Shard(0))),
+        lambda: tensor(own, positions=positions, layout=layout),
+        lambda: tensor(x, positions=on(cut), layout=layout),
+        lambda: tensor(distribute_tensor(ids, cut["tp"], [Replicate()], src_data_rank=None), layout=layout),
+        lambda: plain(on(rows, ids[:1], ring=Shard(1), shard=Shard(0)), layout=layout),
+        lambda: heads(on(usp, ids[:, :10], ring=Shard(1), ulysses=Shard(1)), layout=SequenceLayout.zigzag(10, 4)),
+        lambda: opaque(x),
+        lambda: tensor(x.unsqueeze(0), layout=layout),
+        lambda: token_loss(logits, placed(labels, layout, rows)),
+        lambda: token_loss(logits, layout.take(labels, 0)),
+        lambda: token_loss(logits, x, axis=cut["tp"]),
+        lambda: linear_token_loss(hidden, torch.zeros(8, 16), x, axis=cut["tp"], vocabulary=15),
+        lambda: tensor.model(x, layout=layout),
+        lambda: tensor(x),
+    ]
+    said: list[str] = []
+    for call in calls:
+        with Dispatched() as seen, pytest.raises(ValueError) as refused:
+            call()
+        assert not seen.sent
+        said.append(str(refused.value))
+    return said
+
+
+WANTED = [
+    r"ids is Replicate\(\) on axis 'ring' .* must be Shard\(dim=1\)",
+    r"ids is Shard\(dim=0\) on axis 'tp' .* must be Replicate\(\)",
+    r"ids is Replicate\(\) on axis 'shard' .* must be Shard\(dim=0\)",
+    r"ids is Shard\(dim=1\) on axis 'shard' .* on others only Shard\(dim=0\) and Replicate\(\) will do",
+    r"ids is Shard\(dim=0\) on axis 'ulysses' .* must be Shard\(dim=1\)",
+    r"positions are DTensor .* and ids local",
+    r"positions is DTensor .* it must be \(.*Shard\(dim=1\).* on the same mesh",
+    r"axis 'ring' is not one of them",
+    r"1 rows of .* leave ranks without any: \(1, 0\)",
+    r"shards \(3, 3, 2, 2\) .* cuts 10 as \(3, 2, 3, 2\)",
+    r"attention is a function, which says of no axis",
+    r"ids must be \[B, N\]; got DTensor \[1, 3, 13\]",
+    r"logits is DTensor .* on the same mesh",
+    r"labels are local; pass both as DTensors",
+    r"logits is DTensor .* it must be .*Shard\(dim=2\)",
+    r"hidden is DTensor .* over axis 'tp' it must be local",
+    r"ids or positions are a DTensor here, which the whole model takes",
+    r"need layout=, which 2 ranks",
+]
+
+
+def test_what_lies_otherwise_is_refused_on_every_rank_before_anything_is_sent(worlds):
+    for said in worlds(4).run(refusals):
+        assert len(said) == len(WANTED)
+        for message, wanted in zip(said, WANTED, strict=True):
+            assert re.search(wanted, message), (wanted, message)
+
+
+def labels_on_another_mesh() -> str:
+    """The head alone knows its labels: what it returns is refused."""
+    over, (ids, labels) = mesh(ring=2, tp=2), given()
+    model, attend = model_of(LLAMA), build_attention("ring", over)
+    parallelize(model, over, attention=attend, precision=None)
+    layout = attend.layout(N)
+    head = partial(linear_token_loss, labels=distribute_sequence(labels, layout, over["ring"]))
+    with pytest.raises(ValueError) as refused:
+        model(placed(ids, layout, over), layout=layout, head=head)
+    return str(refused.value)
+
+
+def test_labels_of_a_head_lie_as_ids_do(worlds):
+    for said in worlds(4).run(labels_on_another_mesh):
+        assert re.search(r"the result is DTensor \[\] over \(ring .* it must be .* on the same mesh", said), said
