@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ MESHES = {
     "upipe": {"ulysses": 8},
     "upipe+ring": {"ring": 2, "ulysses": 4},
 }
+R = TypeVar("R")
 HERE = str(Path(__file__).parent.parent / "packages")
 
 
@@ -197,7 +198,7 @@ def mesh_of(axes: dict[str, int]) -> Any:
     return build_mesh("cpu", **axes)
 
 
-def in_world(ranks: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def in_world(ranks: int, run: Callable[[], R]) -> R:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         return run()

@@ -1,0 +1,168 @@
+"""What a boundary costs the host where tensors cross it as local ones, and where they cross it as DTensors.
+
+    uv run python benchmarks/boundaries.py
+
+One process is rank 0 of 8 in a fake process group (mesh ring=4, tp=2), whose exchanges end at once and send nothing, as
+in `host.py`: processor time of forward and backward of one boundary, median over calls, both ways in turns. What stays
+local in this repository, and why, says the table in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from host import Nothing, in_world, mesh_of, report
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm
+
+from armillary.attention import AttentionMask, Ring
+from armillary.core import all_gather_interleaved, compat, reduce_scatter_interleaved
+from armillary.core.gradients import gradient_norm
+from armillary.models import Llama, LlamaConfig, linear_token_loss
+
+TOKENS, EMBED, HEADS, KEY_HEADS, HEAD_DIM, WEIGHTS = 64, 64, 32, 8, 128, 20
+Call = Callable[[], object]
+Boundary = tuple[str, Call, Call]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def dtensor(x: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return DTensor.from_local(x, mesh, placements, run_check=False)
+
+
+def both(forward: Callable[[], Tensor], *inputs: Tensor) -> Call:
+    """A call that goes forward and backward."""
+
+    def call() -> object:
+        out = forward()
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return call
+
+
+def interleaved(tp: DeviceMesh) -> Iterator[Boundary]:
+    """Tokens gathered behind a norm, and summed behind a row-parallel linear. Token t of rank r is [B, t, r]."""
+    mine, all_of_them = random(1, TOKENS // 2, EMBED), random(1, TOKENS, EMBED)
+
+    def gathered() -> Tensor:
+        x = dtensor(mine.unsqueeze(2), tp, Shard(2)).redistribute(placements=[Replicate()])
+        return x.to_local(grad_placements=[Partial()]).flatten(1, 2)
+
+    def summed() -> Tensor:
+        x = dtensor(all_of_them.unflatten(1, (-1, 2)), tp, Partial()).redistribute(placements=[Shard(2)])
+        return x.to_local().squeeze(2)
+
+    yield "tokens gathered over tp", both(lambda: all_gather_interleaved(mine, tp), mine), both(gathered, mine)
+    locally = both(lambda: reduce_scatter_interleaved(all_of_them, tp), all_of_them)
+    yield "partial sums scattered over tp", locally, both(summed, all_of_them)
+
+
+def between(tp: DeviceMesh) -> Iterator[Boundary]:
+    """What lies between two boundaries: the MLP, whose weights are cut."""
+    x, up, down = random(1, TOKENS, EMBED), random(2 * EMBED, EMBED), random(EMBED, 2 * EMBED)
+
+    def locally() -> Tensor:
+        return F.linear(F.silu(F.linear(x, up)), down)
+
+    def as_dtensors() -> Tensor:
+        y, rows, columns = dtensor(x, tp, Replicate()), dtensor(up, tp, Shard(0)), dtensor(down, tp, Shard(1))
+        return F.linear(F.silu(F.linear(y, rows)), columns).to_local()
+
+    yield "MLP between them", both(locally, x, up, down), both(as_dtensors, x, up, down)
+
+
+def attention(ring: DeviceMesh) -> Iterator[Boundary]:
+    attend = Ring(ring)
+    mask, layout, kernel = AttentionMask(), attend.layout(TOKENS * 4), Nothing()
+    inputs = [random(1, TOKENS, heads, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    how: dict[str, Any] = {"mask": mask, "layout": layout, "kernel": kernel}
+
+    def as_dtensors() -> Tensor:
+        return attend(*(dtensor(x, ring, Shard(1)) for x in inputs), **how).to_local()
+
+    yield "attention (ring)", both(lambda: attend(*inputs, **how), *inputs), both(as_dtensors, *inputs)
+
+
+def sums(mesh: DeviceMesh) -> Iterator[Boundary]:
+    """Once a step: the norm of all gradients, and a loss."""
+    flat = compat.flatten(mesh, ["ring", "tp"], "all")
+    whole = [torch.randn(EMBED, 64) for _ in range(WEIGHTS)]
+    gradients = [distribute_tensor(x, flat, [Shard(0)], src_data_rank=None) for x in whole]
+    loss = torch.zeros(())
+
+    def whole_norm() -> Tensor:
+        norm = get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    yield f"norm of {WEIGHTS} gradients", lambda: gradient_norm(gradients), whole_norm
+    as_dtensor = lambda: dtensor(loss, flat, Partial()).full_tensor()  # noqa: E731
+    yield "loss summed", lambda: torch.distributed.all_reduce(loss.clone(), group=flat.get_group()), as_dtensor
+
+
+def batch(ring: DeviceMesh) -> Iterator[Boundary]:
+    """Token ids and labels of the loader, through a model of one block, to the sum of its loss."""
+    attend = Ring(ring)
+    model = Llama(LlamaConfig(vocab_size=256, dim=EMBED, layers=1, heads=4, kv_heads=2, hidden_dim=128), attend)
+    layout, ids = attend.layout(4 * TOKENS), torch.zeros(1, TOKENS, dtype=torch.int64)
+    positions, weights = layout.positions(0), list(model.parameters())
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        head = partial(linear_token_loss, labels=labels)
+        return model(tokens, positions=positions, layout=layout, head=head)[0]
+
+    def as_dtensors() -> Tensor:
+        return loss(dtensor(ids, ring, Shard(1)), dtensor(ids, ring, Shard(1))).to_local()  # pyright: ignore[reportAttributeAccessIssue]
+
+    yield "batch to loss, one block", both(lambda: loss(ids, ids), *weights), both(as_dtensors, *weights)
+
+
+def microseconds(calls: int, *ways: Call) -> list[float]:
+    """Of processor time of this thread, medians of calls that take turns, after a few to warm up."""
+    found: list[list[float]] = [[] for _ in ways]
+    for _ in range(calls + 5):
+        for way, times in zip(ways, found, strict=True):
+            start = time.thread_time_ns()
+            way()
+            times.append((time.thread_time_ns() - start) / 1e3)
+    return [median(times[5:]) for times in found]
+
+
+def measure(calls: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+
+    def rows() -> list[dict[str, Any]]:
+        mesh = mesh_of({"ring": 4, "tp": 2})
+        groups = batch(mesh["ring"]), interleaved(mesh["tp"]), between(mesh["tp"]), attention(mesh["ring"])
+        found = list[dict[str, Any]]()
+        for name, *ways in (boundary for group in (*groups, sums(mesh["ring", "tp"])) for boundary in group):
+            local, global_ = microseconds(calls, *ways)
+            found.append({"boundary": name, "local us": local, "DTensor us": global_, "ratio": global_ / local})
+        return found
+
+    return in_world(8, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=200, help="calls of each way (default 200)")
+    parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
+    asked = parser.parse_args()
+    rows = measure(asked.calls)
+    print(json.dumps(rows) if asked.json else report.write("boundaries", "Host time of a boundary, both ways", rows))
+
+
+if __name__ == "__main__":
+    main()
