@@ -1,6 +1,7 @@
 """Attention on DTensors gives what it gives on local tensors, with placements said."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, reference_attention
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.dtensors import place
 
 EXACT = 1e-10
 B, H, K, D, DV = 2, 8, 4, 16, 8
@@ -233,3 +235,59 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
     for found in worlds(8).run(refused):
         for message, part in zip(found, parts, strict=True):
             assert part in message
+
+
+PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2), Partial())
+
+
+def every_placement() -> dict[str, dict[tuple[Placement, ...], str]]:
+    """What is said of q, k and v, and of x, placed in any way over ring x tp; "" where it is taken."""
+    built = mesh(ring=2, tp=2)
+    over, attend = built["ring", "tp"], Ring(built["ring"])
+    layout, mask = attend.layout(8, kind="contiguous"), AttentionMask()
+    said: dict[str, dict[tuple[Placement, ...], str]] = {"q": {}, "x": {}}
+    for placed in product(PLACEMENTS, repeat=2):
+        q, x = (place(random(0, *shape), over, placed) for shape in ((B, 8, 4, D), (B, 8, 4)))
+        calls = {
+            "q": lambda q=q: attend(q, q, q, mask=mask, layout=layout),
+            "x": lambda x=x: attend.projected(x, Same(), mask=mask, layout=layout),
+        }
+        for name, call in calls.items():
+            with CommLedger() as ledger:
+                said[name][placed] = refusal_of(call)
+            assert not said[name][placed] or ledger.bytes() == 0
+    return said
+
+
+class Same:
+    """Projections that are none."""
+
+    heads = key_heads = 1
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        return x.unsqueeze(2)
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return x.unsqueeze(2), x.unsqueeze(2)
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_placement_is_taken_or_refused_with_the_one_that_is_wanted(worlds):
+    others = {"q": (Shard(0), Shard(2), Replicate()), "x": (Shard(0), Replicate())}
+    for rank in worlds(4).run(every_placement):
+        for name, of_pairs in rank.items():
+            for (on_ring, on_tp), said in of_pairs.items():
+                words = ", ".join(map(repr, others[name][:-1])) + " and Replicate() will do"
+                wanted = "it must be Shard(dim=1) there" if on_ring != TOKENS else words
+                taken = on_ring == TOKENS and on_tp in others[name]
+                assert (said == "") == taken and (taken or (wanted in said and f"{name} is" in said)), (on_ring, on_tp)

@@ -10,12 +10,11 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.tensors import CaseSharding
+from armillary.attention.conformance.placing import Placing
+from armillary.attention.conformance.tensors import CasePart, CaseSharding
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 
@@ -57,19 +56,20 @@ class ConformingMethod(Protocol):
 
 @dataclass(frozen=True)
 class Calling:
-    """Calls of a method for one case.
-
-    Args:
-        over: the mesh of DTensors.
-    """
+    """Calls of a method for one case."""
 
     attend: ConformingMethod
     case: Case
     sharding: CaseSharding
-    over: DeviceMesh | None = None
+    placing: Placing
+
+    @property
+    def part(self) -> CasePart:
+        """What this rank has."""
+        return self.placing.part(self.attend.shard)
 
     def __call__(self, tensors: Tensors, with_lse: bool) -> Outcome:
-        """(out,), or (out, lse), of this rank's tensors."""
+        """(out,), or (out, lse), of this rank's tensors: DTensors, where the case is of those."""
         case = self.case
         call = partial(self._projected, tensors) if case.projected else partial(self._attended, with_lse)
         call = torch.compile(call, backend="aot_eager", fullgraph=not case.projected) if case.compiled else call
@@ -79,26 +79,21 @@ class Calling:
             return _saving(case.saving, call, *inputs, sinks)
 
     def _projected(self, tensors: Tensors, x: Tensor, sinks: Tensor | None) -> Outcome:
-        linear = Linear(tensors["wq"], tensors["wk"], tensors["wv"], self.case)
+        linear = Linear(tensors["wq"], tensors["wk"], tensors["wv"], self.case, self.sharding.heads)
         return (cast(Any, self.attend).projected(x, linear, **self._options(sinks)),)
 
     def _attended(self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Outcome:
-        if self.case.dtensor:
-            q, k, v = (self._distributed(x) for x in (q, k, v))
         found = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
         outcome: Sequence[Tensor] = found if with_lse else (found,)
         if self.case.compiled or self.case.saving == "reentrant":  # both make gradients of zeros where there are none
             outcome = (outcome[0], *(lse.detach() for lse in outcome[1:]))
-        return tuple(x.to_local() if isinstance(x, DTensor) else x for x in outcome)
-
-    def _distributed(self, x: Tensor) -> DTensor:
-        assert self.over is not None, "DTensors need the mesh that they are over"
-        return DTensor.from_local(x, self.over, [Shard(1)] * self.over.ndim, run_check=False)
+        return tuple(outcome)
 
     def _options(self, sinks: Tensor | None) -> dict[str, Any]:
         """What the case asks for besides tensors; only what it asks for, so that a method need not know the rest."""
         case = self.case
-        given: dict[str, Any] = {"mask": case.mask, "layout": self.sharding.layout, "scale": case.scale}
+        mask = self.placing.mask(self.part)
+        given: dict[str, Any] = {"mask": mask, "layout": self.sharding.layout, "scale": case.scale}
         asked: dict[str, Any] = {"sinks": sinks, "softcap": case.softcap, "kernel": case.kernel}
         asked["key_layout"] = self.sharding.key_layout if case.crosses else None
         return given | {name: value for name, value in asked.items() if value is not None}
@@ -112,14 +107,15 @@ class Linear:
     wk: Tensor
     wv: Tensor
     case: Case
+    parts: int = 1
 
     @property
     def heads(self) -> int:
-        return self.case.heads
+        return self.case.heads // self.parts
 
     @property
     def key_heads(self) -> int:
-        return self.case.kv_heads
+        return self.case.kv_heads // self.parts
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         return self._of(x, self.wq, heads, self.case.head_dim)

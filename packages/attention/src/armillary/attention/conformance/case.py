@@ -41,7 +41,10 @@ class Case:
         autocast: the dtype of the autocast region that the call is made in, if it is.
         saving: one of `SAVING`.
         compiled: whether the call is traced by torch.compile.
-        dtensor: whether q, k and v are DTensors, `Shard(1)` over the method's axes.
+        dtensor: whether q, k and v, or x, are DTensors, `Shard(1)` over the method's axes.
+        beside: what DTensors are sharded by on other axes: the batch over `shard` ("b"), heads over `tp` ("h"). Where
+            such an axis has ranks and they are not, ranks have copies.
+        weights: whether sinks and weights are DTensors too; weights must be where heads are sharded.
         projected: whether the method is given hidden states of `width` and projections, not q, k and v.
         seed: of tensors, of memory, and of layouts that are drawn.
     """
@@ -69,6 +72,8 @@ class Case:
     saving: str = "autograd"
     compiled: bool = False
     dtensor: bool = False
+    beside: str = ""
+    weights: bool = False
     projected: bool = False
     width: int = 24
     seed: int = 0
@@ -107,7 +112,8 @@ class Case:
         words += [f"kernel={self.kernel}"] * (self.kernel is not None)
         words += [f"autocast={_short(self.autocast)}"] * (self.autocast is not None)
         words += [self.saving] * (self.saving != "autograd") + ["compiled"] * self.compiled
-        words += ["DTensor"] * self.dtensor + [f"projected E{self.width}"] * self.projected
+        words += [f"DTensor{self.beside and '+'}{self.beside}"] * self.dtensor + ["weights"] * self.weights
+        words += [f"projected E{self.width}"] * self.projected
         words += [f"needs={self.needs or 'nothing'}"] * (self.needs != EVERYTHING)
         return " ".join([*words, f"seed{self.seed}"])
 

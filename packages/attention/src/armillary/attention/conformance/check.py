@@ -15,14 +15,15 @@ from armillary.attention.conformance.calling import Calling, ConformingMethod
 from armillary.attention.conformance.case import Case
 from armillary.attention.conformance.limits import Off, judge
 from armillary.attention.conformance.memory import lay_out
-from armillary.attention.conformance.tensors import CaseSharding, inputs
+from armillary.attention.conformance.placing import Placing
+from armillary.attention.conformance.tensors import CasePart, CaseSharding, inputs
 
 
 class Ran(NamedTuple):
     """What one rank has of a case: its part of the results, and what is wrong with it besides."""
 
     case: Case
-    shard: int
+    part: CasePart
     results: dict[str, Tensor]
     complaint: str
 
@@ -52,14 +53,15 @@ def errors(
     ranks of the world must call it, or `attend_nothing`: replicas with seeds of their own, so that they are told apart.
 
     Args:
-        over: the mesh that DTensors are over: the method's axes, outer ones first.
+        over: the mesh that DTensors are over: the method's axes, outer ones first, and those of `Case.beside`.
 
     Raises:
         AssertionError: a wrong dtype or shape, inputs written to, or two runs that differ. Only after all
             communication, so that the ranks stay in step, and on every rank alike.
     """
-    sharding = CaseSharding.of(attend, case)
-    mine = _ran(Calling(attend, case, sharding, over), device)
+    placing = Placing(case, over)
+    sharding = CaseSharding.of(attend, case, *placing.sizes())
+    mine = _ran(Calling(attend, case, sharding, placing), device)
     every = everyone(mine)
     speaker = next(rank for rank, ran in enumerate(every) if ran is not None and ran.case == case)
     verdict = everyone(_judged(case, sharding, every) if _rank() == speaker else None)[speaker]
@@ -91,18 +93,18 @@ def _judged(case: Case, sharding: CaseSharding, every: Sequence[Ran | None]) -> 
     ran = [ran for ran in every if ran is not None and ran.case == case]
     if complaints := sorted({each.complaint for each in ran if each.complaint}):
         return f"{case}: {'; '.join(complaints)}"
-    parts = {each.shard: each.results for each in ran}
+    parts = {each.part: each.results for each in ran}
     for each in ran:
-        if differing := _differing(each.results, parts[each.shard]):
-            return f"{case}: {', '.join(differing)} differ between ranks that have the same shard {each.shard}"
+        if differing := _differing(each.results, parts[each.part]):
+            return f"{case}: {', '.join(differing)} differ between ranks that have the same {each.part}"
     names = list(ran[0].results)
-    return judge(case, {name: sharding.join(name, [parts[i][name] for i in range(len(parts))]) for name in names})
+    return judge(case, {name: sharding.join(name, {at: x[name] for at, x in parts.items()}) for name in names})
 
 
 def _ran(calling: Calling, device: str | torch.device) -> Ran:
     """Runs the case twice on this rank's shards, in memory that nobody wrote to before."""
-    case, shard = calling.case, calling.attend.shard
-    local = {name: calling.sharding.take(name, x.to(device), shard) for name, x in inputs(case).items()}
+    case, part = calling.case, calling.part
+    local = {name: calling.sharding.take(name, x.to(device), part) for name, x in inputs(case).items()}
     laid = lay_out(local, case)
     with _poisoned(list(local.values())):
         first = _run(calling, laid, disturb=True)
@@ -113,23 +115,27 @@ def _ran(calling: Calling, device: str | torch.device) -> Ran:
         f"{name} differs between two runs, one with return_lse and another call before backward"
         for name in _differing(first, second)
     ]
-    return Ran(case, shard, {name: x.cpu() for name, x in first.items()}, "; ".join(complaints))
+    complaints += dict.fromkeys(calling.placing.complaints)
+    return Ran(case, part, {name: x.cpu() for name, x in first.items()}, "; ".join(complaints))
 
 
 def _run(calling: Calling, laid: Mapping[str, Tensor], disturb: bool) -> dict[str, Tensor]:
     """Forward and backward: out and the gradients that the case needs; with `disturb` also lse, where there is one.
 
     `disturb` makes another call in between, as the next layer does: what backward will use must survive it."""
-    needs = calling.case.needs
-    leaves = {name: x.detach().requires_grad_(name[0] in needs) for name, x in laid.items() if name != "dout"}
+    needs, placing = calling.case.needs, calling.placing
+    given = {name: x for name, x in laid.items() if name != "dout"}
+    leaves = {name: placing.place(name, x.detach()).requires_grad_(name[0] in needs) for name, x in given.items()}
     out, *lse = calling(leaves, with_lse=disturb)
-    results = {"out": out.detach()} | ({"lse": lse[0].detach()} if lse else {})
+    found = {"out": out} | ({"lse": lse[0]} if lse else {})
+    results = {name: placing.local(name, x).detach() for name, x in found.items()}
     if disturb:
-        calling({name: x.detach().mul(-2).requires_grad_() for name, x in leaves.items()}, with_lse=True)
+        others = {name: placing.place(name, x.detach().mul(-2)).requires_grad_() for name, x in given.items()}
+        calling(others, with_lse=True)
     needed = {name: x for name, x in leaves.items() if x.requires_grad}
     if needed:
-        out.backward(laid["dout"].to(out.dtype))
-        results |= {f"d{name}": cast(Tensor, x.grad) for name, x in needed.items()}
+        out.backward(placing.place("out", laid["dout"].to(out.dtype)))
+        results |= {f"d{name}": placing.local(name, cast(Tensor, x.grad), True) for name, x in needed.items()}
     return results
 
 

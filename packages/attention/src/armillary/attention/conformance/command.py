@@ -12,7 +12,7 @@ from pathlib import Path
 from armillary.attention.conformance.case import Case
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
 from armillary.attention.conformance.draw import RANKS, Trial, drawn
-from armillary.attention.conformance.report import Report
+from armillary.attention.conformance.report import KINDS_OF_CASES, Report
 from armillary.attention.conformance.run import run
 from armillary.attention.conformance.sample import DTYPES, product_cases
 from armillary.core.testing import World
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drawn(options: Namespace) -> list[Trial]:
-    """Of cases at random, those of the methods, ranks and dtypes that are asked for."""
+    """Of cases at random, those of the methods, ranks, dtypes and kinds that are asked for."""
     indices = range(options.random) if options.case is None else options.case
     trials = [drawn(options.seed, index) for index in indices]
     return [
@@ -42,6 +42,7 @@ def _drawn(options: Namespace) -> list[Trial]:
         if trial.composition.method in options.methods
         and (options.ranks is None or trial.composition.ranks in options.ranks)
         and trial.case.dtype in options.dtypes
+        and all(KINDS_OF_CASES[kind](trial) for kind in options.kind)
     ]
 
 
@@ -65,6 +66,8 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", help="only these numbers of ranks; of the product: 1 2 4")
     parser.add_argument("--method", nargs="+", default=["all"], choices=[*METHODS, "all"])
     parser.add_argument("--dtype", nargs="+", default=list(dtypes), choices=list(dtypes))
+    only = "of the cases at random, only those of all these kinds, such as dtensors compiled"
+    parser.add_argument("--kind", nargs="+", default=[], choices=list(KINDS_OF_CASES), help=only)
     parser.add_argument("--json", type=Path, help="a file for the result")
     options = parser.parse_args(arguments)
     options.dtypes = [dtypes[name] for name in options.dtype]

@@ -128,12 +128,22 @@ class Composition:
         """How many ranks the mesh has."""
         return prod(size for _, size in self.axes)
 
+    @property
+    def shards(self) -> int:
+        """How many of them hold a part of the sequence each."""
+        return prod(size for axis, size in self.axes if axis in ("ring", "ulysses"))
+
     def mesh(self) -> DeviceMesh:
         """Its mesh: over the whole world, or over the last ranks of a larger one; made once for each process."""
         axes = dict(self.axes)
         if dist.is_initialized() and dist.get_world_size() > self.ranks:
             return submesh(**axes)
         return mesh(**axes)
+
+    def over(self) -> DeviceMesh:
+        """The axes that it names, for DTensors: torch weighs placements on all axes, and takes minutes for five."""
+        mesh, names = self.mesh(), tuple(axis for axis, _ in self.axes)
+        return mesh[names or ("ring",)]
 
     def build(self) -> Method:
         """The method as this rank sees it, one of those of `mesh`; made once for each process."""
@@ -154,12 +164,15 @@ def _built(composition: Composition) -> Method:
 
 
 @cache
-def submesh(ring: int = 1, ulysses: int = 1) -> DeviceMesh:
-    """[ring, ulysses] over the last ranks of the world. Axes over the same ranks share a group: each has a thread."""
-    first = dist.get_world_size() - ring * ulysses
-    ranks, here = torch.arange(first, dist.get_world_size()).view(ring, ulysses), dist.get_rank() - first
-    groups = [group_of(tuple(ranks[:, here % ulysses].tolist())), group_of(tuple(ranks[here // ulysses].tolist()))]
-    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("ring", "ulysses"))
+def submesh(shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> DeviceMesh:
+    """[shard, ring, ulysses, tp] over the last ranks of the world. Axes over the same ranks share a group, which has a
+    thread."""
+    sizes = (shard, ring, ulysses, tp)
+    ranks = torch.arange(dist.get_world_size() - prod(sizes), dist.get_world_size()).view(sizes)
+    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    lines = [ranks[(*here[:dim], slice(None), *here[dim + 1 :])] for dim in range(ranks.ndim)]
+    groups = [group_of(tuple(line.tolist())) for line in lines]
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("shard", "ring", "ulysses", "tp"))
 
 
 @cache

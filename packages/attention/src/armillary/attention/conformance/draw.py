@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from random import Random
 from typing import Any, NamedTuple
 
@@ -10,7 +11,11 @@ import torch
 
 from armillary.attention.conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
+from armillary.attention.conformance.tensors import drawn_layout
+from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
+from armillary.core.placements import chunk_sizes
+from armillary.core.sequence import nested_sizes
 
 RANKS = (1, 2, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8)
 """Sizes of worlds, those of most methods more often."""
@@ -31,11 +36,14 @@ def drawn(seed: int, index: int) -> Trial:
     """The case of this number: a pure function of both."""
     random = Random(f"{seed} {index}")
     composition = _composition(random)
-    axes = dict(composition.axes)
-    ring, ulysses = axes.get("ring", 1), axes.get("ulysses", 1)
     way = _way(random, compiled=index % COMPILED == COMPILED - 1)
-    tokens = _tokens(random, 2 * ring * ulysses if way["dtensor"] else 0, ring * ulysses, way["projected"])
-    fields = way | _heads(random, ulysses) | tokens | _scores(random, way["projected"])
+    if way["dtensor"]:
+        composition, placed = _beside(random, composition, way["projected"])
+        way |= placed
+    sizes = dict(composition.axes)
+    parts = sizes.get("tp", 1) if "h" in way["beside"] else 1
+    tokens = _tokens(random, composition, way)
+    fields = way | _heads(random, sizes.get("ulysses", 1), parts) | tokens | _scores(random, way["projected"])
     case = Case(**fields, memory=random.choice(MEMORY), gradient=random.choice(GRADIENTS), seed=random.getrandbits(31))
     return Trial(composition, case, seed, index)
 
@@ -49,15 +57,15 @@ def _composition(random: Random) -> Composition:
 
 def _way(random: Random, compiled: bool) -> dict[str, Any]:
     """How the call is made, and in which dtype."""
-    form = random.choices(("local", "projected", "dtensor"), (65, 20, 15))[0]
-    form = "local" if compiled and form == "dtensor" else form
+    projected, dtensor = random.random() < 0.25, random.random() < (0.4 if compiled else 0.2)
     needs = EVERYTHING if random.random() < 0.8 else "".join(x for x in EVERYTHING if random.random() < 0.5)
     saving = random.choice(SAVING) if random.random() < 0.5 else "autograd"
     if compiled or (saving == "reentrant" and needs != EVERYTHING):  # the latter sees gradients of its inputs alone
         saving = "autograd"
     return {
-        "projected": form == "projected",
-        "dtensor": form == "dtensor",
+        "projected": projected,
+        "dtensor": dtensor,
+        "beside": "",
         "compiled": compiled,
         "dtype": random.choice((torch.float64, torch.float32, torch.float32, torch.bfloat16)),
         "autocast": random.choice((torch.bfloat16, torch.float16)) if random.random() < 0.25 else None,
@@ -67,39 +75,82 @@ def _way(random: Random, compiled: bool) -> dict[str, Any]:
     }
 
 
-def _heads(random: Random, ulysses: int) -> dict[str, Any]:
-    """Heads that a head axis can share: as many as it has ranks, at least; and their dims."""
+def _beside(random: Random, composition: Composition, projected: bool) -> tuple[Composition, dict[str, Any]]:
+    """Axes besides those of the method, as far as there are ranks, and what is sharded over them."""
+    pairs = [(shard, tp) for shard in (1, 2, 3) for tp in (1, 2, 3, 4)]
+    shard, tp = random.choice([pair for pair in pairs if prod(pair) * composition.ranks <= max(RANKS)])
+    rows, heads = (ranks > 1 and random.random() < 0.75 for ranks in (shard, tp))
+    axes = (*(("shard", shard),) * (shard > 1), *composition.axes, *(("tp", tp),) * (tp > 1))
+    weights = random.random() < 0.5 or (projected and heads)
+    return Composition(composition.method, axes), {"beside": "b" * rows + "h" * heads, "weights": weights}
+
+
+def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
+    """Heads that a head axis can share: in each of the parts as many as it has ranks, at least; and their dims."""
     kv_heads = random.choice((1, 1, 2, 2, 3, 4, 5))
     group = max(random.choice((1, 1, 2, 3, 4)), -(-ulysses // kv_heads))
     dims = [random.choice((random.randint(1, 20), 8, 16, 32, 40, 64)) for _ in range(2)]
     value_dim = dims[1] if random.random() < 0.3 else dims[0]
-    return {"heads": group * kv_heads, "kv_heads": kv_heads, "head_dim": dims[0], "value_dim": value_dim}
+    counts = {"heads": group * kv_heads * parts, "kv_heads": kv_heads * parts}
+    return counts | {"head_dim": dims[0], "value_dim": value_dim}
 
 
-def _tokens(random: Random, multiple: int, least: int, projected: bool) -> dict[str, Any]:
-    """Lengths, layouts and the mask. A DTensor's shards are of one size, so lengths are multiples of something."""
+def _tokens(random: Random, composition: Composition, way: Mapping[str, Any]) -> dict[str, Any]:
+    """Lengths, layouts and the mask. A DTensor's shards are as long as DTensor cuts them: not every length will do."""
+    batch, crosses = random.randint(1, 3), not way["projected"] and random.random() < 0.3
+    kind, key_kind = (random.choice(LAYOUTS) for _ in range(2))
 
-    def length() -> int:
+    def length(*kinds: str) -> int:
         drawn = random.choice((random.randint(1, 40), random.randint(20, 80), random.randint(60, 140)))
-        return max(drawn, least) if not multiple else multiple * max(1, drawn // multiple)
+        least = max(drawn, composition.shards)
+        return _fitting(random, least, kinds, composition) if way["dtensor"] else least
 
-    kinds = KINDS if multiple else LAYOUTS
-    tokens, batch, crosses = length(), random.randint(1, 3), not projected and random.random() < 0.3
-    other = length() if crosses and random.random() < 0.7 else tokens
+    tokens = length(kind, key_kind) if crosses else length(kind)
+    other = length(key_kind) if crosses and random.random() < 0.7 else tokens
+    parts = dict(composition.axes).get("shard", 1) if "b" in way["beside"] else 1
+    some = min(chunk_sizes(batch, parts)) > 0  # no mask has documents of no rows
+    documents = other == tokens and random.random() < 0.4
     return {
         "batch": batch,
         "length": tokens,
-        "kind": random.choice(kinds),
+        "kind": kind,
         "key_length": other if other != tokens else None,
-        "key_kind": random.choice(kinds) if crosses else None,
-        "mask": _mask(random, tokens, batch, documents=other == tokens and random.random() < 0.4),
+        "key_kind": key_kind if crosses else None,
+        "mask": _mask(random, tokens, batch if some else 0, documents),
     }
 
 
+def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Composition) -> int:
+    """A length not far above whose shards, in layouts of all these kinds, are DTensor's own; mostly of several sizes.
+
+    WallFacer has layouts of its own: where one of them is asked for, shards are of one size.
+    """
+    own = "wallfacer" in composition.method and any(kind in (*KINDS, "balanced") for kind in kinds)
+    every = range(length, length + 4 * composition.shards)
+    fits = [n for n in every if n % composition.shards and all(_cut_alike(kind, n, composition) for kind in kinds)]
+    uneven = random.random() < 0.8
+    return fits[0] if fits and uneven and not own else next(n for n in every if n % (2 * composition.shards) == 0)
+
+
+def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
+    """Whether a layout's shards are those of a DTensor."""
+    sizes = dict(composition.axes)
+    ring, ulysses = sizes.get("ring", 1), sizes.get("ulysses", 1)
+    cut = nested_sizes(length, [ring, ulysses])
+    if min(cut) == 0:
+        return False
+    if kind in ("uneven", "spans"):
+        coarse = drawn_layout(Random(0), chunk_sizes(length, ring), "uneven")
+    else:
+        coarse = layout_of("contiguous" if kind == "balanced" else kind, length, ring)
+    return coarse.refine(ulysses).sizes == cut
+
+
 def _mask(random: Random, length: int, batch: int, documents: bool) -> AttentionMask:
+    """Documents of their own only for rows of a batch of so many."""
     window = tuple(_edge(random, length) for _ in range(2)) if random.random() < 0.4 else None
-    rows = [_documents(random, length) for _ in range(batch)] if documents else None
-    together = rows is not None and random.random() < 0.5
+    rows = [_documents(random, length) for _ in range(batch or 1)] if documents else None
+    together = rows is not None and (not batch or random.random() < 0.5)
     return AttentionMask(random.random() < 0.6, window, rows[0] if rows and together else rows)
 
 

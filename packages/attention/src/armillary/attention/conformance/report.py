@@ -12,24 +12,28 @@ from typing import Any
 
 import torch
 
-from armillary.attention.conformance.case import Case
 from armillary.attention.conformance.draw import Trial
 from armillary.attention.conformance.run import Verdict
 
-KINDS_OF_CASES: Mapping[str, Callable[[Case], bool]] = {
-    "strided": lambda case: case.memory != "plain",
-    "strided dout": lambda case: case.gradient != "plain",
-    "autocast": lambda case: case.autocast is not None,
-    "checkpointed": lambda case: case.saving != "autograd",
-    "compiled": lambda case: case.compiled,
-    "DTensors": lambda case: case.dtensor,
-    "projected": lambda case: case.projected,
-    "cross-attention": lambda case: case.crosses,
-    "documents": lambda case: case.mask.documents is not None,
-    "sinks": lambda case: case.sinks,
-    "softcap": lambda case: case.softcap is not None,
-    "scale <= 0": lambda case: case.scaled <= 0,
+KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
+    "strided": lambda trial: trial.case.memory != "plain",
+    "strided-dout": lambda trial: trial.case.gradient != "plain",
+    "autocast": lambda trial: trial.case.autocast is not None,
+    "checkpointed": lambda trial: trial.case.saving != "autograd",
+    "compiled": lambda trial: trial.case.compiled,
+    "dtensors": lambda trial: trial.case.dtensor,
+    "dtensors-uneven": lambda trial: trial.case.dtensor and trial.case.length % trial.composition.shards != 0,
+    "dtensors-batch": lambda trial: "b" in trial.case.beside,
+    "dtensors-heads": lambda trial: "h" in trial.case.beside,
+    "dtensors-weights": lambda trial: trial.case.dtensor and trial.case.projected and trial.case.weights,
+    "projected": lambda trial: trial.case.projected,
+    "cross-attention": lambda trial: trial.case.crosses,
+    "documents": lambda trial: trial.case.mask.documents is not None,
+    "sinks": lambda trial: trial.case.sinks,
+    "softcap": lambda trial: trial.case.softcap is not None,
+    "scale<=0": lambda trial: trial.case.scaled <= 0,
 }
+"""By name, for the table and to be asked for."""
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Report:
         """Takes in one, and says how far things are every few seconds."""
         method, dtype = trial.composition.method, str(trial.case.dtype).removeprefix("torch.")
         self.rows.setdefault((method, dtype), ReportRow(method, dtype)).add(trial, verdict)
-        self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial.case))])
+        self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial))])
         if verdict.failure:
             again = f"--seed {trial.seed} --case {trial.number}: " if self.drawn else ""
             self.failures.append(f"{again}{trial.composition}: {trial.case}: {verdict.failure}")

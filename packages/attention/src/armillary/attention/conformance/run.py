@@ -59,7 +59,7 @@ def _judged(trial: Trial) -> Verdict:
     if case.compiled:
         torch.compiler.reset()
     try:
-        off = errors(composition.build(), case, over=composition.mesh())
+        off = errors(composition.build(), case, over=composition.over())
     except AssertionError as failure:
         return Verdict(float("inf"), "none", str(failure))
     tensor = max(off, key=lambda name: off[name].fraction)

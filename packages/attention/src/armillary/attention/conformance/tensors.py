@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import copysign, sqrt
 from random import Random
 from typing import Any, NamedTuple
@@ -16,38 +16,73 @@ from torch import Tensor
 from armillary.attention.conformance.case import Case
 from armillary.attention.conformance.memory import Memory
 from armillary.core import SequenceLayout
+from armillary.core.placements import chunk_sizes
 
 SHARED = ("sinks", "wq", "wk", "wv")
 """What every rank has as a whole; a gradient is its share of a sum over ranks."""
 
 
+HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": 0, "wq": 0, "wk": 0, "wv": 0}
+"""Which dim has the heads."""
+
+
+class CasePart(NamedTuple):
+    """What a rank has: which shard of the sequence, which part of the batch, which part of the heads."""
+
+    shard: int
+    rows: int = 0
+    heads: int = 0
+
+
 class CaseSharding(NamedTuple):
-    """Who has what of the global tensors of a case, and of their gradients ("d" and their name)."""
+    """Who has what of the global tensors of a case, and of their gradients ("d" and their name).
+
+    Batch and heads are cut into so many parts, as DTensor cuts them.
+    """
 
     layout: SequenceLayout
     key_layout: SequenceLayout
+    rows: int = 1
+    heads: int = 1
 
     @classmethod
-    def of(cls, attend: Any, case: Case) -> CaseSharding:
+    def of(cls, attend: Any, case: Case, rows: int = 1, heads: int = 1) -> CaseSharding:
         """Of a method, as far as it has what the case needs of it: see `Method`."""
         return cls(
             _layout(attend, case, case.length, case.kind),
             _layout(attend, case, case.keys, case.key_kind or case.kind),
+            rows,
+            heads,
         )
 
-    def take(self, name: str, whole: Tensor, shard: int) -> Tensor:
-        """One shard of a tensor."""
-        layout = self._layout(name)
-        return whole if layout is None else layout.take(whole, shard)
+    def take(self, name: str, whole: Tensor, part: CasePart) -> Tensor:
+        """One part of a tensor."""
+        layout, dim = self._layout(name), HEAD_DIMS.get(name.removeprefix("d"))
+        if layout is not None:
+            sizes = chunk_sizes(len(whole), self.rows)
+            whole = layout.take(whole, part.shard).split(sizes)[part.rows]
+        return whole if dim is None else whole.chunk(self.heads, dim)[part.heads]
 
-    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from what each shard's rank has."""
-        layout = self._layout(name)
-        return torch.stack([part.double() for part in parts]).sum(0) if layout is None else layout.join(parts)
+    def join(self, name: str, parts: Mapping[CasePart, Tensor]) -> Tensor:
+        """The whole tensor from what ranks have."""
+        layout, dim = self._layout(name), HEAD_DIMS.get(name.removeprefix("d"))
+
+        def heads(shard: int, rows: int) -> Tensor:
+            found = [parts[CasePart(shard, rows, i)] for i in range(self.heads)]
+            return torch.cat(found, dim) if dim is not None else found[0] if len(found) == 1 else _sum(found)
+
+        every = [[heads(shard, rows) for shard in range(self.layout.shards)] for rows in range(self.rows)]
+        if layout is None:
+            return _sum([share for shares in every for share in shares])
+        return torch.cat([layout.join(shards) for shards in every])
 
     def _layout(self, name: str) -> SequenceLayout | None:
         base = name.removeprefix("d")
         return None if base in SHARED else self.key_layout if base in ("k", "v") else self.layout
+
+
+def _sum(shares: Sequence[Tensor]) -> Tensor:
+    return torch.stack([share.double() for share in shares]).sum(0)
 
 
 def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
@@ -56,17 +91,24 @@ def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
             return attend.layout(length, kind, case.mask)
         case "uneven" | "spans":
             within = attend.shards // attend.sequence_shards
-            random = Random(f"{case.seed} {length}")
-            return drawn_layout(random, length, attend.sequence_shards, within, kind).refine(within)
+            random, shards = Random(f"{case.seed} {length}"), attend.sequence_shards
+            sizes = chunk_sizes(length, shards) if case.dtensor else drawn_sizes(random, length, shards, within)
+            return drawn_layout(random, sizes, kind).refine(within)
         case _:
             return attend.layout(length, kind)
 
 
-def drawn_layout(random: Random, length: int, shards: int, least: int, kind: str) -> SequenceLayout:
-    """Shards of any sizes, each with `least` tokens at least: "uneven", of neighbours; "spans", of any runs."""
+def drawn_sizes(random: Random, length: int, shards: int, least: int) -> list[int]:
+    """Any sizes of shards, each with `least` tokens at least."""
     spare = sorted(random.randint(0, length - shards * least) for _ in range(shards - 1))
     ends = [0, *(cut + (i + 1) * least for i, cut in enumerate(spare)), length]
-    order = list(range(length)) if kind == "uneven" else _shuffled(random, length, 3 * shards)
+    return [b - a for a, b in pairwise(ends)]
+
+
+def drawn_layout(random: Random, sizes: Sequence[int], kind: str) -> SequenceLayout:
+    """Shards of these sizes: "uneven", of neighbours; "spans", of any runs."""
+    ends, length = [0, *accumulate(sizes)], sum(sizes)
+    order = list(range(length)) if kind == "uneven" else _shuffled(random, length, 3 * len(sizes))
     return SequenceLayout([[range(p, p + 1) for p in order[a:b]] for a, b in pairwise(ends)])
 
 
@@ -96,6 +138,12 @@ def inputs(case: Case) -> dict[str, Tensor]:
         x["k"] = _with_first(x["k"], copysign(root, case.shift) * copysign(1, case.scaled))
     x |= {name: x[name] * case.width**-0.5 for name in ("wq", "wk", "wv") if name in x}
     return {name: tensor.to(case.dtype).contiguous() for name, tensor in x.items()}
+
+
+def global_shape(case: Case, name: str) -> tuple[int, ...]:
+    """Of an input, of out [B, N, H, Dv] or of lse [B, N, H]."""
+    out = (case.batch, case.length, case.heads, case.value_dim)
+    return {"out": out, "lse": out[:3]}.get(name) or _shapes(case)[name]
 
 
 def _with_first(x: Tensor, value: float) -> Tensor:

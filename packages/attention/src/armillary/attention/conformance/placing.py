@@ -1,0 +1,100 @@
+"""How the DTensors of a case lie: on the method's axes, and beside them over `shard` and `tp`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from armillary.attention.conformance.case import Case
+from armillary.attention.conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
+from armillary.attention.mask import AttentionMask
+from armillary.core.placements import chunk_sizes, describe
+
+TOKENS = ("ring", "ulysses")
+"""The axes of methods."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """From what a rank has of a case to DTensors, if the case is of those, and back.
+
+    Args:
+        over: their mesh.
+        complaints: of results that are not DTensors, or lie otherwise than they should; added to by `local`.
+    """
+
+    case: Case
+    over: DeviceMesh | None = None
+    complaints: list[str] = field(default_factory=list[str])
+
+    def part(self, shard: int) -> CasePart:
+        """What this rank has, of shard `shard` of the sequence."""
+        return CasePart(shard, self._rank("shard", "b"), self._rank("tp", "h"))
+
+    def sizes(self) -> tuple[int, int]:
+        """Into how many parts the batch and the heads are cut."""
+        return self._size("shard", "b"), self._size("tp", "h")
+
+    def mask(self, part: CasePart) -> AttentionMask:
+        """That of this rank's rows."""
+        mask, (parts, _) = self.case.mask, self.sizes()
+        if parts == 1 or not mask.per_row:
+            return mask
+        sizes = chunk_sizes(self.case.batch, parts)
+        first = sum(sizes[: part.rows])
+        return replace(mask, documents=(mask.documents or ())[first : first + sizes[part.rows]])
+
+    def place(self, name: str, x: Tensor) -> Tensor:
+        """This rank's part as it is handed to a method: a DTensor, or as it is."""
+        if not self._placed(name):
+            return x
+        assert self.over is not None, "DTensors need the mesh that they are over"
+        placements, shape = self.placements(name), torch.Size(global_shape(self.case, name))
+        even = DTensor.from_local(x, self.over, placements, run_check=False)
+        if even.shape == shape:
+            return even
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, self.over, placements, run_check=False, shape=shape, stride=stride)
+
+    def local(self, name: str, x: Tensor, gradient: bool = False) -> Tensor:
+        """This rank's part of a result, or of the gradient of what is called so."""
+        if not self._placed(name):
+            return x
+        what, wanted = f"d{name}" if gradient else name, self.placements(name, gradient)
+        if not isinstance(x, DTensor):
+            self.complaints.append(f"{what} is no DTensor")
+            return x
+        sizes = x.device_mesh.shape
+        lies = all(a == b or n == 1 for a, b, n in zip(x.placements, wanted, sizes, strict=True))
+        if not lies or x.shape != global_shape(self.case, name):
+            self.complaints.append(f"{what} is {describe(x)}; it must be {global_shape(self.case, name)} {wanted}")
+        return x.to_local()
+
+    def placements(self, name: str, gradient: bool = False) -> list[Placement]:
+        """Of a tensor of the case, or of its gradient."""
+        assert self.over is not None
+        return [self._placement(axis, name, gradient) for axis in self.over.mesh_dim_names or ()]
+
+    def _placement(self, axis: str, name: str, gradient: bool) -> Placement:
+        """A gradient is a share wherever what others have whole is used for some tokens, rows or heads."""
+        share = Partial() if gradient else Replicate()
+        if axis in TOKENS or (axis == "shard" and "b" in self.case.beside):
+            return share if name in SHARED else Shard(int(axis in TOKENS))
+        if axis == "tp" and "h" in self.case.beside:
+            return Shard(HEAD_DIMS[name]) if name in HEAD_DIMS else share
+        return Replicate()
+
+    def _placed(self, name: str) -> bool:
+        return self.case.dtensor and (self.case.weights or name not in SHARED)
+
+    def _size(self, axis: str, letter: str) -> int:
+        names = () if self.over is None else self.over.mesh_dim_names or ()
+        cut = self.case.dtensor and letter in self.case.beside and axis in names
+        return self.over.size(names.index(axis)) if cut and self.over is not None else 1
+
+    def _rank(self, axis: str, letter: str) -> int:
+        return self.over.get_local_rank(axis) if self.over is not None and self._size(axis, letter) > 1 else 0
