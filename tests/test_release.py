@@ -1,0 +1,100 @@
+"""What packages state, their READMEs, and scripts/release.py."""
+
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+release = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/release.py")))
+PACKAGES = [release.Package.read(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+BY_FOLDER = {package.folder.name: package for package in PACKAGES}
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.folder.name)
+
+
+@each_package
+def test_a_package_states_what_an_index_shows_and_versions_agree(package):
+    assert release.problems(package, PACKAGES) == []
+    project = package.project
+    assert (project["authors"], project["license"]) == ([{"name": "The Armillary authors"}], "Apache-2.0")
+    assert project["requires-python"] == BY_FOLDER["core"].project["requires-python"]
+    assert project["classifiers"] == sorted(BY_FOLDER["core"].project["classifiers"])
+    assert "urls" not in project
+    assert (package.folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@each_package
+def test_a_readme_says_how_to_install_its_package_and_reads_alone(package):
+    readme = (package.folder / package.project["readme"]).read_text()
+    below = release.with_those_below(package, PACKAGES)
+    assert f"\n    pip install {package.name}\n" in readme
+    assert f"\n    pip install {' '.join(f'./packages/{each.folder.name}' for each in below)}\n" in readme
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert [link for link in links if not re.match("https?://|#", link)] == []
+    named = set(re.findall(r"\b(docs|examples|benchmarks)/", readme))
+    assert all(re.search(f"`{folder}/`[^.]* of the repository", readme, re.DOTALL) for folder in named)
+
+
+def test_numpy_comes_with_every_package():
+    """torch warns when it is imported without."""
+    assert BY_FOLDER["core"].bound("numpy")
+    assert all(BY_FOLDER["core"] in release.with_those_below(package, PACKAGES) for package in PACKAGES)
+
+
+def test_what_is_stated_wrongly_is_found():
+    core, data = BY_FOLDER["core"], BY_FOLDER["data"]
+    newer = replace(core, project=core.project | {"version": "0.3.1", "keywords": []})
+    assert release.problems(newer, [newer]) == [
+        "no keywords",
+        f"the changelog's newest heading is of {core.version}, the package of 0.3.1",
+    ]
+    (found,) = release.problems(data, [newer, data])
+    assert found.endswith("whose version is 0.3.1; write >=0.3,<0.4")
+    dated = replace(core, changelog=f"# Changelog\n\n## {core.version} (2026-11-30)\n\n## 0.0.1 (unreleased)\n")
+    assert release.problems(dated, PACKAGES, final=True) == []
+    undated = replace(core, changelog=f"# Changelog\n\n## {core.version} (unreleased)\n")
+    assert release.problems(undated, PACKAGES, final=True) == ["the changelog says (unreleased)"]
+    assert release.problems(replace(core, changelog=""), PACKAGES) == [
+        f"the changelog's newest heading is of no version, the package of {core.version}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "bound"), [("0.2.0", ">=0.2,<0.3"), ("1.4.2", ">=1.4,<2"), ("2.0.0rc1", ">=2.0,<3")]
+)
+def test_interfaces_are_those_of_a_minor_version_before_1_and_of_a_major_after(version, bound):
+    assert release.allowed(version) == bound
+
+
+def test_a_trial_installs_a_wheel_with_those_below_it_and_no_other():
+    wheels, scratch = Path("/wheels"), Path("/scratch")
+    _, install, smoke = release.trial(BY_FOLDER["data"], PACKAGES, "lowest", wheels, scratch, "cpu")
+    version = BY_FOLDER["core"].version
+    assert [Path(word).name for word in install if word.endswith(".whl")] == [
+        f"armillary_{name}-{version}-py3-none-any.whl" for name in ("core", "data")
+    ]
+    assert install[-3:] == ["torch==2.11.*", "--torch-backend", "cpu"]
+    assert smoke[-1] == "armillary-data" and Path(smoke[-2]).is_file()
+    _, install, _ = release.trial(BY_FOLDER["plan"], PACKAGES, "newest", wheels, scratch)
+    assert install[-1] == "torch" and sum(word.endswith(".whl") for word in install) == len(PACKAGES)
+
+
+def test_a_trial_that_fails_is_told_with_what_it_printed(capsys):
+    fails = [sys.executable, "-I", "-S", "-c", "print('a cause'); raise SystemExit(3)"]
+    assert not release.tried("core ", [fails], dry_run=False)
+    assert "core FAILED" in (said := capsys.readouterr().out) and "a cause" in said
+    assert release.tried("core ", [fails], dry_run=True)
+
+
+@pytest.mark.long
+def test_every_wheel_works_alone_with_the_newest_torch(tmp_path):
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts/release.py", "--out", tmp_path], capture_output=True, text=True, timeout=3600
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(re.findall(r"newest +ok: ", run.stdout)) == len(PACKAGES)
