@@ -1,9 +1,11 @@
 """The files in launch/: their flags are known, and the Slurm script saves and queues again when its time is up."""
 
 import os
+import re
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,15 @@ def test_the_slurm_script_starts_all_ranks_of_all_nodes(job, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
+def test_the_slurm_script_takes_the_environment_of_the_folder_that_it_is_submitted_in(job, tmp_path):
+    own = tmp_path / ".venv/bin"
+    own.mkdir(parents=True)
+    (tmp_path / "bin/torchrun").rename(own / "torchrun")
+    (tmp_path / "ends").write_text("0")
+    assert job().wait(60) == 0
+    understood((tmp_path / "arguments").read_text().splitlines())
+
+
 def test_the_slurm_script_has_the_run_save_and_queues_it_again_when_its_time_is_up(job, tmp_path):
     script = job()
     read_when_there(tmp_path / "arguments")
@@ -99,6 +110,19 @@ def pod() -> dict:
     jobset = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
     (replicated,) = jobset["spec"]["replicatedJobs"]
     return replicated["template"]["spec"]["template"]["spec"]
+
+
+def test_the_pods_run_the_image_that_the_dockerfile_makes_of_what_is_in_the_repository():
+    dockerfile = (LAUNCH / "Dockerfile").read_text()
+    (container,) = pod()["containers"]
+    version = tomllib.loads((LAUNCH.parent / "packages/train/pyproject.toml").read_text())["project"]["version"]
+    assert container["image"] == f"armillary:{version}" in dockerfile
+    copied = re.findall(r"^COPY (\S+) ", dockerfile, re.MULTILINE)
+    assert all((LAUNCH.parent / path).exists() for path in copied)
+    ignored = (LAUNCH.parent / ".dockerignore").read_text().splitlines()
+    assert [line for line in ignored if line.startswith("!")] == [f"!{path}" for path in copied]
+    folder = re.findall(r"^WORKDIR (\S+)$", dockerfile, re.MULTILINE)[-1]
+    assert f"ENV PATH={folder}/.venv/bin:$PATH" in dockerfile
 
 
 @pytest.mark.parametrize(("index", "host"), [("0", "true"), ("1", "false")])
