@@ -1,0 +1,126 @@
+"""The pages of the docs: listings run as they stand, and what is written as a change comes to the same as before it."""
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NAV = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+RANKS = 4
+
+
+def listings(page: str, language: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+def side(diff: str, signs: str) -> str:
+    """One side of a diff: the lines that begin with one of these signs."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[:1] in (*signs, "\n"))
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.dict(os.environ, WORLD_SIZE=str(RANKS)):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def small_mistral(folder: Path) -> dict[str, object]:
+    """What the page on Hugging Face models takes from its reader: a folder with a model, and rows."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=60)
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(folder)  # by one rank, as transformers has it
+    torch.distributed.barrier()
+    return {"folder": folder, "rows": [torch.randint(64, (2, 250)) for _ in range(3)]}
+
+
+def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[float]]]:
+    """Losses and gradient norms before the change of a page and after it."""
+    common, (diff, *_) = "".join(listings(page, "python")), listings(page, "diff")
+    found = []
+    with in_float64():
+        given = small_mistral(folder) if page == "transformers.md" else {}
+        for signs in (" -", " +"):
+            names = dict(given)
+            exec(common + side(diff, signs), names)
+            found.append((names["losses"], names["norms"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "limit"),
+    [("fsdp2.md", 1e-9), ("transformers.md", 1e-6), ("plain-torch.md", 1e-9)],  # Mistral's norms compute in float32
+)
+def test_after_the_change_losses_and_gradients_are_those_of_before(worlds, tmp_path, page, limit):
+    for before, after in worlds(RANKS).run(run_both_sides, page, tmp_path):
+        for one, other in zip(before, after, strict=True):
+            assert len(one) == 3
+            assert other == pytest.approx(one, rel=limit)
+
+
+def run_listings(page: str) -> None:
+    assert listings(page, "python")
+    exec("".join(listings(page, "python")), {})
+
+
+@pytest.mark.parametrize("page", ["masks.md", "layouts.md", "choosing.md"])
+def test_listings_run_as_they_stand(page):
+    run_listings(page)
+
+
+def test_the_listing_of_the_first_page_runs_on_four_ranks(worlds):
+    worlds(RANKS).run(run_listings, "index.md")
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    sources = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
+    code = re.sub(r'"\s*\n\s*f?["\']', "", sources)  # strings that continue on the next line
+    shown = re.findall(r"^\| (`+)(.+?)\1 \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    assert len(shown) > 20
+    for _, message in shown:
+        for part in message.split("…"):
+            assert part.strip() in code, message
+
+
+def pages(entries: list[dict[str, object]]) -> Iterator[str]:
+    """The files that a navigation names."""
+    for entry in entries:
+        for inner in entry.values():
+            yield from [inner] if isinstance(inner, str) else pages(inner)
+
+
+def test_the_navigation_names_each_page_once():
+    assert sorted(pages(NAV)) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path):
+    shutil.copytree(DOCS, tmp_path / "docs")  # the site must lie beside its pages
+    (tmp_path / "packages").symlink_to(ROOT / "packages")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    build = ["--only-group", "docs", "--isolated", "zensical", "build", "--strict"]
+    command = ["uv", "run", "--project", str(ROOT), *build]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in pages(NAV):
+        written = tmp_path / "site" / ("" if page == "index.md" else page.removesuffix(".md")) / "index.html"
+        html = written.read_text()
+        for name in re.findall(r"^::: (\S+)", (DOCS / page).read_text(), re.M):
+            assert f'id="{name}"' in html, f"{page}: {name}"
