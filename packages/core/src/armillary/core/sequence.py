@@ -43,7 +43,8 @@ def distribute_sequence(
             it, each shard then being cut as `layout.refine` does. Its shards must be as long as those that DTensor
             cuts: zigzag(10, 4) has 3, 3, 2, 2 tokens, DTensor 3, 3, 3, 1.
         mesh: what the result lies on: the mesh of the model that it goes into, such as `mesh["ring", "ulysses", "tp"]`,
-            or the sequence axes alone.
+            or the sequence axes alone. No axes that nothing is sharded over: of the first op of a kind over five axes,
+            even of one rank each, torch (2.15) weighs all placements, for seconds to minutes.
         dim: of the tokens; counted from the end if negative.
         axes: the names of the axes of `mesh` that shard the sequence. Unless given, those of `ring` and `ulysses` that
             it has; or all, where it has neither, or where only all together have as many ranks as there are shards.
