@@ -6,7 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention import AttentionMask, Local, Ring, Ulysses
@@ -352,6 +354,15 @@ def test_a_loss_that_is_not_finite_stays_what_it_is():
         whole = whole_loss(share, Local())
         torch.testing.assert_close(whole.detach(), torch.tensor(value), equal_nan=True, rtol=0, atol=0)
         assert float(torch.autograd.grad(whole, share)[0]) == 1
+
+
+def loss_over_a_group_of_several_backends() -> float:
+    group = dist.new_group(backend="cpu:gloo")  # torch's own init_device_mesh starts groups like it: no one backend
+    return float(whole_loss(torch.tensor(1.0), Ring(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",)))))
+
+
+def test_a_loss_is_summed_where_the_group_was_started_for_all_devices(worlds):
+    assert worlds(2).run(loss_over_a_group_of_several_backends) == [2, 2]
 
 
 @pytest.mark.parametrize("layout", ["zigzag", 5])

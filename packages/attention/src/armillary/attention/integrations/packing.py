@@ -196,7 +196,10 @@ def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
 
 
 def _device(axis: Axis) -> torch.device:
-    """Where the group of an axis takes tensors: anywhere for gloo, on this rank's accelerator for others."""
-    if dist.get_backend(axis.group) == "gloo":
+    """Where the group of an axis takes tensors: anywhere for gloo, on this rank's accelerator for others.
+
+    A group that torch has started for all devices, as `init_device_mesh` does, has no one backend to ask for.
+    """
+    if axis.device == "cpu" or dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
