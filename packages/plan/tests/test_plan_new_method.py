@@ -101,7 +101,10 @@ def test_it_allocates_what_its_formula_says(ranks, heads):
 
 @pytest.mark.parametrize(
     ("name", "axes", "policy"),
-    [(NEW, {"ring": 8}, "layer"), (f"upipe+{NEW}", {"ring": 4, "ulysses": 2}, "attention_output")],
+    [
+        (NEW, {"ring": 8}, "layer"),
+        pytest.param(f"upipe+{NEW}", {"ring": 4, "ulysses": 2}, "attention_output", marks=pytest.mark.long),
+    ],
 )
 def test_the_estimate_of_a_step_agrees_with_the_simulation(name, axes, policy):
     job = Job(

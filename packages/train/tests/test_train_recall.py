@@ -56,7 +56,8 @@ def right_answers(config: Config, broken: bool) -> float:
         return train(run).validation["recall"]
 
 
-@pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("broken", [False, True])
 def test_what_another_rank_holds_is_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
     config = replace(RECALL, train=replace(RECALL.train, output=tmp_path))
     shares = worlds(2).run(right_answers, config, broken)

@@ -146,7 +146,7 @@ def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
     "parallel",
     [
         {"ring": 4},
-        {"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer"},
+        pytest.param({"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer"}, marks=pytest.mark.long),
         {"tp": 2, "shard": 2},
     ],
     ids=str,
