@@ -55,7 +55,7 @@ class Linear(NamedTuple):
     def _of(self, x: Tensor, weight: Tensor, heads: Sequence[int], dim: int) -> Tensor:
         if len(heads) * dim != len(weight):
             weight = weight.unflatten(0, (-1, dim))[list(heads)].flatten(0, 1)
-        return F.linear(x, weight).unflatten(2, (-1, dim))
+        return F.linear(x, weight).view(*x.shape[:2], -1, dim)
 
 
 class Form(NamedTuple):

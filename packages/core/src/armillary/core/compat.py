@@ -97,6 +97,11 @@ def function_of(op: OpOverload) -> Callable[..., Any]:
     return cast(Any, custom_ops.OPDEFS[cast(Any, op)._schema.name])._init_fn
 
 
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies all, on one device, in place and at once: what torch's optimizers and clipping call is private."""
+    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
+
+
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """The 1-D mesh over neighbouring `axes` of `mesh`."""
     return cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from armillary.core import compat
 
@@ -48,19 +48,20 @@ def sum_gradients(model: nn.Module) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other, and NCCL needs no scaling
 
 
+@torch.no_grad()
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks.
 
     Parameters may be local tensors and DTensors, on one mesh or on several.
     """
-    learning = [p for p in model.parameters() if p.grad is not None]
-    gradients = [p.grad for p in learning if p.grad is not None]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(gradients).to(gradients[0].dtype)
-    on_mesh = defaultdict[object, list[Tensor]](list)
-    for parameter, gradient in zip(learning, gradients, strict=True):
-        on_mesh[gradient.device_mesh if compat.is_dtensor(gradient) else None].append(parameter)
-    for parameters in on_mesh.values():  # torch scales those of one mesh at once
-        clip_grads_with_norm_(parameters, limit, norm)
+    # Each rank scales what it holds, shares of sums too: torch 2.11 is wrong in place on a DTensor that is `Partial`.
+    on_device = defaultdict[torch.device, list[Tensor]](list)
+    for gradient in gradients:
+        on_device[gradient.device].append(_local(gradient))
+    for device, parts in on_device.items():
+        compat.scale(parts, (limit / (norm + 1e-6)).clamp(max=1.0).to(device))  # torch adds as much to the norm
     return norm
 
 
@@ -71,7 +72,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """
     parts = defaultdict[int, list[Tensor]](list)
     for gradient in map(_summed, gradients):
-        parts[copies_of(gradient)].append(gradient.to_local() if compat.is_dtensor(gradient) else gradient)
+        parts[copies_of(gradient)].append(_local(gradient))
     total = torch.stack([get_total_norm(held).double().square() / copies for copies, held in parts.items()]).sum()
     dist.all_reduce(total)
     return total.sqrt()
@@ -85,6 +86,11 @@ def copies_of(x: Tensor) -> int:
     mesh = x.device_mesh
     copied = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
     return prod(copied) * ranks // mesh.size()
+
+
+def _local(x: Tensor) -> Tensor:
+    """What this rank holds of it, in the same memory."""
+    return x.to_local() if compat.is_dtensor(x) else x
 
 
 def _summed(x: Tensor) -> Tensor:
