@@ -14,6 +14,7 @@ from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, ref
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.dtensors import place
+from armillary.core.testing.refusals import value_errors
 
 EXACT = 1e-10
 B, H, K, D, DV = 2, 8, 4, 16, 8
@@ -203,14 +204,7 @@ def refused() -> list[str]:
         call(build("usp", mesh(ring=4, ulysses=2)), *[x] * 3),
         call(usp, *[x.to_local()] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
     ]
-    found: list[str] = []
-    with CommLedger() as ledger:
-        for refusal in calls:
-            with pytest.raises(ValueError) as error:
-                refusal()
-            found.append(str(error.value))
-    assert ledger.bytes() == 0
-    return found
+    return value_errors(calls)
 
 
 def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):

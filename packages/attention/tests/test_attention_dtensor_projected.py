@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, build_attention, reference_attention
-from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.refusals import value_errors
 
 EXACT = 1e-10
 B, E, H, K, D, DV = 2, 12, 8, 4, 8, 4
@@ -194,14 +194,7 @@ def refused() -> list[str]:
         call(x.to_local(), weight, sinks=of(here, 2)),
         lambda: ring.call_for(x, Linear(weight, weight, weight), mask=AttentionMask()),
     ]
-    found: list[str] = []
-    with CommLedger() as ledger:
-        for refusal in calls:
-            with pytest.raises(ValueError) as error:
-                refusal()
-            found.append(str(error.value))
-    assert ledger.bytes() == 0
-    return found
+    return value_errors(calls)
 
 
 def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):

@@ -23,6 +23,7 @@ from armillary.core.collectives.reduce_scatter import start_reduce_scatter, star
 from armillary.core.mesh import Axis
 from armillary.core.placements import chunk_sizes
 from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.refusals import value_errors
 
 EXACT = 1e-12
 B, H, D = 2, 6, 4
@@ -317,23 +318,11 @@ def test_second_derivatives_are_right_or_refused(worlds):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def messages(calls: list[Callable[[], object]]) -> list[str]:
-    """What each call refuses with; nothing may be sent."""
-    found: list[str] = []
-    with CommLedger() as ledger:
-        for call in calls:
-            with pytest.raises(ValueError) as error:
-                call()
-            found.append(str(error.value))
-    assert ledger.bytes() == 0
-    return found
-
-
 def refused() -> list[str]:
     built = mesh(ring=2, ulysses=2)
     axis = built["ulysses"]
     x, lse = torch.zeros(B, 4, H, D), torch.zeros(B, 4, H)
-    return messages(
+    return value_errors(
         [
             lambda: seq_to_head(x, built["ring", "ulysses"]),
             lambda: seq_to_head(x[0], axis),
@@ -508,7 +497,7 @@ def refused_dtensors() -> list[str]:
     pending = DTensor.from_local(torch.zeros(B, 4, 4, D), three, [Shard(1), Shard(1), Partial()])
     partial = DTensor.from_local(torch.zeros(B, 8, 8, D), three, [Replicate(), Partial(), Replicate()])
     lse = DTensor.from_local(torch.zeros(B, 8, 8), three, [Replicate(), Partial(), Replicate()])
-    return messages(
+    return value_errors(
         [
             lambda: seq_to_head(of([Shard(1), Replicate(), Shard(2)]), ulysses),
             lambda: head_to_seq(of(PLACED), ulysses),

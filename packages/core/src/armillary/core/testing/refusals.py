@@ -1,10 +1,12 @@
-"""Commands that refuse what cannot be done, run in this process."""
+"""What commands and calls say that refuse what cannot be done, in this process."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+
+from armillary.core.observe.ledger import CommLedger
 
 
 def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> str:
@@ -24,3 +26,23 @@ def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> 
     lines = err.getvalue().splitlines()
     assert (code, len(lines), out.getvalue()) == (2, 1, ""), f"{words}: exit code {code}, {out.getvalue()}, {lines}"
     return lines[0]
+
+
+def value_errors(calls: Sequence[Callable[[], object]]) -> list[str]:
+    """What each call refuses with.
+
+    Raises:
+        AssertionError: one raised no ValueError, or had sent something first.
+    """
+    with CommLedger() as ledger:
+        found = [_value_error(number, call) for number, call in enumerate(calls)]
+    assert ledger.bytes() == 0, ledger.table()
+    return found
+
+
+def _value_error(number: int, call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"call {number} was not refused")
