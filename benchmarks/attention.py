@@ -34,6 +34,7 @@ from armillary.attention import (
 )
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import CommLedger, SequenceLayout
+from armillary.core.quantity import count_argument
 from armillary.core.testing import World, mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -210,9 +211,9 @@ def balance(ranks: int, tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--tokens", type=count_argument(), nargs="+", default=[2048, 8192])
+    parser.add_argument("--ranks", type=count_argument(), nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--repeats", type=count_argument(), default=9)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for ranks in options.ranks:

@@ -28,6 +28,7 @@ from torch.nn.utils import get_total_norm
 from armillary.attention import AttentionMask, Ring
 from armillary.core import all_gather_interleaved, compat, reduce_scatter_interleaved
 from armillary.core.gradients import gradient_norm
+from armillary.core.quantity import count_argument
 from armillary.models import Llama, LlamaConfig, linear_token_loss
 
 TOKENS, EMBED, HEADS, KEY_HEADS, HEAD_DIM, WEIGHTS = 64, 64, 32, 8, 128, 20
@@ -157,7 +158,7 @@ def measure(calls: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=200, help="calls of each way (default 200)")
+    parser.add_argument("--calls", type=count_argument(), default=200, help="calls of each way (default 200)")
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
     asked = parser.parse_args()
     rows = measure(asked.calls)

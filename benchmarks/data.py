@@ -31,6 +31,7 @@ from armillary.attention import AttentionMask
 from armillary.attention.layouts import layout_of
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout, attention_balance
+from armillary.core.quantity import count_argument
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.resume import begin
@@ -46,7 +47,7 @@ ROW, ROWS, SHARDS = 2**17, 64, 8
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=count_argument(), default=5)
     options = parser.parse_args()
     datasets.disable_progress_bars()
     for name in options.only:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
+from armillary.core.quantity import count_argument
 from armillary.core.testing import World
 from armillary.models.block import Block
 from armillary.train import (
@@ -90,7 +91,7 @@ MESHES = [
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--steps", type=int, default=None, help="fewer than each part has by itself")
+    parser.add_argument("--steps", type=count_argument(), default=None, help="fewer than each part has by itself")
     options = parser.parse_args()
     good = [PARTS[name](options.steps) for name in options.only]
     sys.exit(0 if all(good) else 1)

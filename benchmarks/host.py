@@ -36,6 +36,7 @@ import report
 from armillary.attention import AttentionMask, Method, build_attention
 from armillary.attention.kernels import Kernel
 from armillary.core import build_mesh
+from armillary.core.quantity import count_argument
 
 TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 64, 32, 8, 128
 MESHES = {
@@ -234,11 +235,11 @@ def paired(other: Path, calls: int, pairs: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=50, help="calls of each method (default 50)")
+    parser.add_argument("--calls", type=count_argument(), default=50, help="calls of each method (default 50)")
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in turns with this"
     )
-    parser.add_argument("--pairs", type=int, default=5, help="turns of each checkout (default 5)")
+    parser.add_argument("--pairs", type=count_argument(), default=5, help="turns of each checkout (default 5)")
     parser.add_argument(
         "--train-step", action="store_true", help="count what a step of the trainer runs through, alone"
     )

@@ -28,6 +28,7 @@ from armillary.attention import AttentionMask, Local
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
+from armillary.core.quantity import count_argument
 
 sys.path.insert(0, str(Path(__file__).parent))
 import report
@@ -79,11 +80,11 @@ def tenth(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--masks", type=int, default=1000)
-    parser.add_argument("--documents", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--attended", type=int, default=8192)
+    parser.add_argument("--masks", type=count_argument(), default=1000)
+    parser.add_argument("--documents", type=count_argument(), default=1000)
+    parser.add_argument("--tokens", type=count_argument(), default=65536)
+    parser.add_argument("--ranks", type=count_argument(), default=8)
+    parser.add_argument("--attended", type=count_argument(), default=8192)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     generator, layout = random.Random(0), SequenceLayout.zigzag(asked.tokens, asked.ranks)

@@ -27,14 +27,16 @@ from verdict import verdict
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 
+from armillary.core.quantity import count_argument
+
 HERE = Path(__file__).parent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", nargs="+", choices=RACES, default=RACES)
-    parser.add_argument("--tokens", type=int, default=32, help="of each rank")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=count_argument(), default=32, help="of each rank")
+    parser.add_argument("--repeats", type=count_argument(), default=3)
     options = parser.parse_args()
     if (why := obstacle()) is not None:
         print(f"skipped: {why}", file=sys.stderr)

@@ -22,6 +22,7 @@ from torch import Tensor
 from armillary.attention import AttentionMask, Local, Method
 from armillary.core import CommLedger, build_mesh
 from armillary.core.network import Send
+from armillary.core.quantity import count_argument
 
 Turn = Callable[[], tuple[Tensor, ...]]
 TOLERANCE = 1e-4
@@ -33,8 +34,8 @@ PAUSE = 0.05
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cluster")
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--tokens", type=count_argument(), required=True)
+    parser.add_argument("--repeats", type=count_argument(), required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -17,6 +17,7 @@ from typing import Any
 
 from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
 
+from armillary.core.quantity import count_argument
 from armillary.plan import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -32,7 +33,7 @@ CLUSTER = "emulated-2x4-card-per-node"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=2)
+    parser.add_argument("--iterations", type=count_argument(), default=2)
     options = parser.parse_args()
     if (why := obstacle()) is not None:
         print(f"skipped: {why}", file=sys.stderr)

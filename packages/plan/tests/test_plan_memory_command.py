@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from armillary.core.quantity import quantity, short
+from armillary.core.quantity import short
 from armillary.models import Checkpointing
 from armillary.plan.cli import main
 from armillary.plan.memory import Job, StepMemory, report
@@ -13,27 +13,6 @@ from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.fit import Room, longest
 from armillary.plan.memory.plan import MemoryPlan, axes_of, plan_memory
 from armillary.plan.presets import MODELS, cluster_of, model_of
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("5M", 5_000_000),
-        ("2.5M", 2_500_000),
-        ("128Ki", 131_072),
-        ("1_000", 1000),
-        ("2TB", 2 * 10**12),
-        ("3 GiB", 3 << 30),
-    ],
-)
-def test_numbers_as_people_write_them(text, number):
-    assert quantity(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "M", "-3", "0", "1.5", "5X", "five"])
-def test_what_is_no_number_is_refused(text):
-    with pytest.raises(ValueError, match="is no whole number such as"):
-        quantity(text)
 
 
 def test_numbers_are_shown_short():

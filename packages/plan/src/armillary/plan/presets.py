@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from armillary.core.quantity import quantity
 from armillary.models import GPTConfig, LlamaConfig
@@ -12,6 +14,8 @@ from armillary.train.config.overlay import flag
 from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
+Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
+"""A number of tokens or bytes, as `amount` reads it."""
 
 MODELS: dict[str, Callable[[int], Model]] = {
     "debug": lambda _: LlamaConfig.debug(),
@@ -53,7 +57,7 @@ def cluster_of(name: str) -> Cluster:
 
 
 def amount(plan: Any, name: str) -> int:
-    """The quantity that a field has as text, such as "128Ki".
+    """The quantity that a field has as a number, or as text such as "128Ki".
 
     Raises:
         ValueError: it is none; names the flag.

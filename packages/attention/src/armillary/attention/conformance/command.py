@@ -1,11 +1,21 @@
-"""The suite by one command: the full product of methods and cases, or cases at random, with the result as a table.
+"""Holds attention methods to a float64 oracle: the full product of methods and cases, or cases at random.
 
-With --random N, case i of seed S is the same whatever else is asked for; `--seed S --case i` tries it alone.
+Four ways to start:
+  # all methods in all cases, on 1, 2 and 4 ranks, with the result as a file too
+  python -m armillary.attention.conformance --json conformance.json
+  # one method on two ranks, in one dtype
+  python -m armillary.attention.conformance --method ring --ranks 2 --dtype float64
+  # cases at random: any that can be drawn
+  python -m armillary.attention.conformance --random 2k --seed 1
+  # one of these again, by the line that a failure prints
+  python -m armillary.attention.conformance --seed 1 --case 172
+
+With --random N, case i of seed S is the same whatever else is asked for.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +25,13 @@ from armillary.attention.conformance.draw import RANKS, Trial, drawn
 from armillary.attention.conformance.report import KINDS_OF_CASES, Report
 from armillary.attention.conformance.run import run
 from armillary.attention.conformance.sample import DTYPES, product_cases
+from armillary.core.quantity import count_argument
 from armillary.core.testing import World
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; 1 if anything failed."""
-    options = _options(arguments)
+    options = parsed(arguments)
     at_random = options.random is not None or options.case is not None
     trials = _drawn(options) if at_random else _product(options)
     ranks = max(RANKS) if at_random else max((trial.composition.ranks for trial in trials), default=1)
@@ -57,26 +68,25 @@ def fits(composition: Composition, case: Case) -> bool:
     return case.heads >= dict(composition.axes).get("ulysses", 1)
 
 
-def _options(arguments: Sequence[str] | None) -> Namespace:
+def parsed(arguments: Sequence[str] | None) -> Namespace:
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    parser = ArgumentParser("python -m armillary.attention.conformance", description=__doc__)
-    parser.add_argument("--random", type=_count, metavar="N", help="so many cases at random instead of the product")
-    parser.add_argument("--case", type=_count, nargs="+", metavar="I", help="only these of the cases at random")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random")
-    parser.add_argument("--ranks", type=int, nargs="+", help="only these numbers of ranks; of the product: 1 2 4")
-    parser.add_argument("--method", nargs="+", default=["all"], choices=[*METHODS, "all"])
-    parser.add_argument("--dtype", nargs="+", default=list(dtypes), choices=list(dtypes))
-    only = "of the cases at random, only those of all these kinds, such as dtensors compiled"
-    parser.add_argument("--kind", nargs="+", default=[], choices=list(KINDS_OF_CASES), help=only)
-    parser.add_argument("--json", type=Path, help="a file for the result")
+    program = "python -m armillary.attention.conformance"
+    parser = ArgumentParser(program, f"{program} [options]", __doc__, formatter_class=RawDescriptionHelpFormatter)
+    add, number, count = parser.add_argument, count_argument(0), count_argument()
+    add("--random", type=number, metavar="N", help="so many cases at random instead of the product")
+    add("--case", type=number, nargs="+", metavar="I", help="only these of the cases at random")
+    add("--seed", type=number, default=0, metavar="S", help="of what is drawn at random (default: 0)")
+    add("--ranks", type=count, nargs="+", metavar="N", help="only these numbers of ranks; of the product: 1 2 4")
+
+    def add_choices(flag: str, default: list[str], known: list[str], what: str) -> None:
+        text = f"{what}: {', '.join(known)}"
+        add(flag, nargs="+", default=default, choices=known, metavar=flag[2:].upper(), help=text)
+
+    add_choices("--method", ["all"], [*METHODS, "all"], "only these methods")
+    add_choices("--dtype", list(dtypes), list(dtypes), "only these dtypes")
+    add_choices("--kind", [], list(KINDS_OF_CASES), "of the cases at random, only those of all these kinds")
+    add("--json", type=Path, metavar="FILE", help="a file for the result")
     options = parser.parse_args(arguments)
     options.dtypes = [dtypes[name] for name in options.dtype]
     options.methods = list(METHODS) if "all" in options.method else options.method
     return options
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise ValueError(f"{text} is below 0")
-    return count

@@ -143,4 +143,7 @@ def _value(key: str, value: Any, table: str) -> Any:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f'{table}{key} = {value!r} must be a number, or a quantity such as "80GB"')
-    return quantity(value) if isinstance(value, str) else value
+    try:
+        return quantity(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{table}{key}: {error}") from error

@@ -23,7 +23,7 @@ from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.plan.memory import SimulatedFlash, fake_world
 from armillary.plan.memory.estimate import AttentionChoice
-from armillary.plan.presets import amount
+from armillary.plan.presets import Quantity, amount
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 from armillary.train.dry_run import MOST_RANKS
@@ -41,7 +41,7 @@ class BytesPlan:
     sent, and no LSE. The defaults are that paper's model M.
     """
 
-    tokens: str = "64Ki"
+    tokens: Quantity = "64Ki"
     """Of a sequence (N), over all ranks: 65536, 128Ki, 1M, ..."""
     heads: Count = 52
     """Query heads (H)."""

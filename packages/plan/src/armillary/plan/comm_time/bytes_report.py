@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from armillary.plan.comm_time.bytes import BytesPlan, Row, Sent
+from armillary.plan.presets import amount
 
 LEFT = (0, 1, 2, 8)
 """Columns of text."""
@@ -20,7 +21,8 @@ def as_json(plan: BytesPlan, rows: Sequence[Row]) -> str:
 def as_text(plan: BytesPlan, rows: Sequence[Row]) -> str:
     """What was counted, in GiB."""
     mask = f"causal, {plan.layout}" if plan.causal else "full mask"
-    shape = f"N {plan.tokens}, H {plan.heads}, K {plan.kv_heads or plan.heads}, D {plan.head_dim}, B {plan.rows}"
+    tokens, keys = amount(plan, "tokens"), plan.kv_heads or plan.heads
+    shape = f"N {tokens:,}, H {plan.heads}, K {keys}, D {plan.head_dim}, B {plan.rows}"
     heading = [
         f"{shape}, {plan.dtype}, {mask}, {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}",
         "GiB that one rank sends in one call of attention; paper: as WallFacer's counts it, a step for each rank",

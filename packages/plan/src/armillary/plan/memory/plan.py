@@ -12,7 +12,7 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
-from armillary.plan.presets import Model, amount, cluster_of, model_of
+from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 BEYOND = 4
@@ -30,7 +30,7 @@ class MemoryPlan:
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
     """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file that describes one."""
-    tokens: str = "1M"
+    tokens: Quantity = "1M"
     """Length of a sequence: 5M, 128Ki, ... With --max-context, where to begin looking."""
     max_context: bool = False
     """Find the longest sequence that fits."""
@@ -51,11 +51,11 @@ class MemoryPlan:
     )
     on_host: bool = True
     """Master weights, their gradients and the optimizer's state in the host's memory."""
-    reserve: str = RESERVE
+    reserve: Quantity = RESERVE
     """Of each device, for what is not torch's tensors: CUDA context, NCCL's buffers, libraries, fragments."""
-    host_memory: str | None = None
+    host_memory: Quantity | None = None
     """Of each node; by default the cluster's."""
-    host_reserve: str = HOST_RESERVE
+    host_reserve: Quantity = HOST_RESERVE
     """Of each node, for what is not torch's tensors: system, loaders, and pinned memory's rounding up."""
     json: bool = False
     """Print JSON."""
@@ -107,7 +107,7 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
 
     if (share := room.share(estimate(job_of(plan, axes, length)))) > BEYOND:
         raise ValueError(
-            f"--tokens {plan.tokens}: by closed formulas a step takes {share:,.0f} times the memory that there is; "
+            f"--tokens {length:,}: by closed formulas a step takes {share:,.0f} times the memory that there is; "
             f"what is simulated may take up to {BEYOND} times as much, see --max-context"
         )
     if not plan.max_context:

@@ -16,7 +16,7 @@ from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
-from armillary.plan.presets import Model, amount, cluster_of, model_of
+from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
 from armillary.train.config.limits import Count, check_limits
 
@@ -29,7 +29,7 @@ class SearchPlan:
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
     """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file that describes one."""
-    tokens: str = "128Ki"
+    tokens: Quantity = "128Ki"
     """Length of a sequence."""
     rows: Count = 1
     """Sequences of a step, over all ranks."""
@@ -37,9 +37,9 @@ class SearchPlan:
     """Only these methods, as --parallel.attention has them."""
     best: Count = 10
     """Number of candidates to show."""
-    reserve: str = RESERVE
+    reserve: Quantity = RESERVE
     """Memory of each device to reserve for CUDA, NCCL and fragmentation."""
-    host_reserve: str = HOST_RESERVE
+    host_reserve: Quantity = HOST_RESERVE
     """Memory of each node to reserve for the system."""
     plot: Path | None = None
     """PNG file for a plot of the best."""

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from armillary.core.commands import one_line
 from armillary.core.files import parse_json, parse_toml
-from armillary.core.quantity import whole
+from armillary.core.quantity import SUCH_AS, whole
 
 Settings = TypeVar("Settings")
 
@@ -74,26 +74,26 @@ def changed(config: Settings, settings: Mapping[str, Any], source: str, known: l
 
 
 def converted(value: object, kind: Any, what: str) -> Any:
-    """The value as one of this kind; text is not accepted for a number, unless it has a unit such as "64k". As on the
-    command line, "none" is None."""
+    """The value as one of this kind. As on the command line, "none" is None, and text such as "64k" a whole number."""
     adapter = TypeAdapter[Any](kind)
     try:
         if value in ("none", "None") and accepts_none(adapter):
             return None
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        if isinstance(value, str | list) and (counted := without_units(value)) != value:
+        if isinstance(value, str | list) and (counted := as_numbers(value)) != value:
             return converted(counted, kind, what)
-        wanted = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
+        such = f", such as {SUCH_AS}" if any(detail["type"] == "int_type" for detail in error.errors()) else ""
+        wanted = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors())) + such
         raise ValueError(f"{what} = {value!r}: {wanted}") from error
 
 
-def without_units(value: object) -> object:
+def as_numbers(value: object) -> object:
     """Numbers for texts such as "64k" and "1Mi", in lists too."""
     if isinstance(value, list):
-        return [without_units(item) for item in value]
+        return [as_numbers(item) for item in value]
     with suppress(ValueError):
-        return whole(value) if isinstance(value, str) and value[-1:] in ("k", "M", "G", "T", "i") else value
+        return whole(value) if isinstance(value, str) else value
     return value
 
 

@@ -1,0 +1,43 @@
+"""Numbers as people write them."""
+
+import argparse
+
+import pytest
+
+from armillary.core.quantity import count_argument, quantity, whole
+
+NUMBERS = {
+    "131072": 131_072,
+    "1_000": 1000,
+    "131,072": 131_072,
+    "1e6": 10**6,
+    "2.5E+3": 2500,
+    "64k": 64_000,
+    "64Ki": 65_536,
+    "2.5M": 2_500_000,
+    "1Mi": 2**20,
+    "1.5Gi": 3 << 29,
+    "2TB": 2 * 10**12,
+    "3 GiB": 3 << 30,
+}
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS.items())
+def test_numbers_are_read_as_people_write_them(text, number):
+    assert quantity(text) == quantity(number) == count_argument()(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M", "-3", "0", "1.5", "5X", "64q", "64K", "five", "nan", "inf", "1e-3", "1e999", "1e1.5", "0x10", "٣"]
+)
+def test_what_is_no_number_is_refused_by_what_would_do(text):
+    with pytest.raises(ValueError, match=r"is no whole number .*such as 131072, 1_000_000, 1e6, 64k \(64,000\), 64Ki"):
+        quantity(text)
+    with pytest.raises(argparse.ArgumentTypeError):
+        count_argument()(text)
+
+
+def test_numbers_below_one_and_beyond_all_positions():
+    assert (whole("-3"), whole("0"), count_argument(0)("0")) == (-3, 0, 0)
+    with pytest.raises(ValueError, match=r"'1e99' is more than 2\^63 - 1"):
+        whole("1e99")

@@ -1,0 +1,88 @@
+"""What all commands have in common, whichever package they are of: numbers."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from armillary.attention.conformance import command as conformance
+from armillary.data import cli as data
+from armillary.data.loader.batches import check_least
+from armillary.data.parsing import parse, parse_command
+from armillary.plan.comm_time.bytes import BytesPlan
+from armillary.plan.dry_run.predict import read_plan
+from armillary.plan.memory.plan import MemoryPlan
+from armillary.plan.presets import amount
+from armillary.plan.search.search import SearchPlan
+from armillary.plan.tune.command import read_order
+from armillary.train.config.command import read_command
+from armillary.train.config.limits import check_limits
+
+NUMBERS = {"131_072": 131_072, "1e6": 10**6, "64k": 64_000, "1.5Mi": 3 << 19}
+NO_NUMBERS = ["64q", "-1", "1.5", "nan"]
+
+
+def planned(kind: type, *flags: str) -> Callable[[str], list[int]]:
+    def read(text: str) -> list[int]:
+        plan = parse([word for flag in flags for word in (f"--{flag}", text)], kind, "armillary-plan")
+        return [amount(plan, flag.replace("-", "_")) for flag in flags]
+
+    return read
+
+
+def trained(text: str) -> list[int]:
+    words = ["--data.sequence-length", text, "--train.steps", text, "--log.profile", text]
+    config = read_command(words)[0].run
+    check_limits(config)
+    return [config.data.sequence_length, config.train.steps, *config.log.profile]
+
+
+def trained_by_file(text: str) -> list[int]:
+    Path("run.toml").write_text(f'[data]\nsequence-length = "{text}"\n[log]\nprofile = ["{text}"]')
+    config = read_command(["--config", "run.toml"])[0].run
+    check_limits(config)
+    return [config.data.sequence_length, *config.log.profile]
+
+
+def predicted(text: str) -> list[int]:
+    config = read_plan(["--data.sequence-length", text], "armillary-plan run").run
+    check_limits(config)
+    return [config.data.sequence_length]
+
+
+def packed(text: str) -> list[int]:
+    words = ["pack", "store", "--length", text, "--rows", text]
+    call = parse_command(words, {"pack": data.pack, "info": data.info}, "armillary-data")
+    assert isinstance(call, partial)
+    check_least(1, length=call.keywords["length"])  # the first thing that it does
+    return [call.keywords["length"], call.keywords["rows"]]
+
+
+READERS: dict[str, Callable[[str], list[int]]] = {
+    "armillary-train": trained,
+    "armillary-train --config": trained_by_file,
+    "armillary-plan": planned(SearchPlan, "tokens", "reserve", "host-reserve"),
+    "armillary-plan memory": planned(MemoryPlan, "tokens", "host-memory"),
+    "armillary-plan bytes": planned(BytesPlan, "tokens", "heads"),
+    "armillary-plan run": predicted,
+    "armillary-tune": lambda text: [read_order(["--iterations", text]).iterations],
+    "armillary-data pack": packed,
+    "conformance": lambda text: [conformance.parsed(["--random", text, "--ranks", text]).random],
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_numbers_are_taken_alike_by_all_commands(read, capsys):
+    for text, number in NUMBERS.items():
+        assert set(read(text)) == {number}
+    for text in NO_NUMBERS:
+        with pytest.raises((ValueError, SystemExit)) as refused:
+            read(text)
+        said = f"{refused.value} {capsys.readouterr().err}"
+        assert "such as 131072, 1_000_000, 1e6, 64k (64,000), 64Ki" in said or (text == "-1" and "1" in said)
