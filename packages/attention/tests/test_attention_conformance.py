@@ -82,9 +82,17 @@ def calls() -> Iterator[list[Chosen]]:
             yield from (chosen[::2], chosen[1::2]) if ranks < 16 else (chosen,)
 
 
+LONG = [of("ring", ring=8), of("wallfacer-4-keys", ring=16)]
+"""The first of groups whose every method others try on fewer ranks, also with two and more in each ring."""
+
+
 def marked(chosen: Iterator[list[Chosen]]) -> list[Any]:
-    """Worlds of more than eight ranks take long to start."""
-    return [pytest.param(some, marks=[pytest.mark.long] * (some[0][0].ranks > 8)) for some in chosen]
+    return [pytest.param(some, marks=[pytest.mark.long] * (some[0][0] in LONG)) for some in chosen]
+
+
+def through(composition: Composition) -> Any:
+    """What a ring of two has settings for, others have in `BRIEF`, two at once in what is drawn at random."""
+    return pytest.param(composition, marks=[pytest.mark.long] * (composition.ranks > 1))
 
 
 def named(axes: dict[str, int]) -> str:
@@ -120,7 +128,7 @@ def conform(some: list[Chosen]) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("composition", THOROUGH, ids=str)
+@pytest.mark.parametrize("composition", map(through, THOROUGH), ids=str)
 def test_any_two_settings_at_once(worlds, composition):
     assert worlds(composition.ranks).run(conform, [(composition, cases())]) == [[]] * composition.ranks
 

@@ -159,7 +159,7 @@ def with_sinks(compiled: bool) -> float:
     return relative_error(dsinks.full_tensor(), wanted)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "in one graph"])
 def test_sinks(worlds, compiled):
     assert max(worlds(4 if compiled else 8).run(with_sinks, compiled)) <= EXACT
 

@@ -158,7 +158,7 @@ def each(forms: list[Form]) -> list[dict[str, float]]:
     return [errors(form) for form in forms]
 
 
-@pytest.mark.parametrize("forms", [ON_FOUR, ON_EIGHT], ids=["four", "eight"])
+@pytest.mark.parametrize("forms", [ON_FOUR, pytest.param(ON_EIGHT, marks=pytest.mark.long)], ids=["four", "eight"])
 def test_projected_dtensors_give_what_one_rank_gives(worlds, forms):
     ranks = 4 if forms is ON_FOUR else 8
     for rank in worlds(ranks).run(each, forms):

@@ -192,7 +192,10 @@ def compare_all(cases: list[Case], expected: list[list[dict[str, Tensor]]]) -> l
     return [f"{case}: {fault}" for case, one in zip(cases, expected, strict=True) for fault in compare(case, *one)]
 
 
-@pytest.mark.parametrize("group", [pytest.param(n, marks=[pytest.mark.long] * (n == "8 ranks")) for n in GROUPS])
+LONG = ("8 ranks", "compiled stages")
+
+
+@pytest.mark.parametrize("group", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in GROUPS])
 def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, group):
     cases = GROUPS[group]
     expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]

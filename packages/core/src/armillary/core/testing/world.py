@@ -27,9 +27,9 @@ R = TypeVar("R")
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor.compile_fx")
 """Imported once by the server that ranks are forked from, rather than by each rank that builds a mesh or compiles."""
 
-OF_TESTS = ("hypothesis", "pytest", "transformers")
-"""Imported there too, if they are here: each rank imports the module of its function, a test. Not that itself: it may
-ask for GPUs, and a process that has done so has none for those that it forks."""
+OF_TESTS = ("accelerate", "armillary", "diffusers", "hypothesis", "pytest", "transformers", "trl")
+"""What is here of them is imported there too: each rank imports the module of its function, a test. Not that itself: it
+may ask for GPUs, and a process that has done so has none for those that it forks."""
 
 FRESH = 8
 """Times that `Worlds` hands out the same ranks before it replaces them."""
@@ -99,7 +99,7 @@ class World:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        ours = sorted(name for name in sys.modules if name.startswith("armillary.") or name in OF_TESTS)
+        ours = sorted(name for name in sys.modules if name.partition(".")[0] in OF_TESTS)
         context.set_forkserver_preload([*PRELOAD, *ours])
         self._folder = Path(tempfile.mkdtemp(prefix="armillary-world-"))
         for rank in range(self.size):
