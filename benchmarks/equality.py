@@ -2,6 +2,7 @@
 
     uv run python benchmarks/equality.py                          # both parts, 200 steps; about a quarter of an hour
     uv run python benchmarks/equality.py --only curves --steps 20
+    uv run python benchmarks/equality.py --only recall --meshes ring upipe --out outputs/recall
 
 `curves` trains on Python's own text with every method on 4 ranks, in float32 and float64. All curves must lie within
 1e-3 and 1e-8 of one rank's. `recall` trains on questions whose answers other ranks hold: every method must learn them,
@@ -13,7 +14,8 @@ from __future__ import annotations
 import io
 import math
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -76,8 +78,9 @@ class Mesh:
         return replace(config, parallel=parallel, train=replace(config.train, **train_options))
 
 
+ONE = Mesh("one rank")
 MESHES = [
-    Mesh("one rank"),
+    ONE,
     Mesh("Ring", "ring", {"ring": 4}),
     Mesh("USP, zigzag", "usp", {"ring": 2, "ulysses": 2}),
     Mesh("WallFacer", "wallfacer", {"ring": 4}),
@@ -92,9 +95,16 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--steps", type=count_argument(), default=None, help="fewer than each part has by itself")
+    parser.add_argument("--meshes", nargs="+", help="fewer than all, by their names in the tables")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and the picture")
     options = parser.parse_args()
-    good = [PARTS[name](options.steps) for name in options.only]
+    good = [PARTS[name](options) for name in options.only]
     sys.exit(0 if all(good) else 1)
+
+
+def chosen(meshes: Sequence[Mesh], options: Namespace) -> list[Mesh]:
+    """Those asked for; what all are compared with is always among them."""
+    return [mesh for mesh in meshes if options.meshes is None or mesh.name in options.meshes or mesh in (ONE, BROKEN)]
 
 
 def trained(config: Config, broken: bool = False) -> Summary:
@@ -115,13 +125,14 @@ def on(world: World, config: Config, broken: bool = False) -> Summary:
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def curves(steps: int | None) -> bool:
+def curves(options: Namespace) -> bool:
     losses: dict[str, dict[str, list[float]]] = {}
+    meshes, steps = chosen(MESHES, options), options.steps or 200
     for ranks in (1, 4):
         with World(ranks) as world:
-            for mesh in (mesh for mesh in MESHES if mesh.ranks == ranks):
+            for mesh in (mesh for mesh in meshes if mesh.ranks == ranks):
                 for precision in LIMITS:
-                    config = mesh.config(SMALL, steps=steps or 200, precision=precision)
+                    config = mesh.config(SMALL, steps=steps, precision=precision)
                     losses.setdefault(precision, {})[mesh.name] = on(world, config).losses
                     print(f"{mesh.name}, {precision}: {losses[precision][mesh.name][-1]:.6f}", flush=True)
     furthest = {precision: {name: max(apart(found, name)) for name in found} for precision, found in losses.items()}
@@ -131,22 +142,22 @@ def curves(steps: int | None) -> bool:
             "last loss, float32": f"{losses['float32'][mesh.name][-1]:.6f}",
             **{f"furthest, {p}": f"{furthest[p][mesh.name]:.1e}" if mesh.axes else None for p in LIMITS},
         }
-        for mesh in MESHES
+        for mesh in meshes
     ]
     notes = [
         f"LLaMA of dim 64, 2 layers, 8 and 4 heads, {SMALL.data.global_batch_size} rows of "
-        f"{SMALL.data.sequence_length} bytes of Python's own text a step, {steps or 200} steps of AdamW",
+        f"{SMALL.data.sequence_length} bytes of Python's own text a step, {steps} steps of AdamW",
         "furthest: the largest difference of any step's loss from one rank's, in nats",
         *[f"limit in {precision}: {limit:g}" for precision, limit in LIMITS.items()],
     ]
-    print(report.write("equality", "Loss curves on 4 ranks and on one", rows, notes))
-    draw(losses, report.RESULTS / "equality.png")
+    print(report.write("equality", "Loss curves on 4 ranks and on one", rows, notes, options.out))
+    draw(losses, options.out / "equality.png")
     return all(value <= LIMITS[precision] for precision, found in furthest.items() for value in found.values())
 
 
 def apart(losses: dict[str, list[float]], name: str) -> list[float]:
     """How far each step's loss is from one rank's."""
-    return [abs(a - b) for a, b in zip(losses[name], losses[MESHES[0].name], strict=True)]
+    return [abs(a - b) for a, b in zip(losses[name], losses[ONE.name], strict=True)]
 
 
 def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -207,11 +218,12 @@ def end_with_shard(run: Run) -> None:
             module.attention = OwnShard()
 
 
-def recall(steps: int | None) -> bool:
+def recall(options: Namespace) -> bool:
     rows: list[dict[str, Any]] = []
+    steps = options.steps or 500
     with World(4) as world:
-        for mesh in [*METHODS, BROKEN]:
-            config = mesh.config(RECALL, steps=steps or 500)
+        for mesh in chosen([*METHODS, BROKEN], options):
+            config = mesh.config(RECALL, steps=steps)
             summary = on(world, config, broken=mesh is BROKEN)
             shown = {"right answers": summary.validation["recall"], "last loss": summary.losses[-1]}
             rows.append({"attention": mesh.name, **shown})
@@ -221,10 +233,9 @@ def recall(steps: int | None) -> bool:
     notes = [
         f"rows of {data.sequence_length} tokens on 4 ranks with {data.pairs} (key, value) pairs, each asked for on a "
         f"rank that holds none of it; {data.symbols} values, so chance is {chance:.3f}; held-out rows",
-        f"{steps or 500} steps of {data.global_batch_size} rows; own shard alone: Ring whose ranks see their own keys "
-        "alone",
+        f"{steps} steps of {data.global_batch_size} rows; own shard alone: Ring whose ranks see their own keys alone",
     ]
-    print(report.write("equality-recall", "Recall across ranks", rows, notes))
+    print(report.write("equality-recall", "Recall across ranks", rows, notes, options.out))
     *methods, broken = [row["right answers"] for row in rows]
     return min(methods) > 0.95 and broken < 2 * chance
 

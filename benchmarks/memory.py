@@ -12,9 +12,10 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from report import write
+from report import RESULTS, write
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,6 +50,9 @@ PLANS: dict[str, list[MemoryPlan]] = {
         MemoryPlan(cluster="8xh100", model="gpt-7b", tokens="3M"),
     ],
 }
+
+NODE = [plan for plan in PLANS["contexts"] if plan.cluster == "8xh100" and plan.attention in ("upipe", "usp", "ring")]
+"""The shortest of them, for who has a minute."""
 
 
 def upipe(stage: int, prefetch: bool, mesh: DeviceMesh) -> Method:
@@ -173,13 +177,16 @@ def main() -> None:
         ),
         "policies": ("Checkpoint policies, LLaMA-3-8B, 1M tokens on 8 H100", policies, []),
         "contexts": ("Longest sequences, LLaMA-3-8B", lambda: longest(PLANS["contexts"], console), []),
+        "node": ("Longest sequences, LLaMA-3-8B on 8 H100", lambda: longest(NODE, console), []),
         "models": ("Longest sequences, other models and machines", lambda: longest(PLANS["models"], console), []),
     }
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
-    for name in parser.parse_args().only:
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=[name for name in parts if name != "node"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the reports")
+    options = parser.parse_args()
+    for name in options.only:
         title, measure, notes = parts[name]
-        print(write(f"memory-{name}", title, measure(), notes), flush=True)
+        print(write(f"memory-{name}", title, measure(), notes, options.out), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,17 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> str:
-    """Writes results/`name`.json and .md; returns the table. All rows have the same keys."""
+def write(
+    name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = (), folder: Path = RESULTS
+) -> str:
+    """Writes `name`.json and .md to a folder; returns the table. All rows have the same keys."""
     command = shlex.join(["python", str(Path(sys.argv[0]).as_posix()), *sys.argv[1:]])
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
     table = f"# {title}\n\n    {command}\n\n{machine}\n\n{as_table(rows)}\n" + "".join(f"\n- {note}" for note in notes)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(table.rstrip() + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(table.rstrip() + "\n")
     data = {"title": title, "command": command, "machine": machine, "rows": rows, "notes": notes}
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     return table
 
 

@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", choices=RACES, default=RACES)
     parser.add_argument("--tokens", type=count_argument(), default=32, help="of each rank")
     parser.add_argument("--repeats", type=count_argument(), default=3)
+    parser.add_argument("--methods", nargs="+", default=[], help="beside the ring; by default all")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and the picture")
     options = parser.parse_args()
     if (why := obstacle()) is not None:
         print(f"skipped: {why}", file=sys.stderr)
@@ -44,22 +46,23 @@ def main() -> None:
     leave_on_signals()
     for name in options.clusters:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        chosen = race(name, options.tokens)
-        print(write(name, chosen, run(chosen, name, options.tokens, options.repeats)), end="\n\n", flush=True)
-    print(f"all that has been measured so far: {draw()}")
+        chosen = race(name, options.tokens, options.methods)
+        print(write(name, chosen, run(chosen, name, options), options.out), end="\n\n", flush=True)
+    print(f"all that has been measured so far: {draw(options.out)}")
 
 
-def run(chosen: Race, name: str, tokens: int, repeats: int) -> dict[str, Any]:
+def run(chosen: Race, name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """What `measure.py` has found on the cluster."""
     with TemporaryDirectory() as folder, EmulatedCluster(chosen.cluster) as emulated:
         found = Path(folder) / "found.json"
-        options = ["--tokens", str(tokens), "--repeats", str(repeats), "--out", str(found)]
+        options = ["--tokens", str(asked.tokens), "--repeats", str(asked.repeats), "--out", str(found)]
+        options += ["--methods", *asked.methods]
         program = [sys.executable, str(HERE / "measure.py"), name, *options]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
         return json.loads(found.read_text())
 
 
-def write(name: str, chosen: Race, found: dict[str, Any]) -> str:
+def write(name: str, chosen: Race, found: dict[str, Any], folder: Path) -> str:
     """The report of one cluster, as files; returns its table."""
     tables = [rows_of(chosen, turns) for turns in found["turns"]]
     link = chosen.cluster.within if chosen.cluster.nodes == 1 else chosen.cluster.between
@@ -76,7 +79,7 @@ def write(name: str, chosen: Race, found: dict[str, Any]) -> str:
     ]
     notes += [verdict(rows) for rows in tables]
     rows, title = [row for rows in tables for row in rows], f"Attention on {chosen.cluster.name}"
-    return report.write(f"cluster-{name.removeprefix('emulated-')}", title, rows, notes)
+    return report.write(f"cluster-{name.removeprefix('emulated-')}", title, rows, notes, folder)
 
 
 def rows_of(chosen: Race, turns: dict[str, Any]) -> list[dict[str, Any]]:

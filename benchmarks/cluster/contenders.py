@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -102,12 +102,21 @@ RACES = (
 )
 
 
-def race(name: str, tokens: int) -> Race:
+def race(name: str, tokens: int, methods: Sequence[str] = ()) -> Race:
     """What is measured on the emulated cluster of that name, with so many tokens a rank.
+
+    Args:
+        methods: those whose contenders run, the ring besides; by default all.
 
     Raises:
         ValueError: another name.
     """
+    every = full_race(name, tokens)
+    some = (c for c in every.contenders if not methods or c.method in ("ring", *methods))
+    return replace(every, contenders=tuple(some))
+
+
+def full_race(name: str, tokens: int) -> Race:
     match name:
         case "emulated-4x4-card-per-rank" | "emulated-4x4-card-per-node":
             return of(name, tokens, (HEADS,), (*everyone(16), Contender("usp", 4, 4)))

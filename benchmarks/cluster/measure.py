@@ -36,10 +36,11 @@ def main() -> None:
     parser.add_argument("cluster")
     parser.add_argument("--tokens", type=count_argument(), required=True)
     parser.add_argument("--repeats", type=count_argument(), required=True)
+    parser.add_argument("--methods", nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = race(options.cluster, options.tokens)
+    chosen = race(options.cluster, options.tokens, options.methods)
     methods = methods_of(chosen)
     found = {"wires": wires(chosen), "turns": [measure(methods, shapes, options.repeats) for shapes in chosen.shapes]}
     if dist.get_rank() == 0:

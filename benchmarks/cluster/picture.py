@@ -24,9 +24,9 @@ TICKS = (0.2, 0.5, 1, 2, 5, 10, 20)
 TEXT = {"va": "center", "fontsize": 8}
 
 
-def draw() -> Path:
-    """Of those clusters that have been measured; one row each, one panel for each of the shapes."""
-    races = {name: found for name in RACES if (found := measured(name))}
+def draw(folder: Path = report.RESULTS) -> Path:
+    """Of those clusters whose reports are in a folder; one row each, one panel for each of the shapes."""
+    races = {name: found for name in RACES if (found := measured(name, folder))}
     width = max(len(panels) for panels in races.values())
     figure = Figure((4.6 * width, 2.6 * len(races)), layout="constrained")
     rows = figure.subplots(len(races), width, squeeze=False)
@@ -42,13 +42,13 @@ def draw() -> Path:
     figure.suptitle(
         "Tokens a second as a multiple of Ring's: bars as measured, marks as the planner has it", fontsize=11
     )
-    figure.savefig(path := report.RESULTS / "cluster.png", dpi=100)
+    figure.savefig(path := folder / "cluster.png", dpi=100)
     return path
 
 
-def measured(name: str) -> list[list[dict[str, Any]]]:
+def measured(name: str, folder: Path) -> list[list[dict[str, Any]]]:
     """Rows of a report, those of the same shapes together; none where it has not been written."""
-    file = report.RESULTS / f"cluster-{name.removeprefix('emulated-')}.json"
+    file = folder / f"cluster-{name.removeprefix('emulated-')}.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     return [list(panel) for _, panel in groupby(rows, key=lambda row: row["shapes"])]
 

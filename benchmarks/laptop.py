@@ -1,0 +1,187 @@
+"""Five results that anybody can repeat on two cores in ten minutes, and the page of the docs made of them.
+
+    uv run python benchmarks/laptop.py                       # into outputs/results
+    uv run python benchmarks/laptop.py --only recall bytes
+    uv run python benchmarks/laptop.py --out docs/results    # the page of the docs
+
+Each part is another benchmark, with fewer cases: its command line stands in the page. What has been measured stays in
+the folder, so that parts can be measured one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import report
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """One section of the page."""
+
+    title: str
+    command: str
+    text: str
+    report: str
+    """The name of the report that the command writes."""
+    columns: tuple[str, ...]
+    """Those of a report that the page shows."""
+    picture: str
+    """A file that the command writes, or else one drawn here of `bars`: (name, value)."""
+    bars: tuple[str, str] | None = None
+
+
+PARTS = {
+    "convergence": Part(
+        "The same loss on every mesh",
+        "benchmarks/equality.py --only curves --steps 40",
+        "A small LLaMA trains on Python's own text with every method on 4 ranks. No step's loss is further from one "
+        "rank's than rounding: some 1e-6 in float32, some 1e-15 in float64. Wrong gradients would part the curves "
+        "within a few steps; a wrong one in float32 alone could hide behind rounding, in float64 it cannot.",
+        "equality",
+        ("mesh", "last loss, float32", "furthest, float32", "furthest, float64"),
+        "equality.png",
+    ),
+    "recall": Part(
+        "What another rank holds is found",
+        "benchmarks/equality.py --only recall --meshes ring token_ring upipe",
+        "Rows of 16 tokens lie on 4 ranks: pairs of key and value, then a key, whose value was on another rank. "
+        "A model whose attention ends with its own shard cannot do better than chance.",
+        "equality-recall",
+        ("attention", "right answers", "last loss"),
+        "recall.png",
+        ("attention", "right answers"),
+    ),
+    "bytes": Part(
+        "Bytes against the papers",
+        "benchmarks/papers.py",
+        "What the papers say that one rank sends, or holds, beside what a ledger counts of the methods that run here. "
+        "Where they differ, the table says why.",
+        "papers",
+        ("what", "by", "unit", "paper", "counted", "why they differ"),
+        "",
+    ),
+    "network": Part(
+        "WallFacer against Ring, on 4 nodes of 4",
+        "benchmarks/cluster --clusters emulated-4x4-card-per-rank --methods wallfacer --repeats 2",
+        "16 ranks in network namespaces of this machine, behind wires as slow as the description of a cluster says: a "
+        "port within the node and a network card for each rank, 2 MB/s each way. Results are held against one rank "
+        "before anything is timed. The planner's prediction stands beside; it knows two kernel calls' time and the "
+        "cluster's description, nothing else. It takes root, `ip` and `tc`, and is left out where they are missing.",
+        "cluster-4x4-card-per-rank",
+        ("shapes", "contender", "seconds", "over ring", "predicted over ring", "MB sent, mean"),
+        "cluster.png",
+    ),
+    "context": Part(
+        "The longest sequence on 8 H100",
+        "benchmarks/memory.py --only node",
+        "A training step of LLaMA-3-8B is simulated on tensors without numbers, and its live bytes counted, for longer "
+        "and longer sequences: parameters, gradients and AdamW sharded by FSDP2, checkpoints and optimizer on the "
+        "host. No GPU has run it yet; on the CPU, simulated bytes equal real ones.",
+        "memory-node",
+        ("attention", "tokens, M", "device GiB", "of", "host TB a node", "full"),
+        "context.png",
+        ("attention", "tokens, M"),
+    ),
+}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("outputs/results"), help="folder of the page and pictures")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    stored = options.out / "results.json"
+    measured: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    for name in options.only:
+        print(f"\n== {PARTS[name].title}: python {PARTS[name].command}", flush=True)
+        if (found := measure(PARTS[name], options.out)) is not None:
+            measured = {key: (measured | {name: found})[key] for key in PARTS if key in {*measured, name}}
+            stored.write_text(json.dumps(measured, indent=1) + "\n")
+    (options.out / "index.md").write_text(page(measured))
+    print(f"\n{sum(found['seconds'] for found in measured.values()):.0f} s in all; read {options.out / 'index.md'}")
+
+
+def measure(part: Part, out: Path) -> dict[str, Any] | None:
+    """Runs a part's command; what its report says, or None where this machine cannot. Its pictures go to `out`."""
+    begun = time.monotonic()
+    script, *words = part.command.split()
+    with TemporaryDirectory() as name:
+        command = [sys.executable, str(HERE.parent / script), *words, "--out", name]
+        if code := subprocess.run(command).returncode:
+            sys.exit(f"exit code {code}: {part.command}")
+        file = Path(name) / f"{part.report}.json"
+        if not file.exists():
+            return None
+        found = json.loads(file.read_text())
+        for picture in Path(name).glob("*.png"):
+            (out / picture.name).write_bytes(picture.read_bytes())
+    rows = [{column: row[column] for column in part.columns} for row in found["rows"]]
+    if part.bars is not None:
+        draw_bars(rows, *part.bars, out / part.picture)
+    seconds = time.monotonic() - begun
+    return {"machine": found["machine"], "seconds": seconds, "rows": rows, "notes": found["notes"]}
+
+
+def draw_bars(rows: list[dict[str, Any]], name: str, value: str, path: Path) -> None:
+    """One horizontal bar for each row, the first on top, with its figure."""
+    figure = Figure((7, 0.6 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([row[name] for row in rows], [row[value] for row in rows], height=0.65)
+    axes.bar_label(bars, fmt="{:.2f}", padding=3)
+    axes.set_xlabel(value)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def page(measured: dict[str, Any]) -> str:
+    """Markdown of what has been measured."""
+    minutes = sum(found["seconds"] for found in measured.values()) / 60
+    parts = [section(PARTS[name], found) for name, found in measured.items()]
+    machine = next((found["machine"] for found in measured.values()), "")
+    return f"""# Results to repeat on a laptop
+
+```console
+$ uv run python benchmarks/laptop.py
+```
+
+measures all of this anew, into `outputs/results`; it takes no GPU and no download but the packages'. With
+`--out docs/results` it wrote this page, in {minutes:.0f} minutes ({machine}).
+
+{"".join(parts).rstrip()}
+"""
+
+
+def section(part: Part, found: dict[str, Any]) -> str:
+    picture = f"![{part.title}]({part.picture})\n\n" if part.picture else ""
+    notes = "".join(f"- {note}\n" for note in found["notes"])
+    return f"""## {part.title}
+
+```console
+$ uv run python {part.command}
+```
+
+{part.text} {found["seconds"]:.0f} seconds.
+
+{picture}{report.as_table(found["rows"])}
+
+{notes}
+"""
+
+
+if __name__ == "__main__":
+    main()
