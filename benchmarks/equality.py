@@ -213,6 +213,7 @@ class OwnShard:
 
 
 def end_with_shard(run: Run) -> None:
+    run.mesh = None  # what attends is no method, and says of no axis that it shards tokens
     for module in run.model.modules():
         if isinstance(module, Block):
             module.attention = OwnShard()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.core import CommLedger, SequenceLayout, compat, distribute_sequence, gather_sequence
 from armillary.core.fake_world import fake_world
-from armillary.core.sequence import nested_sizes, shard_order
+from armillary.core.sequence import is_cut_by_dtensor, nested_sizes, sequence_from_local, shard_order
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import place
 
@@ -72,6 +72,8 @@ def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
         (lambda: distribute_sequence(ids, layout, usp, axes=["ulysses", "ring"]), "outermost first"),
         (lambda: distribute_sequence(ids, layout, usp, axes=["cp"]), r"\('cp',\) are not some of the mesh's, \('ring'"),
         (lambda: distribute_sequence(ids, layout, usp, axes=[]), "are not some of the mesh's"),
+        (lambda: sequence_from_local(ids[:, :3], ten, ring), r"\(3, 3, 2, 2\) over axis 'ring' .* \(3, 3, 3, 1\)"),
+        (lambda: sequence_from_local(ids[:, :5], layout, ring), r"\(2, 5, 3\) has 5 tokens; shard 0 has 4"),
         (lambda: gather_sequence(ids, layout), "x is a Tensor; a DTensor is needed"),
         (lambda: gather_sequence(x, SequenceLayout.zigzag(8, 4)), "which dim of DTensor .* has the 8 tokens"),
         (lambda: gather_sequence(x, layout, dim=0), "has 2 tokens; the layout has 16"),
@@ -106,6 +108,22 @@ def test_which_axes_shard_the_sequence():
         ):
             x = distribute_sequence(sixteen, layout, ranks[names], axes=axes)
             assert list(x.placements) == expected and x.device_mesh == ranks[names], (names, x.placements)
+
+
+def test_rows_of_several_ranks_are_one_tensor():
+    layout = SequenceLayout.zigzag(16, 2)
+    with fake_world(5, shard=3, ring=2) as ranks:
+        x = random(0, 2, 8, 4)
+        placed = sequence_from_local(x, layout, ranks["shard", "ring"], rows=["shard"])
+        assert placed.shape == (6, 16, 4) and list(placed.placements) == [S0, S1]
+        assert torch.equal(placed.to_local(), x)
+
+
+def test_layouts_that_no_dtensor_has():
+    unequal = SequenceLayout([[range(3)], *([range(i, i + 4)] for i in (3, 7, 11))])
+    with fake_world(ring=4) as ranks:
+        layouts = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(10, 4), unequal
+        assert [is_cut_by_dtensor(layout, ranks["ring"]) for layout in layouts] == [True, False, False]
 
 
 def test_one_rank_and_a_mesh_without_names():
@@ -189,6 +207,12 @@ def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length
         "dim": torch.equal(gather_sequence(y, layout, dim - whole.ndim), whole),
         "replicated": torch.equal(gather_sequence(y.redistribute(placements=[R] * on.ndim), layout, dim), whole),
     }
+    part = layout.take(whole, shard, dim).requires_grad_()
+    mine = sequence_from_local(part, layout, on, dim)
+    (to_part,) = torch.autograd.grad(mine, part, to_y)
+    checks["from local"] = torch.equal(mine.to_local(), part) and mine.placements == y.placements
+    checks["from local, of the whole"] = mine.shape == y.shape and is_cut_by_dtensor(layout, on)
+    checks["from local, gradient"] = torch.equal(to_part, to_y.to_local())
     ids = torch.arange(whole.numel()).view(whole.shape)
     checks["integers"] = torch.equal(gather_sequence(distribute_sequence(ids, layout, on, dim), layout, dim), ids)
     return [name for name, right in checks.items() if not right]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.health.stopping import StopSignal
@@ -30,7 +30,7 @@ from armillary.train import (
 )
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
-from armillary.train.step import StepResult, train_step
+from armillary.train.step import StepResult, local_loss, train_step
 from armillary.train.validation import validate
 
 
@@ -134,6 +134,23 @@ def test_bfloat16_keeps_masters_and_sums_of_gradients_in_float32_and_tracks_floa
         assert torch.bfloat16 in gathered
     for losses, exact in worlds(2).run(losses_of, [half, small]):
         assert 1e-6 < furthest(losses, exact) < 1e-2
+
+
+def entering(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] | None] | None:
+    """How a batch enters the model, if as a DTensor. The loss is that of local tensors to the bit."""
+    run = built(config)
+    batch = run.training.batch(0)
+    tokens, found = run.placed(batch.tokens, batch.layout), local_loss(run, batch)
+    run.mesh = None
+    assert all(map(torch.equal, found, local_loss(run, batch)))
+    return (tokens.placements, tokens.device_mesh.mesh_dim_names) if isinstance(tokens, DTensor) else None
+
+
+def test_batches_enter_as_dtensors_where_dtensor_has_such_shards(worlds, small):
+    config = replace(small, data=replace(small.data, sequence_length=48))
+    both = worlds(4).run(entering, meshed(config, shard=2, ring=2))
+    assert both == [((Shard(0), Shard(1)), ("shard", "ring"))] * 4
+    assert worlds(4).run(entering, meshed(small, ring=4)) == [None] * 4  # 50 tokens: 13, 13, 12, 12
 
 
 def test_float64_is_float64_everywhere_and_meshes_agree_to_its_last_digits(worlds, small):

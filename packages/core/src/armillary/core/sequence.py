@@ -60,10 +60,53 @@ def distribute_sequence(
     dim = _checked(x, layout, dim)
     places = _sequence_places(mesh, layout, axes)
     found = _over(layout, mesh, places)
-    expected = nested_sizes(layout.length, [mesh.size(place) for place in places])
-    check_chunks("shards of the layout", found.sizes, expected, _named(mesh, places))
+    check_chunks("shards of the layout", found.sizes, _cut(layout, mesh, places), _named(mesh, places))
     ordered = x.index_select(dim, shard_order(found).to(x.device))
     return _redistributed(DTensor.from_local(ordered, mesh, [Replicate()] * mesh.ndim), places, Shard(dim))
+
+
+def sequence_from_local(
+    x: Tensor,
+    layout: SequenceLayout,
+    mesh: DeviceMesh,
+    dim: int = 1,
+    *,
+    axes: Sequence[str] | None = None,
+    rows: Sequence[str] = (),
+) -> DTensor:
+    """What a rank has read of the sequence, its shard -> the DTensor that `distribute_sequence` makes of all of it.
+
+    For loaders, of which each rank reads its own tokens. Nothing is sent; the gradient is the local part's.
+
+    Args:
+        x: [..., T, ...], T the tokens of this rank's shard, on `dim`.
+        layout, mesh, axes: as for `distribute_sequence`.
+        rows: names of axes of `mesh` whose ranks have rows [B, ...] of their own, as many each: `Shard(0)` there.
+
+    Raises:
+        ValueError: as `distribute_sequence`; or x has another number of tokens than this rank's shard.
+    """
+    places = _sequence_places(mesh, layout, axes)
+    found, names = _over(layout, mesh, places), mesh.mesh_dim_names or ()
+    check_chunks("shards of the layout", found.sizes, _cut(layout, mesh, places), _named(mesh, places))
+    shard = 0
+    for place in places:
+        shard = shard * mesh.size(place) + mesh.get_local_rank(place)
+    if x.shape[dim] != (tokens := found.sizes[shard]):
+        raise ValueError(f"dim {dim} of x {tuple(x.shape)} has {x.shape[dim]} tokens; shard {shard} has {tokens}")
+    over = [names.index(name) for name in rows]
+    placements = [Shard(dim) if i in places else Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
+    shape = list(x.shape)
+    shape[dim] = layout.length
+    shape[0] *= prod(mesh.size(place) for place in over)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[str] | None = None) -> bool:
+    """Whether the layout's shards are those of a DTensor, so that the functions above take it. As these, otherwise."""
+    places = _sequence_places(mesh, layout, axes)
+    return _over(layout, mesh, places).sizes == _cut(layout, mesh, places)
 
 
 def gather_sequence(
@@ -159,6 +202,11 @@ def _over(layout: SequenceLayout, mesh: DeviceMesh, places: Sequence[int]) -> Se
         return layout.refine(heads)
     sizes = " x ".join(str(mesh.size(place)) for place in places)
     raise ValueError(f"the layout has {layout.shards} shards; axis {_named(mesh, places)} has {sizes} ranks")
+
+
+def _cut(layout: SequenceLayout, mesh: DeviceMesh, places: Sequence[int]) -> tuple[int, ...]:
+    """How long DTensor makes the shards."""
+    return nested_sizes(layout.length, [mesh.size(place) for place in places])
 
 
 def _sequence_dim(x: DTensor, layout: SequenceLayout) -> int:

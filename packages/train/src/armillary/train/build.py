@@ -24,7 +24,7 @@ from armillary.train.config.check import check, check_log
 from armillary.train.config.overlay import by_flag
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
-from armillary.train.parallel import choose_axes, choose_device, data_mesh
+from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
 from armillary.train.tasks import load_task, task_tokens
@@ -70,7 +70,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     fill(model, config.model, config.train.seed)
     optimizer = build_optimizer(model, config.optimizer)
-    return Run(config, device, Axis.of(data_mesh(mesh)), model, optimizer, training, validation, tasks)
+    data = Axis.of(data_mesh(mesh))
+    return Run(config, device, data, batch_mesh(mesh), model, optimizer, training, validation, tasks)
 
 
 def collective_timeout(config: Config) -> timedelta:

@@ -66,6 +66,11 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
     return cp // ulysses, ulysses
 
 
+def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Its axes of several ranks, and `ring`. Of any op over five axes torch (2.15) weighs placements for seconds."""
+    return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
+
+
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D mesh of all ranks that hold tokens of one step."""
     return compat.flatten(mesh, DATA_AXES, "data")

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils import _pytree as pytree
 
 from armillary.core.gradients import clip_gradients
+from armillary.core.placements import local_of
 from armillary.data import Batch
 from armillary.models import linear_token_loss
 from armillary.train.lr_schedule import learning_rate
@@ -80,16 +83,16 @@ def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
-    """`head(hidden, weight, labels=...)` on the model's hidden states of this rank's tokens."""
-    tokens, labels = batch.tokens.to(run.device), batch.labels.to(run.device)
+    """`head(hidden, weight, labels=...)` on the model's hidden states: this rank's part, or its shares of sums."""
+    tokens, labels = (run.placed(x.to(run.device), batch.layout) for x in (batch.tokens, batch.labels))
     # Counted from the start of the row they are the same in each.
     positions = (batch.positions if run.config.data.reset_positions else batch.positions[0]).to(run.device)
     head = partial(head, labels=labels)
-    return run.model(tokens, positions=positions, mask=run.mask(batch), layout=batch.layout, head=head)
+    found = run.model(tokens, positions=positions, mask=run.mask(batch), layout=batch.layout, head=head)
+    return pytree.tree_map_only(DTensor, local_of, found)
 
 
 def summed(run: Run, value: Tensor | int) -> Tensor:
-    """`value` summed over all ranks that hold tokens; a fresh tensor."""
-    total = torch.as_tensor(value, device=run.device).detach().clone()
-    dist.all_reduce(total, group=run.data.group)
-    return total
+    """`value`, of which all ranks that hold tokens have a share, summed over them."""
+    share = torch.as_tensor(value, device=run.device).detach()
+    return DTensor.from_local(share, run.data.mesh, [Partial()], run_check=False).full_tensor()
