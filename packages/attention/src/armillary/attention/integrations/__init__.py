@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from armillary.attention.integrations.batch import ShardedBatch, shard_batch, whole_loss
+from armillary.attention.integrations.batch import ShardedBatch, shard_batch, whole_loss, whole_sequence
+from armillary.attention.integrations.rows import share_rows
 from armillary.attention.integrations.sdpa import sdpa_parallel
 from armillary.attention.integrations.sequence import sequence
+from armillary.attention.integrations.trainer import ContextParallelTrainer
 from armillary.attention.integrations.transformers import register_transformers
 
 if TYPE_CHECKING:
@@ -12,12 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallel",
+    "ContextParallelTrainer",
     "ShardedBatch",
     "register_transformers",
     "sdpa_parallel",
     "sequence",
     "shard_batch",
+    "share_rows",
     "whole_loss",
+    "whole_sequence",
 ]
 
 

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from armillary.attention.checks import check_layout
-from armillary.attention.integrations.packing import sum_over_ranks
+from armillary.attention.integrations.packing import all_gather_over, gather, sum_over_ranks
+from armillary.attention.integrations.padding import IGNORED, check_padding, set_apart
 from armillary.attention.integrations.sequence import Documents, Sharding, check_method, sequence
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 from armillary.core.checked import check_tensor, integer
 
-IGNORED = -100
-"""The label of a token that predicts nothing, as cross_entropy and transformers have it."""
-
 
 class ShardedBatch(NamedTuple):
-    """One rank's tokens. `labelled` is how many labels all ranks have together."""
+    """One rank's tokens. `labelled` is how many labels all ranks have together.
+
+    Where an attention_mask was given, tokens that it hides are in documents of their own.
+    """
 
     ids: Tensor
     position_ids: Tensor
@@ -31,16 +32,18 @@ class ShardedBatch(NamedTuple):
     documents: Documents
     layout: SequenceLayout
     labelled: int
+    attention_mask: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Arguments for a model of Hugging Face transformers, whose loss is then this rank's share of the whole one."""
         shifted = {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": self.labelled}
-        return {"input_ids": self.ids, "position_ids": self.position_ids, **shifted}
+        masked = {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
+        return {"input_ids": self.ids, "position_ids": self.position_ids, **shifted, **masked}
 
     def sequence(self) -> AbstractContextManager[None]:
         """`sequence(layout=..., documents=...)` of this batch."""
-        return sequence(layout=self.layout, documents=self.documents)
+        return sequence(layout=self.layout, documents=self.documents, padded=self.attention_mask is not None)
 
 
 def shard_batch(
@@ -51,6 +54,8 @@ def shard_batch(
     layout: SequenceLayout | None = None,
     documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    shift_labels: Tensor | None = None,
     labelled: int | None = None,
 ) -> ShardedBatch:
     """This rank's tokens, position ids and shifted labels, of a batch that all ranks of `attend` have whole.
@@ -71,30 +76,47 @@ def shard_batch(
         layout: by default `attend.layout(N)`.
         documents: boundaries, as `AttentionMask` takes them. By default a document starts wherever position ids are 0.
         position_ids: [B or 1, N]; by default they count from the start of each document.
+        attention_mask: [B, N] of 1 and 0, as tokenizers make it: those that it hides are padding. It becomes documents
+            of its own, which nothing else sees, and has no labels; what the model says of it means nothing.
+        shift_labels: [B, N], instead of labels, those that are shifted already; taken as they are.
         labelled: labels that the loss is a mean over, by default those of this batch; with several micro-batches or
             data-parallel ranks, those of all. A batch without labels has loss 0.
 
     Raises:
         ValueError: shapes that differ, documents that do not end at N, a layout of another length or number of shards,
-            `labelled` below 1.
+            `labelled` below 1, labels and shift_labels. An attention_mask of other numbers or that hides tokens between
+            those of one document, or before them where no position_ids are given; shift_labels of hidden tokens.
     """
     check_method(attend)
     _check(ids, labels, layout, position_ids, labelled)
+    check_padding(ids, labels, shift_labels, attention_mask)
     rows, length = ids.shape
     told = documents if documents is not None or position_ids is None else _restarts(position_ids)
     mask = AttentionMask(documents=told if told is not None else (0, length))
     mask.check(length, rows)
+    if attention_mask is not None:
+        mask = AttentionMask(documents=set_apart(mask, attention_mask, counted=position_ids is None))
     boundaries = [mask.boundaries(row) or (0, length) for row in range(rows)]
     if position_ids is None:
         counted = [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in boundaries]
         position_ids = torch.stack(counted).to(ids.device)
-    shifted = (ids if labels is None else labels).roll(-1, 1).long()
-    for row, ends in zip(shifted, boundaries, strict=True):
-        row[[end - 1 for end in ends[1:]]] = IGNORED
+    shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
+    if attention_mask is not None and shift_labels is None:
+        shifted = shifted.masked_fill(attention_mask == 0, IGNORED)
     total = int((shifted != IGNORED).sum()) if labelled is None else integer("labelled", labelled)
     over = Sharding(layout if layout is not None else attend.layout(length)).layout_for(attend, length)
-    mine = [over.take(x, attend.shard) for x in (ids, position_ids, shifted)]
-    return ShardedBatch(*mine, documents=mask.documents or (0, length), layout=over, labelled=max(total, 1))
+    mine = [over.take(x, attend.shard) for x in (ids, position_ids, shifted.long())]
+    seen = None if attention_mask is None else over.take(attention_mask, attend.shard)
+    told = mask.documents or (0, length)
+    return ShardedBatch(*mine, documents=told, layout=over, labelled=max(total, 1), attention_mask=seen)
+
+
+def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
+    """Labels [B, N] of the next token, none for the last of each document."""
+    shifted = labels.roll(-1, 1)
+    for row, ends in zip(shifted, boundaries, strict=True):
+        row[[end - 1 for end in ends[1:]]] = IGNORED
+    return shifted
 
 
 def whole_loss(share: Tensor, attend: Method) -> Tensor:
@@ -115,9 +137,44 @@ def whole_loss(share: Tensor, attend: Method) -> Tensor:
             f"a loss of shape {tuple(share.shape)} and {share.dtype}: each rank gives one floating-point number, its "
             "share of the loss"
         )
-    whole = sum_over_ranks(share.detach(), attend)
+    return with_value(sum_over_ranks(share.detach(), attend), share)
+
+
+def with_value(value: Tensor, share: Tensor) -> Tensor:
+    """A loss of this value, with the gradient of a rank's share of it."""
     nothing = torch.where(share.isfinite(), share - share.detach(), share)  # inf - inf would be NaN, on this rank alone
-    return whole + nothing
+    return value + nothing
+
+
+def whole_sequence(x: Tensor, attend: Method, layout: SequenceLayout) -> Tensor:
+    """What each rank has of its tokens -> that of the whole sequence, in sequence order, on every rank.
+
+        logits = whole_sequence(model(**batch.inputs, use_cache=False).logits, attend, batch.layout)  # [B, N, V]
+
+    Without a gradient, for predictions; DTensors have `armillary.core.gather_sequence`. Every rank of `attend` must
+    call it, and then holds all of it.
+
+    Args:
+        x: [B, T, ...], this rank's shard.
+        layout: as that of the batch.
+
+    Raises:
+        ValueError: x has other tokens than the layout's shard, or the layout is over another number of ranks.
+    """
+    check_method(attend)
+    check_tensor("x", x)
+    over = Sharding(layout).layout_for(attend, layout.length)
+    if x.ndim < 2 or x.shape[1] != over.sizes[attend.shard]:
+        raise ValueError(
+            f"x {tuple(x.shape)}: shard {attend.shard} of the layout is [B, {over.sizes[attend.shard]}, ...]"
+        )
+    if attend.shards == 1:
+        return x.detach()
+    padded = x.new_zeros((x.shape[0], max(over.sizes), *x.shape[2:]))
+    padded[:, : x.shape[1]] = x.detach()
+    places = [place for (place,) in gather([[attend.shard]], attend)]
+    parts = dict(zip(places, all_gather_over(padded, attend), strict=True))
+    return over.join([parts[place][:, : over.sizes[place]] for place in range(over.shards)])
 
 
 def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:

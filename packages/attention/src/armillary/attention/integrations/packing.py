@@ -102,6 +102,15 @@ def sum_over_ranks(x: Tensor, attend: Method) -> Tensor:
     return x
 
 
+def all_gather_over(x: Tensor, attend: Method) -> list[Tensor]:
+    """The tensors of all ranks of `attend`, of one shape, in the order of `gather`. Every rank must call it."""
+    parts, device = [x], x.device
+    for axis in _known_axes(attend):
+        joined = _all_gather(axis, torch.stack(parts).to(_device(axis)))
+        parts = [part for several in joined for part in several]
+    return [part.to(device) for part in parts]
+
+
 def _known_axes(attend: Method) -> list[Axis]:
     along = axes(attend)
     if along is None:

@@ -19,8 +19,10 @@ Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 class Sharding:
     """What `sequence` holds; `layout` and `documents` None: not told. `asked`: whether attention has asked for it."""
 
-    def __init__(self, layout: SequenceLayout | None = None, documents: Documents | None = None) -> None:
-        self.layout, self.documents, self.asked = layout, documents, False
+    def __init__(
+        self, layout: SequenceLayout | None = None, documents: Documents | None = None, padded: bool = False
+    ) -> None:
+        self.layout, self.documents, self.padded, self.asked = layout, documents, padded, False
 
     def layout_for(self, attend: Method, tokens: int) -> SequenceLayout:
         """The layout over all ranks of `attend`; where there is one, it holds `tokens` tokens.
@@ -72,6 +74,7 @@ def sequence(
     *,
     layout: SequenceLayout | None = None,
     documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    padded: bool = False,
 ) -> Generator[None]:
     """Tells `sdpa_parallel` and `register_transformers` what cannot be seen from a shard.
 
@@ -82,6 +85,8 @@ def sequence(
         layout: how the sequence is sharded, as `attend` takes it. May be left out where there is one shard.
         documents: boundaries of the documents in global positions, as `AttentionMask` takes them. [0, length] says
             that there is only one.
+        padded: tokens that a model's attention_mask hides are in documents of their own, as `shard_batch` makes them;
+            otherwise such a mask is refused.
 
     Raises:
         ValueError: boundaries that do not rise, or do not end where the layout does; when the block ends, if no
@@ -91,7 +96,7 @@ def sequence(
     check_layout("layout", layout)
     if layout is not None:
         known.check(layout.length, len(known.documents or ()) if known.per_row else 1)
-    held, around = Sharding(layout, known.documents), current()
+    held, around = Sharding(layout, known.documents, padded), current()
     token = _current.set(held)
     try:
         yield

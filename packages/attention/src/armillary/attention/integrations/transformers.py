@@ -140,7 +140,7 @@ class Implementation:
         window = window_of(mask_function)
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.attend, q_length)
-        if attention_mask is not None:
+        if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
         # Some models give position ids to the maker of masks and not to layers.
         return ShardMask(sharding, layout, window, _local_of_caller("position_ids", 2))
@@ -248,8 +248,8 @@ class Implementation:
         padding = not bool(attention_mask.bool().all())
         if any(flag for (flag,) in gather([[int(padding)]], self.attend)):
             raise ValueError(
-                "attention_mask hides tokens: no padding mask on a sharded sequence. Pack rows instead, with "
-                "sequence(documents=...), where padding is one more document whose labels are -100"
+                "attention_mask hides tokens: no padding mask on a sharded sequence. Give it to shard_batch, or pack "
+                "rows with sequence(documents=...), where padding is one more document whose labels are -100"
             )
 
 

@@ -10,12 +10,13 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import getsource, unwrap
+from inspect import getsource, signature, unwrap
 from typing import Any
 
 from torch import nn
 
 from armillary.attention.integrations.registries import Registries, is_own
+from armillary.attention.methods.base import Method
 
 LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "sparse", "dense", "mlp"})
 """Kinds of layers that mix tokens by attention alone, or not at all."""
@@ -132,15 +133,23 @@ def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         )
 
 
-ROUTERS = "output_router_logits=True: the routers' loss of a shard is no share of the sequence's; set it to False"
+ROUTERS = (
+    "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so that those of shards do "
+    "not add up to the sequence's; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
+)
 
 
 def shards_of(config: Any) -> int:
     """The ranks that share a sequence under an implementation of ours that a config or a part names; 1 without one."""
+    return max((attend.shards for attend in methods_of(config)), default=1)
+
+
+def methods_of(config: Any) -> list[Method]:
+    """The methods behind the implementations of ours that a config or a part names."""
     found = Registries.loaded()
-    names = {getattr(part, "_attn_implementation", None) for part in parts_of(config)}
+    names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
     functions: list[Any] = [found.attention.get(name) for name in names] if found else []
-    return max((function.__self__.attend.shards for function in functions if is_own(function)), default=1)
+    return [function.__self__.attend for function in functions if is_own(function)]
 
 
 def parts_of(config: Any) -> list[Any]:
@@ -153,9 +162,14 @@ def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) ->
     """A model's own loss, refused where that of a shard would be another than its share of the sequence's.
 
     Raises:
-        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, or an
-            auxiliary loss, which is no sum over tokens.
+        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss of
+            something else than the next token, or an auxiliary loss, which is no sum over tokens.
     """
+    if "shift_labels" not in signature(chosen).parameters:
+        raise ValueError(
+            f"{getattr(chosen, '__name__', chosen)} takes no shift_labels: it is no loss of the next token, which is "
+            "the only one that a shard is given labels for"
+        )
     missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
     if missing:
         raise ValueError(
