@@ -443,7 +443,7 @@ def refusal(wrong: str) -> str:
 
 
 REFUSED = {
-    "padding": "Pack rows",
+    "padding": "Give it to shard_batch",
     "whole padding mask": "no KV cache",
     "own mask": "of its own",
     "no layout": "sequence(layout=attend.layout(length))",
