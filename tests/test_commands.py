@@ -1,4 +1,4 @@
-"""What all commands have in common, whichever package they are of: numbers."""
+"""What all commands have in common, whichever package they are of: numbers and tables."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,15 +7,21 @@ from pathlib import Path
 import pytest
 
 from armillary.attention.conformance import command as conformance
+from armillary.attention.conformance.report import Report, ReportRow
 from armillary.data import cli as data
 from armillary.data.loader.batches import check_least
 from armillary.data.parsing import parse, parse_command
+from armillary.plan import cli as plan
 from armillary.plan.comm_time.bytes import BytesPlan
 from armillary.plan.dry_run.predict import read_plan
+from armillary.plan.memory import Job, StepMemory
+from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.plan import MemoryPlan
+from armillary.plan.memory.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchPlan
 from armillary.plan.tune.command import read_order
+from armillary.train import cli as train
 from armillary.train.config.command import read_command
 from armillary.train.config.limits import check_limits
 
@@ -86,3 +92,53 @@ def test_numbers_are_taken_alike_by_all_commands(read, capsys):
             read(text)
         said = f"{refused.value} {capsys.readouterr().err}"
         assert "such as 131072, 1_000_000, 1e6, 64k (64,000), 64Ki" in said or (text == "-1" and "1" in said)
+
+
+TABLES = {
+    "plan --tokens 128Ki --attention ulysses+token_ring ulysses+all_gather": ["ulysses+token_ring", "step (s)"],
+    "plan memory --model debug --tokens 64k --cluster 8xl20 --attention ulysses": ["checkpoints", "device (GiB)"],
+    "plan run --model.vocab-size 257 --model.layers 1": ["model.layers.*.self_attn.q_proj.weight", "device (GiB)"],
+    "plan bytes --tokens 1k --ranks 4 --heads 4 --attention ulysses+token_ring": ["ulysses+token_ring", "all (GiB)"],
+    "train --dry-run --model.vocab-size 257": ["model.layers.*.self_attn.q_proj.weight", "whole (numbers)"],
+    "data info store": ["64 to 127", "share of tokens (%)"],
+    "data pack store --length 64 --shards 2": ["balanced: most spans of a shard", "padding (% of all tokens)"],
+    "conformance": ["ulysses+token_ring", "worst error (share of its limit)"],
+}
+
+
+def conformance_report(_: list[str]) -> None:
+    report = Report(1, drawn=True)
+    report.rows["ulysses+token_ring", "float32"] = ReportRow("ulysses+token_ring", "float32", 9, 1, 2.5, "dq", "a case")
+    report.show(["ulysses+token_ring"])
+
+
+MAINS = {"plan": plan.main, "train": train.main, "data": data.main, "conformance": conformance_report}
+
+
+def by_formulas(job: Job, _: Progress) -> StepMemory:
+    said = estimate(job)
+    return StepMemory(said.device, said.device_breakdown, said.host, said.host_breakdown, "mlp", 0.0, 0)
+
+
+def said(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    name, *words = command.split()
+    MAINS[name](words)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "whole"), TABLES.items())
+def test_tables_are_whole_on_a_pipe_and_in_80_columns(command, whole, capsys, monkeypatch):
+    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)  # in a thousandth of the time
+    Path("a.txt").write_text("x" * 100)
+    if "store" in command:
+        data.main(["prepare", "a.txt", "-o", "store", "--workers", "1"])
+        capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "80")
+    piped = said(command, capsys)
+    assert all(part in piped for part in whole) and not set("\x1b…┃") & set(piped)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = said(command, capsys)
+    words = {word for part in whole for word in part.split()}
+    assert words <= set(shown.split()) and not set("\x1b…┃") & set(shown)
+    tables = [part for part in shown.split("\n\n") if "\n---" in part]
+    assert tables and all(len(line) <= 80 for lines in tables for line in lines.splitlines())

@@ -51,8 +51,9 @@ def refused(capsys, *arguments):
 
 
 def columns_of(text):
-    """The cells of each line of a table."""
-    return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
+    """The cells of each line of the table that a text ends with, without its ruled line."""
+    head, _, *rows = text.rpartition("\n\n")[2].splitlines()
+    return [re.split("  +", line.strip()) for line in (head, *rows)]
 
 
 # -- prepare ----------------------------------------------------------------------------------------------------------
@@ -159,12 +160,12 @@ def test_info_shows_counts_and_lengths(store, capsys):
     shown = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if re.match(r"\w.*  ", line))
     tokens = sum(LENGTHS) + len(LENGTHS)
     assert (shown["documents"], shown["tokens"], shown["bytes"]) == ("10", str(tokens), str(2 * tokens))
-    assert (shown["tokenizer"], shown["vocabulary"], shown["longest"]) == ("bytes", "257", "101")
+    assert (shown["tokenizer"], shown["vocabulary"], shown["longest, tokens"]) == ("bytes", "257", "101")
     rows = columns_of(out)
     assert [(row[0], row[1]) for row in rows[1:]] == [
         ("2 to 3", "3"), ("4 to 7", "1"), ("8 to 15", "2"), ("16 to 31", "1"), ("32 to 63", "1"), ("64 to 127", "2"),
     ]  # fmt: skip
-    assert rows[-1][3] == f"{166 / tokens:.1%}" and "\x1b" not in out + err
+    assert rows[-1][2] == f"{100 * 166 / tokens:.1f}" and "\x1b" not in out + err
 
 
 def test_info_as_json_has_the_figures_of_describe(store, capsys):
@@ -215,7 +216,7 @@ def test_pack_shows_a_column_for_each_packing(store, capsys):
     main(["pack", str(store), "--length", "64", "--shards", "2"])
     out = capsys.readouterr().out
     rows = {row[0]: row[1:] for row in columns_of(out)}
-    assert rows[""] == ["greedy", "best_fit", "one_per_row"]
+    assert rows["packing"] == ["greedy", "best_fit", "one_per_row"]
     assert rows["rows in an epoch"] == [f"{m.waste.rows}" for m in measure_packings(open_store(store), 64, 2, 64)]
     assert out.startswith("rows of 64 tokens, 2 shards; ") and "\x1b" not in out
 

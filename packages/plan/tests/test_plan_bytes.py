@@ -81,10 +81,12 @@ def test_the_command(capsys):
     flags = ["--tokens", "64Ki", "--ranks", "16", "--attention", "ring", "wallfacer", "--team", "2"]
     main(["bytes", *flags])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "N 64Ki, H 52, K 52, D 128, B 1, bfloat16, full mask, 16 ranks"
-    assert " ".join(lines[3].split()) == "method ranks phase p2p collective all closed form messages paper"
-    assert " ".join(lines[4].split()) == "ring 0, 1 forward 1.52344 0.00000 1.52344 1.52344 15 1.62500"
-    assert " ".join(lines[8].split()).startswith("wallfacer C=2 1 forward 0.81250 0.20392 1.01642 1.01642 ")
+    assert lines[0] == "N 65,536, H 52, K 52, D 128, B 1, bfloat16, full mask, 16 ranks"
+    assert " ".join(lines[3].split()) == (
+        "method rank phase p2p (GiB) collective (GiB) all (GiB) closed form (GiB) sends paper (GiB)"
+    )
+    assert " ".join(lines[5].split()) == "ring 0, 1 forward 1.52344 0.00000 1.52344 1.52344 15 1.62500"
+    assert " ".join(lines[9].split()).startswith("wallfacer C=2 1 forward 0.81250 0.20392 1.01642 1.01642 ")
     main(["bytes", *flags, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["ranks"] == 16

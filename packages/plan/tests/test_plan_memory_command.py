@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from rich.console import Console
 
 from armillary.core.quantity import short
 from armillary.models import Checkpointing
@@ -97,7 +96,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(capsys, argv, said):
 def test_a_plan_is_shown_as_a_table_or_json(capsys):
     options = {"cluster": "8xh100", "ulysses": 4, "ring": 2, "attention": "upipe+ring"}
     planned = plan_memory(MemoryPlan(model="debug", tokens="64k", **options))
-    report.show(planned, Console())
+    report.show(planned)
     shown = capsys.readouterr().out
     assert "a sequence of 64,000 tokens, 8k on a rank" in shown and "fits" in shown and "attention" in shown
     found = json.loads(report.as_json(planned))
@@ -109,7 +108,7 @@ def test_a_plan_is_shown_as_a_table_or_json(capsys):
 def test_the_command_finds_the_longest_sequence(capsys, monkeypatch):
     """By formulas, which are held to the simulation elsewhere, and take a thousandth of the time."""
 
-    def by_formulas(job: Job) -> StepMemory:
+    def by_formulas(job: Job, _progress: object) -> StepMemory:
         said = estimate(job)
         return StepMemory(said.device, said.device_breakdown, said.host, said.host_breakdown, "mlp", 0.0, 0)
 

@@ -255,7 +255,7 @@ def test_the_command_shows_a_table_a_picture_and_json(capsys, tmp_path):
     picture = tmp_path / "best.png"
     main(["--cluster", "8xh100", "--tokens", "128Ki", "--best", "3", "--plot", str(picture)])
     shown = capsys.readouterr().out
-    assert "MFU" in shown and "slower" in shown and "torchrun --standalone --nproc-per-node 8" in shown
+    assert "MFU (%)" in shown and "slower" in shown and "torchrun --standalone --nproc-per-node 8" in shown
     assert picture.read_bytes()[:4] == b"\x89PNG"
     main(["search", "--cluster", "8xh100", "--tokens", "128Ki", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -16,12 +16,14 @@ from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
 from armillary.data.inspection.plot import check_picture, plot_lengths
-from armillary.data.inspection.screen import Bar, show_info, show_left_out, show_packings
+from armillary.data.inspection.screen import show_info, show_left_out, show_packings
 from armillary.data.inspection.statistics import describe, histogram, measure_packings
 from armillary.data.parsing import parse_command
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.encode import OnInvalid
+from armillary.data.prepare.run import Progress
 from armillary.data.prepare.sources import Format
+from armillary.data.progress import Bar
 
 PROGRAM = "armillary-data"
 COLUMN = "input_ids"
@@ -68,8 +70,17 @@ def prepare_command(
         *(inputs, output, tokenizer, vocab_size, end_of_document, begin_of_document, format, text_field, invalid),
         overwrite=overwrite,
     )
-    with Bar() as bar:
-        header = prepare(plan, workers, bar.report)
+    with Bar(in_bytes=True, lines=True) as bar:
+
+        def report(now: Progress) -> None:
+            bar.show(
+                now.doing,
+                now.bytes_done,
+                now.bytes_all if now.bytes_done else None,
+                f"{now.tokens:,} tokens" if now.tokens else "",
+            )
+
+        header = prepare(plan, workers, report)
     show_left_out(header)
     print(f"{output}: {header.documents:,} documents, {header.tokens:,} tokens of {header.dtype}")
 
@@ -115,7 +126,10 @@ def pack(store: Positional[Path], length: int, shards: int = 8, rows: int = 64, 
         rows: how many to look at for balance.
         json: for machines.
     """
-    measured = measure_packings(open_store(store), length, shards, rows)
+    with Bar(quiet=json) as bar:
+        measured = measure_packings(
+            open_store(store), length, shards, rows, lambda done, of: bar.show("measuring rows", done, of)
+        )
     if json:
         _print_json([asdict(found) for found in measured])
     else:
@@ -126,9 +140,11 @@ def _verify(path: Path) -> None:
     if not is_folder(path):
         raise ValueError(f"{path} has no checksums; only stores of `armillary-data prepare` can be verified")
     sizes = Header.read(path).sizes()
-    with Bar() as bar:
-        for done in verify_folder(path):
-            bar.advance("verifying", done, sum(sizes.values()))
+    done = 0
+    with Bar(in_bytes=True, lines=True) as bar:
+        for size in verify_folder(path):
+            done += size
+            bar.show("verifying", done, sum(sizes.values()))
     print(f"{path}: all {sum(sizes.values()):,} bytes are what was written", file=sys.stderr)
 
 

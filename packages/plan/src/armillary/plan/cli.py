@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-
-from rich.console import Console
-from rich.progress import Progress
+from functools import partial
 
 from armillary.core.commands import ending
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
+from armillary.data.progress import Bar
 from armillary.plan import dry_run
 from armillary.plan.comm_time import bytes_report
 from armillary.plan.comm_time.bytes import BytesPlan, plan_bytes
@@ -59,10 +58,8 @@ def find(argv: Sequence[str]) -> None:
     plan = parse(argv, SearchPlan, f"{PROGRAM} search")
     if plan.plot is not None:
         check_picture(plan.plot, "--plot")
-    screen = Console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("looking at meshes and methods", total=None)
-        found = search(plan, lambda done, of: bar.update(task, completed=done, total=of))
+    with Bar(quiet=plan.json) as bar:
+        found = search(plan, partial(bar.show, "meshes and methods"))
     if plan.out is not None:
         write_choice(found, plan.out)
     if plan.plot is not None:
@@ -70,26 +67,25 @@ def find(argv: Sequence[str]) -> None:
     if plan.json:
         print(search_report.as_json(found))
     else:
-        search_report.show(found, Console())
+        search_report.show(found)
 
 
 def memory(argv: Sequence[str]) -> None:
     """`armillary-plan memory`."""
     plan = parse(argv, MemoryPlan, f"{PROGRAM} memory")
-    screen = Console(stderr=True)
-    with screen.status("simulating") as status:
-        planned = plan_memory(plan, lambda what: status.update(f"simulating {what}"))
+    with Bar("simulating", quiet=plan.json) as bar:
+        planned = plan_memory(plan, bar.show)
     if plan.json:
         print(report.as_json(planned))
     else:
-        report.show(planned, Console())
+        report.show(planned)
 
 
 def trainer_run(argv: Sequence[str]) -> None:
     """`armillary-plan run`."""
     plan = read_plan(argv, f"{PROGRAM} run")
-    with Console(stderr=True).status("simulating"):
-        found = predict(plan.run, plan.cluster)
+    with Bar("simulating", quiet=plan.json) as bar:
+        found = predict(plan.run, plan.cluster, partial(bar.show, "simulating"))
     if plan.json:
         print(dry_run.as_json(found))
     else:
@@ -99,10 +95,12 @@ def trainer_run(argv: Sequence[str]) -> None:
 def sent(argv: Sequence[str]) -> None:
     """`armillary-plan bytes`."""
     plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
-    screen = Console(stderr=True)
-    with screen.status("counting") as status:
-        rows = plan_bytes(plan, lambda what: status.update(f"counting {what}"))
-    print((bytes_report.as_json if plan.json else bytes_report.as_text)(plan, rows))
+    with Bar(quiet=plan.json) as bar:
+        rows = plan_bytes(plan, bar.show)
+    if plan.json:
+        print(bytes_report.as_json(plan, rows))
+    else:
+        bytes_report.show(plan, rows)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -14,6 +14,7 @@ import torch
 
 from armillary.attention.conformance.draw import Trial
 from armillary.attention.conformance.run import Verdict
+from armillary.core.table import Column, print_table
 
 KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "strided": lambda trial: trial.case.memory != "plain",
@@ -35,6 +36,12 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
 }
 """By name, for the table and to be asked for."""
 
+HEADS = (
+    *(Column(name, text=True) for name in ("method", "dtype")),
+    *map(Column, ("cases", "failed", "worst error (share of its limit)")),
+    Column("worst case", text=True, below=True),
+)
+
 
 @dataclass
 class ReportRow:
@@ -47,6 +54,10 @@ class ReportRow:
     worst: float = 0.0
     tensor: str = ""
     where: str = ""
+
+    def cells(self) -> list[str]:
+        where = f"{self.tensor}, {self.where}"
+        return [self.method, self.dtype, str(self.cases), str(self.failed), f"{self.worst:.2g}", where]
 
     def add(self, trial: Trial, verdict: Verdict) -> None:
         self.cases += 1
@@ -107,12 +118,9 @@ class Report:
 
     def show(self, methods: Sequence[str]) -> None:
         """Prints the table, methods in this order, and every failure."""
-        table = sorted(self.rows.values(), key=lambda row: (methods.index(row.method), row.dtype))
-        width = max([len(row.method) for row in table], default=6)
-        print(f"\n{'method':{width}}  {'dtype':8}  {'cases':>5}  {'failed':>6}  worst error as a fraction of its limit")
-        for row in table:
-            counts = f"{row.cases:5}  {row.failed:6}"
-            print(f"{row.method:{width}}  {row.dtype:8}  {counts}  {row.worst:.2g} ({row.tensor}, {row.where})")
+        rows = sorted(self.rows.values(), key=lambda row: (methods.index(row.method), row.dtype))
+        print()
+        print_table(HEADS, (row.cells() for row in rows))
         kinds = ", ".join(f"{self.tried[name]} {name}" for name in KINDS_OF_CASES if self.tried[name])
         print(f"\nAmong them: {kinds}" if kinds else "")
         print("\n".join(f"FAILED {failure}" for failure in self.failures), end="\n" if self.failures else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -80,8 +81,17 @@ class MeasuredPacking:
     spans: int
 
 
-def measure_packings(store: TokenStore, length: int, shards: int, rows: int) -> list[MeasuredPacking]:
+def measure_packings(
+    store: TokenStore,
+    length: int,
+    shards: int,
+    rows: int,
+    progress: Callable[[int, int], None] = lambda _done, _of: None,
+) -> list[MeasuredPacking]:
     """Each packing of the store in rows of `length` tokens, over the first `rows` rows.
+
+    Args:
+        progress: called with the numbers of rows done, and of all.
 
     Raises:
         ValueError: no rows to look at, or what `PackedSequences` and layouts refuse.
@@ -90,13 +100,17 @@ def measure_packings(store: TokenStore, length: int, shards: int, rows: int) -> 
     check_length([store], length)
     zigzag = SequenceLayout.zigzag(length, shards)
     found: list[MeasuredPacking] = []
-    for packing in (greedy, best_fit, one_per_row):
+    packings = (greedy, best_fit, one_per_row)
+    for i, packing in enumerate(packings):
         packed = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
         ends = [packed.row(number).ends for number in range(min(rows, packed.rows_per_epoch))]
-        layouts = [SequenceLayout.balanced(length, shards, documents=row) for row in ends]
-        plain = [attention_balance(zigzag, documents=row) for row in ends]
-        even = [attention_balance(layout, documents=row) for layout, row in zip(layouts, ends, strict=True)]
-        spans = max(len(layout.spans(shard)) for layout in layouts for shard in range(shards))
+        plain, even, spans = list[float](), list[float](), 0
+        for j, row in enumerate(ends):
+            progress(i * rows + j, len(packings) * rows)
+            layout = SequenceLayout.balanced(length, shards, documents=row)
+            plain.append(attention_balance(zigzag, documents=row))
+            even.append(attention_balance(layout, documents=row))
+            spans = max(spans, *(len(layout.spans(shard)) for shard in range(shards)))
         documents = mean(len(row) - 1 for row in ends)
         worst = (mean(plain), max(plain), mean(even), max(even))
         found.append(MeasuredPacking(packing.__name__, packed.waste()[0], documents, *worst, spans))

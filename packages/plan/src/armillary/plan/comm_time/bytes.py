@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from math import gcd
 from typing import Annotated, Literal
 
@@ -98,11 +99,13 @@ class Row:
     messages: int
 
 
-def plan_bytes(plan: BytesPlan, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+def plan_bytes(
+    plan: BytesPlan, progress: Callable[[str, int, int], None] = lambda _what, _done, _of: None
+) -> list[Row]:
     """Forward and backward of each method, ranks with the same figures together.
 
     Args:
-        progress: called before each method and rank.
+        progress: called before each method and rank, with its name, how many are done, and how many there are.
 
     Raises:
         ValueError: a method that does not fit the shapes or the ranks, or no such rank.
@@ -110,12 +113,15 @@ def plan_bytes(plan: BytesPlan, progress: Callable[[str], None] = lambda _: None
     check_limits(plan)
     plan = replace(plan, kv_heads=plan.heads if plan.kv_heads is None else plan.kv_heads)
 
+    wanted, ranks = list(choices(plan)), plan.of_ranks or tuple(range(min(2, plan.ranks)))
+    done = count()
+
     def rows(candidate: Candidate) -> Iterator[Row]:
-        for rank in plan.of_ranks or range(min(2, plan.ranks)):
-            progress(f"{candidate.attention}, rank {rank} of {plan.ranks}")
+        for rank in ranks:
+            progress(f"{candidate.attention}, rank {rank}", next(done), len(wanted) * len(ranks))
             yield from rows_of(plan, candidate, rank)
 
-    return [row for candidate in choices(plan) for row in together(list(rows(candidate)))]
+    return [row for candidate in wanted for row in together(list(rows(candidate)))]
 
 
 def choices(plan: BytesPlan) -> Iterator[Candidate]:

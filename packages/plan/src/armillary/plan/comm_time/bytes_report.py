@@ -6,11 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from armillary.core.table import Column, print_table
 from armillary.plan.comm_time.bytes import BytesPlan, Row, Sent
 from armillary.plan.presets import amount
 
-LEFT = (0, 1, 2, 8)
-"""Columns of text."""
+HEADS = (
+    Column("method", text=True),
+    Column("rank", text=True),
+    Column("phase", text=True),
+    *map(Column, ("p2p (GiB)", "collective (GiB)", "all (GiB)", "closed form (GiB)", "sends")),
+    Column("paper (GiB)", text=True, below=True),
+)
+"""Point to point, in collectives, and together, as counted; by closed form; messages; as published."""
 
 
 def as_json(plan: BytesPlan, rows: Sequence[Row]) -> str:
@@ -18,28 +25,14 @@ def as_json(plan: BytesPlan, rows: Sequence[Row]) -> str:
     return json.dumps({"plan": asdict(plan), "rows": [asdict(row) for row in rows]}, indent=2)
 
 
-def as_text(plan: BytesPlan, rows: Sequence[Row]) -> str:
-    """What was counted, in GiB."""
+def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
+    """Prints what was counted, in GiB."""
     mask = f"causal, {plan.layout}" if plan.causal else "full mask"
     tokens, keys = amount(plan, "tokens"), plan.kv_heads or plan.heads
     shape = f"N {tokens:,}, H {plan.heads}, K {keys}, D {plan.head_dim}, B {plan.rows}"
-    heading = [
-        f"{shape}, {plan.dtype}, {mask}, {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}",
-        "GiB that one rank sends in one call of attention; paper: as WallFacer's counts it, a step for each rank",
-        "",
-    ]
-    return "\n".join([*heading, *table(rows)])
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Point to point, in collectives, and together, as counted; by closed form; messages; as published."""
-    cells = [("method", "ranks", "phase", "p2p", "collective", "all", "closed form", "messages", "paper")]
-    cells += [cells_of(row) for row in rows]
-    width = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(f"{cell:{'<' if i in LEFT else '>'}{width[i]}}" for i, cell in enumerate(line)).rstrip()
-        for line in cells
-    ]
+    print(f"{shape}, {plan.dtype}, {mask}, {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}")
+    print("what one rank sends in one call of attention; paper: as WallFacer's counts it, a step for each rank\n")
+    print_table(HEADS, map(cells_of, rows))
 
 
 def cells_of(row: Row) -> tuple[str, ...]:

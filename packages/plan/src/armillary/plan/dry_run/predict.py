@@ -17,6 +17,7 @@ from armillary.plan.comm_time.step_time import StepTime, step_time
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room
+from armillary.plan.memory.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import passes_of
@@ -75,8 +76,11 @@ class Prediction:
         return None if self.time is None else self.run.flops / (self.time.seconds * peak)
 
 
-def predict(config: Config, cluster: str) -> Prediction:
+def predict(config: Config, cluster: str, progress: Progress = lambda _done, _of: None) -> Prediction:
     """What a step takes of memory and time.
+
+    Args:
+        progress: of the simulation, as `simulate` has it.
 
     Raises:
         ValueError: a configuration that could not be trained, or no such cluster.
@@ -89,17 +93,17 @@ def predict(config: Config, cluster: str) -> Prediction:
         run=found,
         cluster=machines,
         room=Room.of(machines, quantity(RESERVE), quantity(HOST_RESERVE)),
-        memory=memory_of(config, job, found.local_parameters) if alone else None,
+        memory=memory_of(config, job, found.local_parameters, progress) if alone else None,
         bound=config.checkpointing.policy == "none",
         time=time_of(config, job, machines) if alone and found.axes["replicate"] == 1 else None,
         limit=60 * config.train.timeout_minutes,
     )
 
 
-def memory_of(config: Config, job: Job, local_parameters: int) -> StepMemory:
+def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
     """What a step holds. Gradients of earlier parts of it are there all the while, in 4 bytes a number: a bound, since
     some of them are counted in any case."""
-    found = simulate(job)
+    found = simulate(job, progress)
     if config.train.accumulation == 1:
         return found
     more = 4 * local_parameters

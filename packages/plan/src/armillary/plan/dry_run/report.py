@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.table import Table
-
-from armillary.core.quantity import gib
+from armillary.core.table import print_table
 from armillary.plan.dry_run.predict import Prediction
+from armillary.plan.memory.report import HEADS, rows
 from armillary.plan.search.search import duration
 from armillary.train.dry_run import report
 
@@ -21,21 +20,11 @@ def as_json(found: Prediction) -> str:
 
 def show(found: Prediction) -> None:
     """What the trainer's dry run shows, and memory and time."""
-    tables = [] if found.memory is None else [memory_table(found)]
-    report.show([*report.parts(found.run, f", on {found.cluster.name}"), *tables, *verdict(found)])
-
-
-def memory_table(found: Prediction) -> Table:
-    """GiB at the peak of the device's memory and at that of the host's."""
-    memory, table = found.memory, report.plain_table("GiB of one rank", "device", "host")
-    assert memory is not None
-    device, host = memory.device_breakdown, memory.host_breakdown
-    for name in sorted({**device, **host}, key=lambda name: -device.get(name, 0)):
-        table.add_row(name, *(gib(sizes[name]) if sizes.get(name) else "" for sizes in (device, host)))
-    table.add_section()
-    table.add_row("peak", gib(memory.device), gib(memory.host))
-    table.add_row("room", gib(found.room.device), gib(found.room.host))
-    return table
+    report.show(found.run, f", on {found.cluster.name}")
+    if found.memory is not None:
+        print_table(HEADS, rows(found.memory, found.room))
+        print()
+    print(*verdict(found), sep="\n")
 
 
 def verdict(found: Prediction) -> Iterator[str]:

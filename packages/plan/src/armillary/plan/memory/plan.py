@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd
 
 from armillary.attention.registry import named_method
@@ -12,6 +13,7 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
+from armillary.plan.memory.simulate import Progress
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
@@ -76,11 +78,13 @@ class Planned:
     fit: Fit | None = None
 
 
-def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: None) -> Planned:
+def plan_memory(
+    plan: MemoryPlan, progress: Callable[[str, int, int], None] = lambda _what, _done, _of: None
+) -> Planned:
     """Runs the simulations that a plan asks for.
 
     Args:
-        progress: called before each simulation with its subject.
+        progress: called with the subject of a simulation, and how many gradients of how many it has found.
 
     Raises:
         ValueError: an unknown name, axes that do not fit the cluster or the model, or no room for anything.
@@ -94,12 +98,10 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
     axes = axes_of(plan, model_of(plan.model, length), cluster)
 
     def measure(length: int) -> StepMemory:
-        progress(f"{length:,} tokens on {cluster.name}")
-        return simulate(job_of(plan, axes, length))
+        return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
     def outlook(length: int) -> StepMemory:
-        progress(f"{length:,} tokens in a few blocks")
-        return from_few_blocks(job_of(plan, axes, length))
+        return from_few_blocks(job_of(plan, axes, length), partial(progress, f"{length:,} tokens in a few blocks"))
 
     def planned(length: int, memory: StepMemory, fit: Fit | None = None) -> Planned:
         closed = estimate(job_of(plan, axes, length))
@@ -116,9 +118,9 @@ def plan_memory(plan: MemoryPlan, progress: Callable[[str], None] = lambda _: No
     return planned(fit.length, fit.memory, fit)
 
 
-def from_few_blocks(job: Job) -> StepMemory:
+def from_few_blocks(job: Job, progress: Progress) -> StepMemory:
     """Extrapolates from a step with two blocks and one with three: memory is linear in blocks."""
-    two, three = (simulate(replace(job, model=replace(job.model, layers=n))) for n in (2, 3))
+    two, three = (simulate(replace(job, model=replace(job.model, layers=n)), progress) for n in (2, 3))
     more = job.model.layers - 2
 
     def along(a: int, b: int) -> int:

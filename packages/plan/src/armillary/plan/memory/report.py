@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from armillary.core.quantity import gib, short
+from armillary.core.table import Column, print_table
+from armillary.plan.memory import StepMemory
+from armillary.plan.memory.fit import Room
 from armillary.plan.memory.plan import Planned
 
 
@@ -33,13 +34,11 @@ def as_json(planned: Planned) -> str:
     return json.dumps(fields, indent=2)
 
 
-def show(planned: Planned, console: Console) -> None:
+def show(planned: Planned) -> None:
     """A table of what is held at the peaks, and in a sentence whether it fits or what is the limit."""
-    for line in heading(planned):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(table(planned))
-    for line in verdict(planned):
-        console.print(line, highlight=False, soft_wrap=True)
+    print(*heading(planned), "", sep="\n")
+    print_table(HEADS, rows(planned.memory, planned.room))
+    print("", *verdict(planned), sep="\n")
 
 
 def heading(planned: Planned) -> list[str]:
@@ -54,30 +53,24 @@ def heading(planned: Planned) -> list[str]:
     ]
 
 
-def table(planned: Planned) -> Table:
+HEADS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (GiB)"))
+
+
+def rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
     """GiB by category at the peak of the device's memory and at that of the host's."""
-    memory = planned.memory
-    made = Table("GiB of one rank", *(["device", "host"]), box=None, header_style="bold")
-    for column in made.columns[1:]:
-        column.justify = "right"
-    names = sorted(
-        {*memory.device_breakdown, *memory.host_breakdown},
-        key=lambda name: -memory.device_breakdown.get(name, 0) - memory.host_breakdown.get(name, 0) / 1e6,
-    )
-    for name in names:
-        sizes = (memory.device_breakdown.get(name, 0), memory.host_breakdown.get(name, 0))
-        made.add_row(name, *(gib(size) if size else "" for size in sizes))
-    made.add_section()
-    made.add_row("peak", gib(memory.device), gib(memory.host), style="bold")
-    made.add_row("room", gib(planned.room.device), gib(planned.room.host))
-    return made
+    device, host = memory.device_breakdown, memory.host_breakdown
+    for name in sorted({**device, **host}, key=lambda name: -device.get(name, 0) - host.get(name, 0) / 1e6):
+        yield [name, *(gib(sizes[name]) if sizes.get(name) else "" for sizes in (device, host))]
+    yield []
+    yield ["peak", gib(memory.device), gib(memory.host)]
+    yield ["room", gib(room.device), gib(room.host)]
 
 
 def verdict(planned: Planned) -> list[str]:
     """Whether it fits; of the longest sequence that does, what holds the next million tokens back."""
     room, memory = planned.room, planned.memory
     device, host = gib(planned.estimate.device), gib(planned.estimate.host)
-    closed = f"by closed formulas: {device} GiB on the device, {host} on the host"
+    closed = f"by closed formulas: {device} GiB on the device, {host} GiB on the host"
     took = f"(simulated in {memory.seconds:.0f} s, {memory.ops:,} operations; most is held during {memory.label})"
     if planned.fit is None:
         fits = room.share(memory) <= 1

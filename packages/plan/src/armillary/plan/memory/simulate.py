@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import count
 
 import torch
 import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
@@ -26,6 +26,9 @@ from armillary.plan.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulated_flash import SimulatedFlash
 from armillary.train.config import OptimizerConfig
 from armillary.train.optimizer import build_optimizer
+
+Progress = Callable[[int, int], None]
+"""Called with how many of how many are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +74,20 @@ class StepMemory:
     ops: int
 
 
-def simulate(job: Job) -> StepMemory:
+def simulate(job: Job, progress: Progress = lambda _done, _of: None) -> StepMemory:
     """What one training step holds at most, and where. Needs no GPU, and a process without a process group.
 
     Tensors are counted, as the CUDA allocator rounds them. Not counted are the allocator's fragments, the CUDA context,
     buffers of NCCL, and what library kernels take for themselves.
+
+    Args:
+        progress: called in backward, with the numbers of parameters that have a gradient, and of all.
     """
     with fake_world(**job.axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         # The mesh's own tensors are real ones.
         with FakeTensorMode(allow_non_fake_inputs=True), simulating():
-            return step.run()
+            return step.run(progress=progress)
 
 
 @dataclass(frozen=True)
@@ -102,14 +108,13 @@ class SimulatedStep:
         parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, cpu_offload=job.on_host)
         return cls(job, model, method.layout(job.length), method.shard)
 
-    def run(self, block: int = CUDA_BLOCK) -> StepMemory:
+    def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _of: None) -> StepMemory:
         """Allocates everything and trains for a step: on fake tensors in a `FakeTensorMode`, else on real ones."""
         began = time.perf_counter()
         with LiveBytes(block) as live:
             optimizer = self.start()
             live.pin("parameters", self.model.parameters(), self.job.on_host)
-            for parameter in self.model.parameters():
-                parameter.register_post_accumulate_grad_hook(partial(book_gradient, live, self.job.on_host))
+            self.book_gradients(live, progress)
             self.train_step(optimizer)
         return StepMemory(
             device=live.device.peak,
@@ -120,6 +125,17 @@ class SimulatedStep:
             seconds=time.perf_counter() - began,
             ops=live.ops,
         )
+
+    def book_gradients(self, live: LiveBytes, progress: Progress) -> None:
+        """Has each gradient counted as one once it is there."""
+        parameters, done = list(self.model.parameters()), count(1)
+
+        def book(parameter: Tensor) -> None:
+            progress(next(done), len(parameters))
+            book_gradient(live, self.job.on_host, parameter)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(book)
 
     def start(self) -> Optimizer:
         """Allocates the parameters and what the optimizer keeps of them, so that the first step is like any other."""

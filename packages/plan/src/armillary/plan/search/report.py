@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from armillary.core.quantity import gib
+from armillary.core.table import Column, print_table
 from armillary.plan.search.command_line import command_line
-from armillary.plan.search.search import Choice, SearchResult, duration
+from armillary.plan.search.search import Choice, SearchResult
 
 
 def as_json(found: SearchResult) -> str:
@@ -50,20 +50,19 @@ def as_fields(found: SearchResult, choice: Choice) -> dict[str, Any]:
     }
 
 
-def show(found: SearchResult, console: Console) -> None:
+def show(found: SearchResult) -> None:
     """The best, why each is slower than the first, counts of the rest, and the command that trains the first."""
-    for line in heading(found):
-        console.print(line, highlight=False, soft_wrap=True)
+    print(*heading(found), "", sep="\n")
     best = found.fitting[: found.plan.best]
     if not best:
         for choice in found.choices[:3]:
-            console.print(f"{choice.candidate}: {found.reason(choice)}", highlight=False, soft_wrap=True)
-        console.print("nothing fits: give more accelerators, or shorter sequences", highlight=False)
+            print(f"{choice.candidate}: {found.reason(choice)}")
+        print("nothing fits: give more accelerators, or shorter sequences")
         return
-    console.print(table(found, best))
-    console.print(*parts(best[0]), sep="\n", highlight=False)
-    console.print(rest(found), highlight=False, soft_wrap=True)
-    console.print(f"\n{command_line(found, best[0], found.plan.out)}", highlight=False, soft_wrap=True)
+    print_table(HEADS, rows(found, best))
+    print("\nwhere the time of the first goes\n")
+    print_table(PARTS, parts(best[0]))
+    print(f"\n{rest(found)}\n\n{command_line(found, best[0], found.plan.out)}")
 
 
 def heading(found: SearchResult) -> list[str]:
@@ -76,20 +75,26 @@ def heading(found: SearchResult) -> list[str]:
     ]
 
 
-def table(found: SearchResult, best: list[Choice]) -> Table:
+HEADS = (
+    *(Column(name, text=True) for name in ("attention", "mesh")),
+    *map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")),
+    *(Column(name, text=True, below=True) for name in ("keeps", "reason")),
+)
+
+
+def rows(found: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
     """A line for each choice."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("attention", "mesh", "keeps"):
-        made.add_column(name)
-    for name in ("step", "MFU", "device", "host"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("slower because")
     for choice in best:
-        memory = (gib(choice.memory.device), gib(choice.memory.host))
         why = "" if choice is best[0] else found.reason(choice)
-        names = (str(choice.candidate.attention), str(choice.candidate.mesh), keeps(choice))
-        made.add_row(*names, duration(choice.time.seconds), f"{choice.mfu:.1%}", *memory, why)
-    return made
+        names = [str(choice.candidate.attention), str(choice.candidate.mesh)]
+        memory = [gib(choice.memory.device), gib(choice.memory.host)]
+        figures = [significant(choice.time.seconds, best[0].time.seconds), f"{100 * choice.mfu:.1f}", *memory]
+        yield [*names, *figures, keeps(choice), why]
+
+
+def significant(number: float, first: float) -> str:
+    """A number, to as many decimals as give the first one four digits."""
+    return f"{number:,.{max(0, 3 - floor(log10(first)))}f}"
 
 
 def keeps(choice: Choice) -> str:
@@ -101,13 +106,15 @@ def keeps(choice: Choice) -> str:
     return f"{'no recompute' if kept.policy == 'none' else kept.policy.replace('_', ' ')}{where}{tiled}{optimizer}"
 
 
-def parts(choice: Choice) -> list[str]:
+PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
+
+
+def parts(choice: Choice) -> Iterator[list[str]]:
     """What the first choice's time goes to."""
-    spent = {name: seconds for name, seconds in choice.time.parts().items() if seconds > 0}
-    width = max(map(len, spent))
     total = choice.time.seconds
-    lines = [f"  {name:{width}}  {seconds / total:6.1%}  {duration(seconds)}" for name, seconds in spent.items()]
-    return ["", "where the time of the first goes:", *lines, ""]
+    for name, seconds in choice.time.parts().items():
+        if seconds > 0:
+            yield [name, f"{100 * seconds / total:.1f}", f"{1000 * seconds:,.1f}"]
 
 
 def rest(found: SearchResult) -> str:

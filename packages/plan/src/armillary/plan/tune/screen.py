@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
+from armillary.data.progress import Bar
 from armillary.plan.tune.file import Measured, Tuned
 
 
@@ -14,17 +12,8 @@ class TunerScreen:
     """Shows progress on rank 0, and nothing elsewhere."""
 
     def __init__(self, rank: int) -> None:
-        self.console = Console(highlight=False, soft_wrap=True, quiet=rank > 0)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-            disable=rank > 0 or not self.console.is_terminal,
-        )
-        self._task: TaskID | None = None
+        self.rank = rank
+        self.bar = Bar("tuning", quiet=rank > 0)
 
     def begins(self, known: int, total: int, left_out: int) -> None:
         """So many of all candidates are known already."""
@@ -32,30 +21,28 @@ class TunerScreen:
         parts += [f"{left_out} more left out by prediction"] if left_out else []
         parts += [f"{known} measured before"] if known else []
         self.say(", ".join(parts))
-        self._task = self.progress.add_task("tuning", total=total, completed=known)
-        self.progress.start()
+        self.bar.show("tuning", known, total)
 
     def measured(self, number: int, total: int, found: Measured, tuned: Tuned) -> None:
         """A candidate was measured, or failed."""
-        if self._task is not None:
-            self.progress.update(self._task, completed=number)
+        self.bar.show("tuning", number, total)
         self.say(f"{number}/{total} {line(found, tuned)}")
 
     def compares(self, count: int) -> None:
         """The nearest are measured again."""
-        if self._task is not None:
-            self.progress.update(self._task, description="comparing")
+        self.bar.show("comparing")
         self.say(f"the {count} fastest again, in turns")
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
-        self.console.file.flush()
+        if self.rank == 0:
+            print(text, flush=True)
 
     def __enter__(self) -> Self:
+        self.bar.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.bar.__exit__(None, None, None)
 
 
 def line(found: Measured, tuned: Tuned) -> str:

@@ -7,9 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.table import Table
-
+from armillary.core.table import Column, print_table
 from armillary.models import GPTConfig
 from armillary.train.config import Config
 from armillary.train.dry_run.predict import DryRun, dry_run
@@ -31,51 +29,38 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        show([*parts(found), f"a step: {found.tokens_per_step:,} tokens, {found.flops:.3g} FLOPs", PLANNER])
+        show(found)
+        print(f"a step: {found.tokens_per_step:,} tokens, {found.flops:.3g} FLOPs", PLANNER, sep="\n")
 
 
-def show(lines: list[str | Table]) -> None:
-    """Line by line, and table by table."""
-    console = Console(soft_wrap=True, highlight=False)
-    for line in lines:
-        console.print(line, markup=False) if isinstance(line, str) else console.print(line)
-
-
-def parts(found: DryRun, where: str = "") -> Iterator[str | Table]:
-    """Model and mesh, shapes of a step, and parameters.
+def show(found: DryRun, where: str = "") -> None:
+    """Prints model and mesh, shapes of a step, and parameters.
 
     Args:
         where: on which machines.
     """
     family = "GPT" if isinstance(found.model, GPTConfig) else "LLaMA"
     axes = " x ".join(f"{name} {size}" for name, size in found.axes.items())
-    yield f"{family}, {found.parameters:,} parameters, {found.precision}{where}"
-    yield f"mesh: {axes} = {found.ranks} {'rank' if found.ranks == 1 else 'ranks'}"
-    yield step_shapes(found)
-    yield parameter_shapes(found)
+    print(f"{family}, {found.parameters:,} parameters, {found.precision}{where}")
+    print(f"mesh: {axes} = {found.ranks} {'rank' if found.ranks == 1 else 'ranks'}\n")
+    print_table(STEP, ([name, shown(shape)] for name, shape in found.shapes.items()))
+    print()
+    print_table(PARAMETERS, parameters(found))
+    print()
 
 
-def step_shapes(found: DryRun) -> Table:
-    table = plain_table("of one rank", "shape")
-    for name, shape in found.shapes.items():
-        table.add_row(name, shown(shape))
-    return table
+STEP = (Column("one rank, one micro-batch", text=True), Column("shape (numbers)"))
+PARAMETERS = (
+    Column("largest parameters", text=True),
+    *map(Column, ("count", "whole (numbers)", "on a rank (numbers)")),
+)
 
 
-def parameter_shapes(found: DryRun) -> Table:
-    table = plain_table("largest parameters", "count", "whole", "on a rank")
+def parameters(found: DryRun) -> Iterator[list[str]]:
     for parameter in found.largest:
-        table.add_row(parameter.name, str(parameter.count), shown(parameter.shape), shown(parameter.local))
-    table.add_row("all", "", f"{found.parameters:,}", f"{found.local_parameters:,}")
-    return table
-
-
-def plain_table(name: str, *columns: str) -> Table:
-    """Numbers stand to the right."""
-    table = Table(name, box=None, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+        yield [parameter.name, str(parameter.count), shown(parameter.shape), shown(parameter.local)]
+    yield []
+    yield ["all", "", f"{found.parameters:,}", f"{found.local_parameters:,}"]
 
 
 def shown(shape: tuple[int, ...]) -> str:
