@@ -51,12 +51,31 @@ def small_mistral(folder: Path) -> dict[str, object]:
     return {"folder": folder, "rows": [torch.randint(64, (2, 250)) for _ in range(3)]}
 
 
+def small_flux(folder: Path) -> dict[str, object]:
+    """What the page on diffusers takes from its reader: a folder with a model, and batches."""
+    from diffusers import FluxTransformer2DModel
+
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16}
+    inputs = {"in_channels": 8, "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6)}
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(**sizes, **inputs)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder)
+    torch.distributed.barrier()
+    told = {"encoder_hidden_states": (2, 7, 24), "pooled_projections": (2, 12), "txt_ids": (7, 3), "img_ids": (27, 3)}
+    drawn = [[torch.randn(2, 27, 8), {name: torch.randn(size) for name, size in told.items()}] for _ in range(3)]
+    return {"folder": folder, "batches": drawn}
+
+
+GIVEN = {"transformers.md": small_mistral, "diffusers.md": small_flux}
+
+
 def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[float]]]:
     """Losses and gradient norms before the change of a page and after it."""
     common, (diff, *_) = "".join(listings(page, "python")), listings(page, "diff")
     found = []
     with in_float64():
-        given = small_mistral(folder) if page == "transformers.md" else {}
+        given = GIVEN[page](folder) if page in GIVEN else {}
         for signs in (" -", " +"):
             names = dict(given)
             exec(common + side(diff, signs), names)
@@ -66,7 +85,12 @@ def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[floa
 
 @pytest.mark.parametrize(
     ("page", "limit"),
-    [("fsdp2.md", 1e-9), ("transformers.md", 1e-6), ("plain-torch.md", 1e-9)],  # Mistral's norms compute in float32
+    [
+        ("fsdp2.md", 1e-9),
+        ("transformers.md", 1e-6),  # Mistral's norms compute in float32
+        ("diffusers.md", 1e-9),
+        ("plain-torch.md", 1e-9),
+    ],
 )
 def test_after_the_change_losses_and_gradients_are_those_of_before(worlds, tmp_path, page, limit):
     for before, after in worlds(RANKS).run(run_both_sides, page, tmp_path):

@@ -30,6 +30,7 @@ def errors(name: str) -> list[float]:
         ("attention_transformers", 1e-5),
         ("attention_fsdp", 1e-9),
         ("context_parallel", 1e-9),
+        ("diffusers_token_ring", 1e-9),
         ("checkpoint_on_another_mesh", 1e-9),
     ],
 )

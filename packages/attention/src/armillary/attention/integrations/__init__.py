@@ -1,8 +1,9 @@
-"""Attention methods inside models that were written for one device: SDPA calls, and Hugging Face transformers."""
+"""Attention methods inside models that were written for one device: SDPA calls, Hugging Face's two libraries."""
 
 from typing import TYPE_CHECKING
 
 from armillary.attention.integrations.batch import ShardedBatch, shard_batch, whole_loss, whole_sequence
+from armillary.attention.integrations.diffusers import parallelize_diffusers
 from armillary.attention.integrations.rows import share_rows
 from armillary.attention.integrations.sdpa import sdpa_parallel
 from armillary.attention.integrations.sequence import sequence
@@ -16,6 +17,7 @@ __all__ = [
     "ContextParallel",
     "ContextParallelTrainer",
     "ShardedBatch",
+    "parallelize_diffusers",
     "register_transformers",
     "sdpa_parallel",
     "sequence",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _pytree as pytree
 
 from armillary.attention.checks import check_layout
-from armillary.attention.integrations.sdpa import Routing
+from armillary.attention.integrations.sdpa import Routing, unbound
 from armillary.attention.integrations.sequence import check_method
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
@@ -96,15 +96,6 @@ class ContextParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"ContextParallel({type(self.attend).__name__}, layout={self.layout}, mask={self.mask})"
-
-
-def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's `forward` as a function of the module; of one that was put in its place, which knows it already."""
-
-    def of_any(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return getattr(forward, "__func__", of_any)
 
 
 def local_part(x: DTensor, mesh: DeviceMesh, entered: list[DTensor]) -> Any:

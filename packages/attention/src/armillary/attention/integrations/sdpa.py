@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
@@ -141,6 +141,15 @@ class Routing(TorchFunctionMode):
         mask = self.mask or AttentionMask(causal=is_causal, documents=held.documents)
         q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
+
+
+def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's `forward` as a function of the module; of one that was put in its place, which knows it already."""
+
+    def of_any(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return getattr(forward, "__func__", of_any)
 
 
 class SdpaParallel(Routing):
