@@ -13,6 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from armillary.core.testing.accelerated import accelerated
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAV = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
@@ -48,7 +50,11 @@ def small_mistral(folder: Path) -> dict[str, object]:
     torch.manual_seed(0)
     MistralForCausalLM(config).save_pretrained(folder)  # by one rank, as transformers has it
     torch.distributed.barrier()
-    return {"folder": folder, "rows": [torch.randint(64, (2, 250)) for _ in range(3)]}
+    rows = [torch.randint(64, (2, 250)) for _ in range(3)]
+    lengths = [int(torch.randint(60, 120, ())) for _ in range(6 * RANKS)]
+    made = [torch.randint(64, (length,)) for length in lengths]
+    data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in made]
+    return {"folder": folder, "rows": rows, "output": str(folder / "output"), "data": data}
 
 
 def small_flux(folder: Path) -> dict[str, object]:
@@ -67,7 +73,13 @@ def small_flux(folder: Path) -> dict[str, object]:
     return {"folder": folder, "batches": drawn}
 
 
-GIVEN = {"transformers.md": small_mistral, "diffusers.md": small_flux}
+def rows_of_one_length(folder: Path) -> dict[str, object]:
+    """What the page on accelerate takes: the same folder, and rows of tokens."""
+    return small_mistral(folder) | {"data": torch.randint(64, (3 * RANKS, 60))}
+
+
+GIVEN = {"transformers.md": small_mistral, "trainer.md": small_mistral, "accelerate.md": rows_of_one_length}
+GIVEN |= {"diffusers.md": small_flux}
 
 
 def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[float]]]:
@@ -78,7 +90,8 @@ def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[floa
         given = GIVEN[page](folder) if page in GIVEN else {}
         for signs in (" -", " +"):
             names = dict(given)
-            exec(common + side(diff, signs), names)
+            with accelerated():
+                exec(common + side(diff, signs), names)
             found.append((names["losses"], names["norms"]))
     return found
 
@@ -88,6 +101,8 @@ def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[floa
     [
         ("fsdp2.md", 1e-9),
         ("transformers.md", 1e-6),  # Mistral's norms compute in float32
+        ("trainer.md", 1e-6),
+        ("accelerate.md", 1e-6),
         ("diffusers.md", 1e-9),
         ("plain-torch.md", 1e-9),
     ],

@@ -1,8 +1,5 @@
 """Hugging Face's Trainer on shards: what one rank logs, evaluates, predicts, saves and learns."""
 
-import os
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +8,7 @@ import torch.distributed as dist
 from armillary.attention import Local, Ring, Ulysses
 from armillary.attention.integrations import ContextParallelTrainer, register_transformers, shard_batch
 from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.accelerated import accelerated
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -21,6 +19,11 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 MEASURED = ("runtime", "per_second", "flos")
 FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 FSDP2 |= {"transformer_layer_cls_to_wrap": ["MistralDecoderLayer"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
 
 
 class LongTrainer(ContextParallelTrainer, transformers.Trainer):
@@ -55,39 +58,7 @@ def padded(batch):
 
 def packed(batch):
     lists = [{name: x.tolist() for name, x in row.items()} for row in batch]
-    return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(lists)
-
-
-class Launched:
-    """What torchrun tells accelerate, which keeps it for a process. FSDP, which it has on accelerators alone, is on."""
-
-    def __enter__(self):
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-        from accelerate.utils import DistributedType
-
-        before = AcceleratorState.__init__
-
-        def init(state, *args, fsdp_plugin=None, **kwargs):
-            before(state, *args, **kwargs)
-            if fsdp_plugin is not None:
-                state.fsdp_plugin, state.distributed_type = fsdp_plugin, DistributedType.FSDP
-                PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-        told = {"OMP_NUM_THREADS": 1}
-        if dist.is_initialized():
-            told |= dict.fromkeys(("RANK", "LOCAL_RANK"), dist.get_rank())
-            told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
-        environment = {name: str(value) for name, value in told.items()}
-        self.patches = [patch.dict(os.environ, environment), patch.object(AcceleratorState, "__init__", init)]
-        for each in self.patches:
-            each.start()
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        transformers.logging.set_verbosity_error()
-
-    def __exit__(self, *_):
-        for each in self.patches:
-            each.stop()
+    return transformers.DataCollatorWithFlattening()(lists)
 
 
 def arguments(folder, **changes):
@@ -142,12 +113,12 @@ def on_ranks(folder):
     register_transformers(usp)
     register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
     found = {}
-    with Launched():
+    with accelerated():
         found["ddp"] = trained(LongTrainer, "armillary", folder / "ddp")
         found["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=10)
         found |= variants(LongTrainer, "armillary", folder)
         found["refused"] = refused_on_ranks(folder)
-    with Launched():
+    with accelerated():
         halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1} | SHORTER
         sharded = {"fsdp": True, "fsdp_config": FSDP2, **halves}
         found["fsdp2"] = trained(LongTrainer, "in groups", folder / "fsdp2", **sharded)
@@ -174,7 +145,7 @@ def runs(worlds, tmp_path_factory):
     """Of one rank, and of each of four."""
     folder = tmp_path_factory.mktemp("trainer")
     ranks = worlds(4).run(on_ranks, folder)
-    with Launched():
+    with accelerated():
         one = variants(transformers.Trainer, "sdpa", folder / "one")
         for name, resume, steps in (("ddp", 10, {}), ("fsdp2", 2, SHORTER)):
             one[name] = trained(transformers.Trainer, "sdpa", folder / name / "one", **steps)
@@ -262,7 +233,7 @@ def test_what_would_be_wrong_on_shards_is_refused_when_a_trainer_is_made(tmp_pat
     kind, named = given.pop("kind", LongTrainer), given.pop("implementation", "armillary")
     of_model = {name: given.pop(name) for name in ("family", "output_router_logits") if name in given}
     of_trainer = {name: given.pop(name) for name in ("compute_loss_func",) if name in given}
-    with Launched(), pytest.raises(ValueError, match=said):
+    with accelerated(), pytest.raises(ValueError, match=said):
         kind(model(named, **of_model), arguments(tmp_path, **SHORT | given), padded, rows(2), rows(2), **of_trainer)
 
 
