@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from armillary.attention import Local, Ring, Ulysses
 from armillary.attention.integrations import ContextParallelTrainer, register_transformers, shard_batch
+from armillary.attention.integrations.model_inputs import shard_inputs
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.accelerated import accelerated
 
@@ -247,7 +248,7 @@ def test_padding_before_and_behind_tokens_is_seen_by_nobody():
     seen = torch.ones_like(ids)
     seen[0, :3] = seen[0, 10:] = seen[1, 9:] = 0
     positions = torch.arange(12)[None]
-    batch = shard_batch(attend, ids, attention_mask=seen, position_ids=positions)
+    batch = shard_batch(attend, ids, attention_mask=seen, position_ids=positions * seen)  # as collators pad them
     with batch.sequence():
         found = model("armillary")(**batch.inputs, use_cache=False)
     whole = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
@@ -278,3 +279,13 @@ def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, said):
     shifted = None if labels is None else torch.tensor([labels])
     with pytest.raises(ValueError, match=said):
         shard_batch(Local(), torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
+
+
+def test_packed_rows_with_a_mask_are_refused_as_transformers_would_join_them():
+    ids = torch.arange(1, 7)[None]
+    rows_of_two = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    with pytest.raises(ValueError, match="leave attention_mask out of packed rows"):
+        shard_inputs(Local(), rows_of_two | {"attention_mask": torch.ones_like(ids)})
+    batch, _ = shard_inputs(Local(), rows_of_two)
+    assert batch.documents == (0, 3, 6)
+    assert batch.labels.tolist() == [[2, 3, 4, 5, 6, -100]]  # as transformers has it, which predicts the next document

@@ -101,8 +101,10 @@ def shard_batch(
         counted = [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in boundaries]
         position_ids = torch.stack(counted).to(ids.device)
     shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
-    if attention_mask is not None and shift_labels is None:
-        shifted = shifted.masked_fill(attention_mask == 0, IGNORED)
+    if attention_mask is not None:
+        hidden, counting = attention_mask == 0, torch.arange(length, device=ids.device)
+        position_ids = torch.where(hidden, counting, position_ids)  # collators pad them with anything
+        shifted = shifted.masked_fill(hidden, IGNORED)
     total = int((shifted != IGNORED).sum()) if labelled is None else integer("labelled", labelled)
     over = Sharding(layout if layout is not None else attend.layout(length)).layout_for(attend, length)
     mine = [over.take(x, attend.shard) for x in (ids, position_ids, shifted.long())]

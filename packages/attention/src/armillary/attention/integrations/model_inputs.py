@@ -105,10 +105,17 @@ def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]
             raise ValueError(f"cu_seq_lens_q with {ids.shape[0]} rows: they say the documents of one row")
         return ends
     length = ids.shape[1]
-    if positions is None or inputs.get("attention_mask") is not None:
+    if positions is None:
         return [0, length]
     if positions.ndim != 2 or positions.shape[1] != length:
         raise ValueError(f"position_ids {tuple(positions.shape)}: [1, {length}] or [{ids.shape[0]}, {length}] would do")
+    if (seen := inputs.get("attention_mask")) is not None:
+        if bool(((positions.diff(dim=1) < 1) & (seen[:, 1:] != 0) & (seen[:, :-1] != 0)).any()):
+            raise ValueError(
+                "position_ids restart, but with an attention_mask transformers takes each row for one document: leave "
+                "attention_mask out of packed rows"
+            )
+        return [0, length]
     starts = [(row.nonzero().flatten() + 1).tolist() for row in (positions.diff(dim=1) != 1).cpu()]
     found = [[0, *row, length] for row in starts]
     return found if len(found) > 1 else found[0]

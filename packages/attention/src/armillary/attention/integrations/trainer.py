@@ -58,18 +58,29 @@ class ContextParallelTrainer(Trainer):
     """
 
     takes_shards = False
-    attend: Method
+    attend: Any = None
+    """The method, once the model is known."""
     rows: Rows
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.attend = method_of(self.model)
+        attend = method_of(self.model)
         check_trainer(self, ContextParallelTrainer)
+        self.attend = attend
+        self._share_rows()
+        smoother: Any = self.label_smoother
+        self.label_smoother = smoother and partial(_smoothed, smoother)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Called by `__init__`, before the method is known, and at each trial of a search of hyperparameters."""
+        super().create_accelerator_and_postprocess()
+        if self.attend is not None:
+            self._share_rows()
+
+    def _share_rows(self) -> None:
         self.rows = share_rows(self.accelerator, self.attend)
         objects = self.args.eval_use_gather_object
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
-        smoother: Any = self.label_smoother
-        self.label_smoother = smoother and partial(_smoothed, smoother)
 
     def get_cp_size(self) -> int:
         """How many ranks have the same rows."""

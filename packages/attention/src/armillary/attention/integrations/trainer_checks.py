@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import getsource
 from typing import Any
 
 from armillary.attention.integrations.rows import check_parallelism
 from armillary.attention.integrations.transformers_models import ROUTERS, methods_of, parts_of
 from armillary.attention.methods.base import Method
 
-KNOWN = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")
-"""Classes whose `compute_loss` sums over a shard's tokens, given shift_labels and num_items_in_batch."""
+KNOWN = {"transformers.trainer.Trainer": "num_processes", "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head"}
+"""Classes whose `compute_loss` sums over a shard's tokens, given shift_labels and num_items_in_batch; and a word in it
+that says that it is of a release that does so."""
 
 
 def method_of(model: Any) -> Method:
@@ -44,7 +46,13 @@ def check_trainer(trainer: Any, mixin: type) -> None:
 def _refused(trainer: Any, mixin: type) -> Iterator[str]:
     args, config = trainer.args, trainer.model.config
     owner = loss_owner(type(trainer), mixin)
-    if not trainer.takes_shards and f"{owner.__module__}.{owner.__qualname__}" not in KNOWN:
+    word = KNOWN.get(f"{owner.__module__}.{owner.__qualname__}")
+    counted: Any = getattr(trainer, "_get_num_items_in_batch", None)
+    if counted is None or "get_cp_size" not in getsource(counted):
+        yield "this release of transformers counts labels otherwise; 5.23 is known to do"
+    if word is not None and word not in getsource(owner.compute_loss):
+        yield f"this release of {owner.__module__.partition('.')[0]} computes losses otherwise; take a newer one"
+    if not trainer.takes_shards and word is None:
         yield (
             f"{owner.__qualname__}.compute_loss would be handed one rank's tokens, with labels that are shifted "
             f"already; set takes_shards = True on {type(trainer).__name__} if that is what it takes"
@@ -76,7 +84,7 @@ def _refused(trainer: Any, mixin: type) -> Iterator[str]:
         yield "dispatch_batches=True: one process would send its rows to all; leave it out, or set it to False"
 
 
-def loss_owner(trainer: type, mixin: type) -> type:
+def loss_owner(trainer: type, mixin: type) -> Any:
     """The class after the mixin whose `compute_loss` it calls.
 
     Raises:
