@@ -1,0 +1,117 @@
+"""What is asked for on the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from armillary.attention.registry import names
+from armillary.data.parsing import parse
+from armillary.models import Sampling
+from armillary.train.config import ParallelConfig, TrainConfig
+from armillary.train.config.limits import Count, CountOrNone, check_limits
+
+PROGRAM = "armillary-generate"
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continues prompts with a model that was trained here, or one of a Hugging Face folder.
+
+    Four ways to start:
+      # the newest checkpoint of a run, by the likeliest tokens
+      armillary-generate outputs --prompt "def main("
+      # several prompts, drawn at random
+      armillary-generate outputs --prompt "import " "class " --tokens 1k --temperature 0.8 --top-p 0.95
+      # a Hugging Face folder, and a prompt from a file or a pipe (-)
+      armillary-generate path/to/folder --prompt-file book.txt
+      # a prompt longer than one device holds: each rank has its share of it, and of the weights
+      torchrun --nproc-per-node 4 -m armillary.train.generate outputs --prompt-file book.txt --parallel.ring 4
+
+    Each rank reads its own part of the weights; rank 0 prints. On one rank or several, the likeliest tokens are the
+    same. Tokens appear as they come; prompts are continued one after the other.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """Output folder of a run, one of its checkpoints (step-N), or a Hugging Face folder."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; with --ids numbers of tokens, as "5 17 9"."""
+    prompt_file: Path | None = None
+    """File with one more prompt; - is standard input."""
+    tokens: Count = 200
+    """New tokens for each prompt, at most."""
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: CountOrNone = None
+    """Draw from this many of the likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the fewest likeliest tokens that have this probability together."""
+    seed: int = 0
+    """Of what is drawn."""
+    step: CountOrNone = None
+    """Checkpoint of a run; by default the newest."""
+    tokenizer: str | None = None
+    """tokenizer.json, a folder that has one, or "bytes"; by default that of the run or the folder."""
+    begin_of_document: str | None = None
+    """Name of a token in front of each prompt; by default as the tokenizer's store was prepared."""
+    ids: bool = False
+    """Prompts are numbers of tokens, and so is what is printed."""
+    stop: bool = True
+    """End at the tokenizer's end of document."""
+    json: bool = False
+    """Print JSON once all is done."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is a GPU for this rank, else cpu."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """auto: bfloat16 on cuda, else float32."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def train(self) -> TrainConfig:
+        """What the trainer would call device and precision."""
+        return TrainConfig(device=self.device, precision=self.precision)
+
+
+def read_generate(argv: Sequence[str]) -> Generate:
+    """The order.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong kind, or what cannot be generated.
+    """
+    asked = parse(argv, Generate, PROGRAM)
+    check_limits(asked)
+    Sampling(asked.temperature, asked.top_k, asked.top_p)
+    if asked.parallel.replicate > 1:
+        raise ValueError(
+            f"--parallel.replicate {asked.parallel.replicate}: all ranks continue the same prompt, and copies of the "
+            "model would do the same; use ring, ulysses, shard or tp"
+        )
+    if asked.parallel.attention not in names():
+        raise ValueError(f"no attention method {asked.parallel.attention!r}; known: {', '.join(names())}")
+    if not asked.prompt and asked.prompt_file is None:
+        raise ValueError('no prompt: give --prompt "...", or --prompt-file FILE (- for standard input)')
+    return asked
+
+
+def prompts_of(asked: Generate) -> list[str]:
+    """All prompts, those of a file without its last line break. On one rank: it alone has standard input.
+
+    Raises:
+        ValueError: a file that cannot be read, or an empty prompt.
+    """
+    found, path = list(asked.prompt), asked.prompt_file
+    if path is not None:
+        try:
+            text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ValueError(f"--prompt-file {path}: cannot be read ({why})") from error
+        found.append(text.removesuffix("\n"))
+    if "" in found:
+        raise ValueError("an empty prompt: give at least one token to continue")
+    return found

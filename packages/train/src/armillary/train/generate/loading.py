@@ -1,0 +1,78 @@
+"""The model on its mesh, each rank with its own part of the weights."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from armillary.core import build_mesh
+from armillary.core.checkpoint.reader import load
+from armillary.core.health.ranks import Ranks, errors_as_ours
+from armillary.core.mesh import world_size
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
+from armillary.models.hub.configs import parse as parse_config
+from armillary.train.build import precision, shard_model
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.restoring import fault_of, newest_whole
+from armillary.train.config import Config, ModelConfig
+from armillary.train.generate.command import PROGRAM, Generate
+from armillary.train.generate.source import Source
+from armillary.train.parallel import choose_axes
+
+TIMEOUT = timedelta(minutes=30)
+
+
+def load_model(asked: Generate, source: Source, device: torch.device, ranks: Ranks) -> tuple[Llama | GPT, int | None]:
+    """The model with its weights, and the step of its checkpoint. Collective.
+
+    Raises:
+        ValueError: no checkpoint that is whole, files that do not fit, or a mesh that does not; on every rank.
+    """
+    if source.checkpoints is None:
+        model = empty_model(asked, pretrained_config(source.place), device)
+        ranks.agree(lambda: load_pretrained(model, source.place))
+        return model, None
+    step = whole_step(source.checkpoints, source.step, ranks)
+    place = source.checkpoints.place(step)
+    model = empty_model(asked, parse_config(Manifest.read(place).model), device)
+    state = get_model_state_dict(model)
+    with errors_as_ours():
+        load({"model": state}, place, process_group=ranks.group)
+    set_model_state_dict(model, state)
+    return model, step
+
+
+def whole_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
+    """The step that was asked for, or the newest that is whole. Collective."""
+    if step is not None:
+        fault = next(filter(None, ranks.agree(lambda: fault_of(folder, step, ranks))), None)
+        if fault is not None:
+            raise ValueError(f"{folder.place(step)}: {fault}; give another --step")
+        return step
+    found = newest_whole(folder, ranks)
+    if found.step is None:
+        raise ValueError(f"{folder.path}: no checkpoint in it yet")
+    for damaged, fault in found.damage.items() if ranks.rank == 0 else ():
+        print(f"{PROGRAM}: step-{damaged}: {fault}; going back to step-{found.step}", file=sys.stderr)
+    return found.step
+
+
+def empty_model(asked: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:
+    """The model on the mesh of all ranks, with room for its weights.
+
+    Raises:
+        ValueError: axes that do not multiply to the ranks, or that model or method do not fit.
+    """
+    keys = sizes.heads if isinstance(sizes, GPTConfig) else sizes.kv_heads
+    heads = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=keys)  # all that axes are chosen by
+    config = Config(model=heads, parallel=asked.parallel, train=asked.train)
+    mesh = build_mesh(device.type, **choose_axes(config, world_size()), timeout=TIMEOUT)
+    config = replace(config, model=ModelConfig())
+    model, _ = shard_model(sizes, config, mesh, precision(config, device))
+    model.to_empty(device=device)
+    return model

@@ -1,0 +1,124 @@
+"""Where weights and tokenizer come from: a run's output folder, one of its checkpoints, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from armillary.data.formats.folder import Header, is_folder
+from armillary.data.opening import folder_tokenizer, has_tokenizer
+from armillary.data.text.byte_tokenizer import ByteTokenizer
+from armillary.data.text.tokenizer import TextTokenizer
+from armillary.models.hub.folder import CONFIG, read_json
+from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
+
+GENERATION = "generation_config.json"
+KnownTokenizer = ByteTokenizer | TextTokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk.
+
+    Args:
+        place: a Hugging Face folder, or the output folder of a run.
+        checkpoints: of a run; None for a Hugging Face folder.
+        step: of the checkpoint that was asked for; None: the newest.
+    """
+
+    place: Path
+    checkpoints: CheckpointFolder | None = None
+    step: int | None = None
+
+
+def find_source(path: Path, step: int | None) -> Source:
+    """What lies at `path`.
+
+    Raises:
+        ValueError: nothing to generate with; says what is missing.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; give the output folder of a run, or a Hugging Face folder")
+    named = COMPLETE.fullmatch(path.name)
+    if named and (path / "manifest.json").exists():
+        if step not in (None, int(named[1])):
+            raise ValueError(f"--step {step}: {path} is step {named[1]}; give the run's output folder")
+        return Source(path.resolve().parent.parent, CheckpointFolder(path.parent), int(named[1]))
+    if (path / "checkpoint").is_dir():
+        return Source(path, with_step(CheckpointFolder(path / "checkpoint"), step), step)
+    config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    if "model_type" in config:
+        if step is not None:
+            raise ValueError(f"--step {step}: {path} is a Hugging Face folder, and has no steps; leave it out")
+        return Source(path)
+    if "train" in config:
+        raise ValueError(f"{path}: the run has no checkpoint yet")
+    raise ValueError(f"{path}: holds neither checkpoints of a run (checkpoint/step-N) nor a Hugging Face {CONFIG}")
+
+
+def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
+    """The folder, if it has this step, or any."""
+    steps = folder.steps()
+    if not steps:
+        raise ValueError(f"{folder.path}: no checkpoint in it yet")
+    if step is not None and step not in steps:
+        raise ValueError(f"--step {step}: {folder.path} has {', '.join(map(str, steps))}")
+    return folder
+
+
+def find_tokenizer(source: Source, named: str | None, begin: str | None) -> KnownTokenizer | None:
+    """The tokenizer that was named, else that of the run's data or of the folder; None where there is none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if named == "bytes":
+        return ByteTokenizer()
+    if named is not None:
+        return read_tokenizer(Path(named), begin)
+    if source.checkpoints is None:
+        return read_tokenizer(source.place, begin) if has_tokenizer(source.place) else None
+    return of_run(source.place, begin)
+
+
+def of_run(place: Path, begin: str | None) -> KnownTokenizer | None:
+    """That of the folder that a run began with, or of its data: of a store as it was prepared, of plain text bytes."""
+    config = read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
+    data, model = (cast(dict[str, Any], config.get(name) or {}) for name in ("data", "model"))
+    pretrained = model.get("pretrained")
+    if isinstance(pretrained, str) and has_tokenizer(Path(pretrained)):
+        return read_tokenizer(Path(pretrained), begin)
+    if not config or data.get("task") is not None or pretrained is not None:
+        return None
+    kinds = [of_data(Path(str(path)), begin) for path in cast("Sequence[object]", data.get("path") or ())]
+    return ByteTokenizer() if not kinds else kinds[0]
+
+
+def of_data(path: Path, begin: str | None) -> KnownTokenizer | None:
+    """The tokenizer that made the tokens at a path; None where its files do not say."""
+    if is_folder(path):
+        if has_tokenizer(path):
+            return read_tokenizer(path, begin)
+        return ByteTokenizer() if Header.read(path).vocabulary.tokenizer == ByteTokenizer().identity else None
+    return ByteTokenizer() if path.exists() and path.suffix not in (".bin", ".idx", ".arrow") else None
+
+
+def read_tokenizer(path: Path, begin: str | None) -> KnownTokenizer:
+    if begin is None and path.is_dir():
+        return cast(KnownTokenizer, folder_tokenizer(path))
+    try:
+        return TextTokenizer.read(path, begin_of_document=begin)
+    except ImportError as error:
+        raise ValueError(f"the tokenizer at {path} cannot be read: {error}") from error
+
+
+def stops_of(source: Source, tokenizer: KnownTokenizer | None) -> list[int]:
+    """Tokens that end a text: those that a Hugging Face folder names, else the tokenizer's end of document."""
+    if source.checkpoints is None:
+        for name in (GENERATION, CONFIG):
+            found = read_json(source.place / name).get("eos_token_id") if (source.place / name).is_file() else None
+            if found is not None:
+                return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+    return [] if tokenizer is None else [tokenizer.end_of_document]

@@ -1,0 +1,226 @@
+"""`armillary-generate`: what transformers generates, the same on any mesh, and from checkpoints as from folders."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.attention import Local
+from armillary.core.checkpoint.reader import read_tensors
+from armillary.models import Llama, generate
+from armillary.models.hub.configs import parse as parse_config
+from armillary.train import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SaveConfig,
+    TrainConfig,
+    ValidationConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.generate.cli import main
+from armillary.train.generate.cli import run as continue_prompts
+from armillary.train.generate.command import Generate, read_generate
+from armillary.train.generate.text import Unfolding
+
+PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
+"""Of 1, 3, 7 and 23 tokens: fewer than ranks, and never a multiple of them."""
+NEW = 6
+MESHES = [
+    ParallelConfig(),
+    ParallelConfig(ring=4, ulysses=1, attention="ring"),
+    ParallelConfig(ring=2, ulysses=1, tp=2, attention="ring"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder, and what transformers generates with it, prompt by prompt."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("folder")
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=None, bos_token_id=None)).double().eval()
+    model.save_pretrained(path)
+    rows = [torch.tensor([[int(word) for word in prompt.split()]]) for prompt in PROMPTS]
+    asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    found = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in rows]  # 0 is no padding
+    return path, [ids[0, row.shape[1] :].tolist() for ids, row in zip(found, rows, strict=True)]
+
+
+def asked_of(source: Path) -> Generate:
+    return Generate(source, prompt=PROMPTS, tokens=NEW, ids=True, device="cpu", precision="float64")
+
+
+def all_asked(asked: list[Generate]) -> list[tuple[list[list[int]], str]]:
+    """Tokens of each prompt, and what was printed, for each order."""
+    found = []
+    for each in asked:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            tokens = [one.ids for one in continue_prompts(each)]
+        found.append((tokens, printed.getvalue()))
+    return found
+
+
+def test_it_is_what_transformers_generates_on_any_mesh(worlds, folder):
+    path, expected = folder
+    lines = "".join(f"{p}{''.join(f' {i}' for i in ids)}\n" for p, ids in zip(PROMPTS, expected, strict=True))
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
+    asked = [replace(asked_of(path), parallel=parallel) for parallel in MESHES]
+    for ranks in (1, 4):
+        for rank, found in enumerate(worlds(ranks).run(all_asked, asked if ranks > 1 else asked[:1])):
+            for tokens, printed in found:
+                assert tokens == expected and printed == ("" if rank else lines)
+
+
+def drawn(asked: Generate) -> tuple[list[list[int]], str]:
+    return all_asked([replace(asked, temperature=2.0, top_p=0.9, seed=3, json=True)])[0]
+
+
+def test_what_is_drawn_is_the_same_on_all_ranks_and_json_for_machines(worlds, folder):
+    found = worlds(4).run(drawn, asked_of(folder[0]))
+    assert all(tokens == found[0][0] for tokens, _ in found) and found[0][0] != folder[1]
+    said = json.loads(found[0][1])
+    assert said["step"] is None and [one["ids"] for one in said["prompts"]] == found[0][0]
+    assert [one["prompt"] for one in said["prompts"]] == list(PROMPTS) and said["prompts"][0]["text"] is None
+
+
+def trained(output: Path) -> None:
+    config = Config(
+        model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
+        data=DataConfig(path=(Path(__file__).parent,), sequence_length=32, global_batch_size=2),
+        validation=ValidationConfig(every=20, batches=1),
+        save=SaveConfig(every=1),
+        log=LogConfig(plot=False),
+        train=TrainConfig(steps=2, device="cpu", output=output),
+    )
+    with redirect_stdout(io.StringIO()), process_group(config) as device:
+        train(prepare(config, device))
+
+
+@pytest.fixture(scope="module")
+def run_folder(worlds, tmp_path_factory):
+    """The output folder of a run of two ranks, on bytes."""
+    path = tmp_path_factory.mktemp("run")
+    worlds(2).run(trained, path)
+    return path
+
+
+def plainly(checkpoint: Path, prompt: str) -> list[int]:
+    """With the whole model on one rank."""
+    model = Llama(parse_config(Manifest.read(checkpoint).model), Local()).double()
+    model.load_state_dict(read_tensors(checkpoint, "model", torch.float64))
+    return generate(model, torch.tensor([list(prompt.encode())]), new_tokens=NEW)[0].tolist()
+
+
+def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
+    texts = ("def main(", "é")
+    asked = Generate(run_folder, texts, tokens=NEW, stop=False, device="cpu", precision="float64")
+    older = replace(asked, step=1), replace(asked, source=run_folder / "checkpoint" / "step-1")
+    found = worlds(4).run(all_asked, [asked, *older])[0]
+    for step, (tokens, printed) in zip((2, 1, 1), found, strict=True):
+        assert tokens == [plainly(run_folder / "checkpoint" / f"step-{step}", text) for text in texts]
+        assert printed.startswith("def main(") and "\né" in printed
+
+
+def test_text_comes_as_soon_as_its_characters_are_whole():
+    from armillary.data import ByteTokenizer
+
+    shown: list[str] = []
+    unfolding = Unfolding(ByteTokenizer(), shown.append)
+    for token in (*"aé".encode(), 0xC3):
+        unfolding.add(token)
+    assert shown == ["a", "é"]
+    unfolding.close()
+    assert shown == ["a", "é", "\ufffd"] and unfolding.text == "aé\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("none --prompt x", "none: there is no such folder; give the output folder of a run, or a Hugging Face folder"),
+        ("empty --prompt x", "empty: holds neither checkpoints of a run"),
+        ("begun --prompt x", "begun: the run has no checkpoint yet"),
+        ("began --prompt x", "began/checkpoint: no checkpoint in it yet"),
+        ("run --prompt x --step 7", "--step 7: run/checkpoint has 1, 2"),
+        ("run/checkpoint/step-1 --prompt x --step 2", "--step 2: run/checkpoint/step-1 is step 1"),
+        ("hub --prompt x --step 1", "--step 1: hub is a Hugging Face folder, and has no steps"),
+        ("hub --prompt x", "hub: no tokenizer is known; name one by --tokenizer, or give tokens by --ids"),
+        ("run", 'no prompt: give --prompt "..."'),
+        ("run --prompt x --tokenizer none.json", "none.json cannot be read"),
+        ("run --prompt x --tokens 64q", "--tokens: '64q' is no whole number"),
+        ("run --prompt x --temperature -1", "temperature=-1.0: it must be at least 0"),
+        ("run --prompt x --top-p 2", "top_p=2.0: it must be above 0 and at most 1"),
+        ("run --prompt x --parallel.replicate 2", "--parallel.replicate 2: all ranks continue the same prompt"),
+        ("run --prompt x --parallel.attention rong", "no attention method 'rong'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(line, message, run_folder, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, place in {"run": run_folder, "hub": folder[0]}.items():
+        Path(name).symlink_to(place)
+    for name in ("empty", "begun", "began/checkpoint"):
+        Path(name).mkdir(parents=True)
+    Path("begun/config.json").write_text('{"train": {}}')
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    (said,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and message in said
+
+
+def refusals(orders: list[Generate]) -> list[str]:
+    found = []
+    for asked in orders:
+        with pytest.raises(ValueError) as refused, redirect_stdout(io.StringIO()):
+            continue_prompts(asked)
+        found.append(str(refused.value))
+        dist.barrier()
+    return found
+
+
+def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, tmp_path):
+    from armillary.models import GPT, GPTConfig
+
+    GPT(GPTConfig(vocab_size=60, dim=24, layers=1, heads=4, max_positions=12), Local()).save_pretrained(tmp_path)
+    hub = asked_of(folder[0])
+    asked = [
+        replace(hub, prompt=("1 99",)),
+        replace(hub, prompt=("one",)),
+        replace(hub, prompt=(), prompt_file=Path("none.txt")),
+        replace(hub, parallel=ParallelConfig(ring=3)),
+        replace(asked_of(tmp_path), prompt=("1", "1 2 3 4 5 6 7 8")),
+    ]
+    for found in worlds(2).run(refusals, asked):
+        for said, expected in zip(
+            found,
+            [
+                "--prompt has token 99, and the model knows 0..59",
+                "--prompt 'one': with --ids it must be numbers of tokens",
+                "--prompt-file none.txt: cannot be read",
+                "3 ranks, but 2 are running",
+                "a prompt of 8 tokens and --tokens 6, but the model has learned 12 positions; give at most --tokens 4",
+            ],
+            strict=True,
+        ):
+            assert expected in said
+
+
+def test_prompts_come_from_files_too(tmp_path):
+    from armillary.train.generate.command import prompts_of
+
+    (tmp_path / "prompt.txt").write_text("two\nlines\n")
+    asked = read_generate(["run", "--prompt", "one", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens", "1Ki"])
+    assert prompts_of(asked) == ["one", "two\nlines"] and asked.tokens == 1024
