@@ -158,7 +158,8 @@ def with_adapter_on_the_output():
     return model(**given)
 
 
-def with_flex_attention():
+@torch.no_grad()
+def with_another_backend():
     model, given = parallel()
     for block in model.transformer_blocks:
         block.attn.processor._attention_backend = "flex"
@@ -189,6 +190,7 @@ REFUSED = {
     with_cache: "FBCHeadBlockHook on transformer_blocks.0",
     with_dropout: "transformer_blocks.0.attn.to_out.1 drops 0.1",
     with_adapter_on_the_output: "proj_out was replaced after parallelize_diffusers",
+    with_another_backend: "flex_attention ran in transformer_blocks.0.attn, whose attention backend is to be",
     of_a_checkpoint_around_the_model: "a part of the model runs while its forward does not",
     lambda: called(joint_attention_kwargs={"attention_mask": 1}): "joint_attention_kwargs has attention_mask",
     lambda: called(hidden_states=draw(2, 3, 8)): "3 tokens of the image on 4 ranks",
