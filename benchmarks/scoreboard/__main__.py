@@ -1,0 +1,125 @@
+"""Everybody's context parallelism against the float64 oracle, on CPU ranks, each in an environment of its own.
+
+    uv run python benchmarks/scoreboard                                      # all contenders; downloads what uv lacks
+    uv run python benchmarks/scoreboard --only "armillary, ring" diffusers   # by name, or by how names begin
+    uv run python benchmarks/scoreboard --only "diffusers, ring" --case window/contiguous/8x8/bfloat16/2
+
+What came of it is stored, in place of what was stored of the same contenders, in benchmarks/results/scoreboard.json and
+.md, and in docs/scoreboard.md. A run of chosen cases is not. Exit code 1 if one of ours is not right everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from contender import HERE, Contender, contenders
+from environment import ROOT, environment, variables
+from setting import Setting
+from table import cell, figures, markdown, outcomes, text
+
+RESULTS, PAGE = HERE.parent / "results", ROOT / "docs" / "scoreboard.md"
+MARK = "<!-- written by benchmarks/scoreboard: what follows is its table -->\n"
+
+
+def main() -> int:
+    options = parsed()
+    found: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        for cls in options.chosen:
+            cases = [case for case in cls.settings() if not options.case or case in options.case]
+            found += [measured(cls, cases, Path(folder))] if cases else []
+            if options.json:  # time and again: a run may be cut short
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\n{text(found)}")
+    for each in [outcome for one in found for outcome in outcomes(one)] if options.case else []:
+        print(f"{each.setting}: {each.outcome} {each.said or figures([each])}")
+    if not options.case:
+        store(found)
+    mine = [one for one in found if one["name"].startswith("armillary")]
+    return int(any(one["why"] or cell(outcomes(one)) != str(len(one["outcomes"])) for one in mine))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = contenders()
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {'; '.join(known)}")
+    parser.add_argument("--case", nargs="+", type=Setting.read, default=[], help="such as causal/zigzag/8x4/bfloat16/4")
+    parser.add_argument("--json", type=Path, help="a file for all of it")
+    options = parser.parse_args()
+    named = {
+        name: [name] if name in known else [each for each in known if each.startswith(name)] for name in options.only
+    }
+    if unknown := [name for name, chosen in named.items() if not chosen]:
+        parser.error(f"no contender {', '.join(unknown)}; known: {'; '.join(known)}")
+    wanted = {name for chosen in named.values() for name in chosen} or set(known)
+    options.chosen = [cls for name, cls in known.items() if name in wanted]
+    return options
+
+
+def measured(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> dict[str, Any]:
+    """One contender: says what came of it, in a line. What cannot be run is told with its reason, and no case."""
+    date = datetime.now(UTC).date().isoformat()
+    found: dict[str, Any] = {
+        "name": cls.name,
+        "note": cls.note,
+        "date": date,
+        "versions": {},
+        "why": "",
+        "outcomes": [],
+    }
+    print(f"{cls.name:36}", end="", flush=True)
+    try:
+        for line in lines(cls, cases, folder):
+            found |= line if "versions" in line else {}
+            found["outcomes"] += [line] if "outcome" in line else []
+    except RuntimeError as failure:
+        found["why"] = str(failure)
+    print(found["why"] or cell(outcomes(found)), flush=True)
+    return found
+
+
+def lines(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> Iterator[dict[str, Any]]:
+    """What trial.py prints. Environments in `folder` are shared by contenders that want the same, and thrown away."""
+    python, log = environment(cls, folder), folder / "log.txt"
+    command = [python, str(HERE / "trial.py"), cls.name, *map(str, cases)]
+    with log.open("w") as errors:
+        trial = subprocess.Popen(
+            command, env=variables(cls), cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    assert trial.stdout is not None
+    yield from (json.loads(line) for line in trial.stdout if line.startswith('{"'))
+    if trial.wait():
+        raise RuntimeError(f"trial.py ended with {trial.returncode}: {last_line(log)}")
+
+
+def last_line(log: Path) -> str:
+    return (log.read_text().strip().splitlines() or [""])[-1]
+
+
+def store(found: Sequence[dict[str, Any]]) -> None:
+    """Into benchmarks/results, and into the page."""
+    file = RESULTS / "scoreboard.json"
+    before = json.loads(file.read_text())["contenders"] if file.exists() else []
+    newest = {one["name"]: one for one in (*before, *found)}
+    machine = f"Python {platform.python_version()}, {platform.machine()}, gloo on CPU ranks"
+    data = {"machine": machine, "contenders": [newest[name] for name in contenders() if name in newest]}
+    each_in_a_line = ",\n".join(json.dumps(one) for one in data["contenders"])
+    file.write_text(f'{{"machine": {json.dumps(machine)}, "contenders": [\n{each_in_a_line}\n]}}\n')
+    (RESULTS / "scoreboard.md").write_text(f"# Scoreboard\n\n{markdown(data)}")
+    above = PAGE.read_text().partition(MARK)[0]
+    PAGE.write_text(f"{above}{MARK}\n{markdown(data)}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A throwaway environment for each set of pinned requirements, made by uv."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+from contender import HERE, Contender
+
+ROOT = HERE.parent.parent
+OURS = [str(ROOT / "packages" / name / "src") for name in ("core", "attention")]
+
+
+def environment(cls: type[Contender], folder: Path) -> str:
+    """The Python to run a contender with: this one if it asks for nothing, else one of `folder`, made once."""
+    if not cls.requirements:
+        return sys.executable
+    wanted = "".join(sorted((*cls.requirements, *cls.alone)))
+    home = folder / f"env-{sha256(wanted.encode()).hexdigest()[:12]}"
+    python = home / "bin" / "python"
+    if home.exists():
+        return str(python)
+    install = ["uv", "pip", "install", "--quiet", "--python", str(python)]
+    _run(folder, "uv", "venv", "--quiet", "--no-project", str(home))
+    _run(folder, *install, *cls.requirements)
+    if cls.alone:
+        _run(folder, *install, "--no-deps", *cls.alone)
+    return str(python)
+
+
+def _run(folder: Path, *command: str) -> None:
+    # Not from the workspace, whose pins are of other versions. DeepSpeed's sources then need no CUDA.
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def variables(cls: type[Contender]) -> dict[str, str]:
+    """Our packages from their sources; no GPU; one thread a rank; flash-attn's stand-in for those that take it."""
+    paths = [str(HERE), *OURS, *([str(HERE / "standin")] if cls.standin else [])]
+    quiet = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(paths)}
