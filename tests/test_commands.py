@@ -1,6 +1,9 @@
-"""What all commands have in common, whichever package they are of: numbers and tables."""
+"""What all commands have in common, whichever package they are of: numbers, tables and help."""
 
+import re
+import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +23,17 @@ from armillary.plan.memory.plan import MemoryPlan
 from armillary.plan.memory.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchPlan
+from armillary.plan.tune import cli as tune
 from armillary.plan.tune.command import read_order
 from armillary.train import cli as train
+from armillary.train.checkpoint import export
+from armillary.train.checkpoint.export import Export
 from armillary.train.config.command import read_command
 from armillary.train.config.limits import check_limits
+from armillary.train.generate import cli as generate
+from armillary.train.generate.command import read_generate
+from armillary.train.reporting import plot_cli
+from armillary.train.reporting.plot_cli import Pictures
 
 NUMBERS = {"131_072": 131_072, "1e6": 10**6, "64k": 64_000, "1.5Mi": 3 << 19}
 NO_NUMBERS = ["64q", "-1", "1.5", "nan"]
@@ -73,6 +83,7 @@ READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-plan bytes": planned(BytesPlan, "tokens", "heads"),
     "armillary-plan run": predicted,
     "armillary-tune": lambda text: [read_order(["--iterations", text]).iterations],
+    "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
     "armillary-data pack": packed,
     "conformance": lambda text: [conformance.parsed(["--random", text, "--ranks", text]).random],
 }
@@ -142,3 +153,59 @@ def test_tables_are_whole_on_a_pipe_and_in_80_columns(command, whole, capsys, mo
     assert words <= set(shown.split()) and not set("\x1b…┃") & set(shown)
     tables = [part for part in shown.split("\n\n") if "\n---" in part]
     assert tables and all(len(line) <= 80 for lines in tables for line in lines.splitlines())
+
+
+def planning(words: list[str]) -> object:
+    kinds = {"search": SearchPlan, "memory": MemoryPlan, "bytes": BytesPlan}
+    command, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
+    return read_plan(rest, command) if command == "run" else parse(rest, kinds[command], command)
+
+
+COMMANDS = {"prepare": data.prepare_command, "info": data.info, "pack": data.pack}
+PARSERS: dict[str, Callable[[list[str]], object]] = {
+    "armillary-train": read_command,
+    "armillary-tune": read_order,
+    "armillary-generate": read_generate,
+    "armillary-plan": planning,
+    "armillary-data": lambda words: parse_command(words, COMMANDS, "armillary-data"),
+    "armillary-export": lambda words: parse(words, Export, "armillary-export"),
+    "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
+    "armillary.attention.conformance": conformance.parsed,
+}
+MODULES = {
+    "armillary.train": "armillary-train",
+    "armillary.plan.tune": "armillary-tune",
+    "armillary.train.generate": "armillary-generate",
+}
+HELPS = {
+    "train": train.main,
+    "generate": generate.main,
+    "export": export.main,
+    "plot": plot_cli.main,
+    "tune": tune.main,
+    **{f"plan {command}".strip(): plan.main for command in ("", *plan.COMMANDS)},
+    **{f"data {command}".strip(): data.main for command in ("", *COMMANDS)},
+    "conformance": conformance.main,
+}
+
+
+def examples(shown: str) -> list[list[str]]:
+    """The commands in a help text: lines between comments, up to the next heading."""
+    before = shown.replace("\\\n", " ").partition("\noptions")[0].partition("╭")[0]
+    return [shlex.split(line) for line in before.splitlines() if re.match(r"  (armillary-|torchrun |python )", line)]
+
+
+@pytest.mark.parametrize("command", HELPS)
+def test_help_begins_with_examples_that_are_taken(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("planned.toml", "tuned.toml"):
+        Path(name).write_text('recipe = "llama3_8b_128k"')
+    with suppress(SystemExit):
+        HELPS[command]([*command.split()[1:], "--help"])
+    found = examples(capsys.readouterr().out)
+    assert found
+    for program, *words in found:
+        if "-m" in (program, *words):
+            module, *words = words[words.index("-m") + 1 :]
+            program = MODULES.get(module, module)
+        PARSERS[program](words)

@@ -26,14 +26,32 @@ from armillary.data.prepare.sources import Format
 from armillary.data.progress import Bar
 
 PROGRAM = "armillary-data"
+USAGE = """usage: armillary-data COMMAND [options]
+
+  # text into tokens; stopped at any time, the same command goes on where it was
+  armillary-data prepare my/texts --output store --tokenizer bpe
+  # how many, and how long documents are
+  armillary-data info store
+  # what each packing costs in rows of 65,536 tokens
+  armillary-data pack store --length 64Ki
+
+commands:
+  prepare  makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files
+  info     shows how many documents and tokens a store has, and how long documents are
+  pack     shows what each packing costs, and how even the attention of its rows is spread over shards
+
+armillary-data COMMAND --help lists the options."""
 COLUMN = "input_ids"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command. Exits with one line: 2 for what cannot be done, 1 for a disk or worker that fails, 130 for ^C."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
     with ending(PROGRAM):
-        commands = {"prepare": prepare_command, "info": info, "pack": pack}
-        parse_command(sys.argv[1:] if argv is None else argv, commands, PROGRAM)()
+        parse_command(words, {"prepare": prepare_command, "info": info, "pack": pack}, PROGRAM)()
 
 
 def prepare_command(
@@ -50,6 +68,14 @@ def prepare_command(
     workers: int | None = None,
 ) -> None:
     """Makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files.
+
+    Three ways to start:
+      # bytes of a folder of text
+      armillary-data prepare my/texts --output store
+      # a tokenizer trained on them first
+      armillary-data prepare my/texts --output store --tokenizer bpe --vocab-size 32Ki
+      # JSONL, with the tokenizer of a Hugging Face folder
+      armillary-data prepare a.jsonl b.jsonl --output store --tokenizer path/to/folder
 
     Stopped at any time, the same command goes on where it was.
 
@@ -94,6 +120,11 @@ def info(
 ) -> None:
     """Shows how many documents and tokens a store has, and how long documents are.
 
+    Two ways to start:
+      armillary-data info store
+      # reading all of it, with a picture of lengths
+      armillary-data info store --verify --plot lengths.png
+
     Args:
         store: a folder of `armillary-data prepare`, Megatron's .bin and .idx, or a saved Hugging Face dataset.
         plot: write the histogram of lengths as a picture (PNG).
@@ -118,6 +149,10 @@ def info(
 
 def pack(store: Positional[Path], length: int, shards: int = 8, rows: int = 64, json: bool = False) -> None:
     """Shows what each packing costs, and how even the attention of its rows is spread over shards.
+
+    One way to start:
+      # rows of 65,536 tokens, each shared by 8 ranks
+      armillary-data pack store --length 64Ki --shards 8
 
     Args:
         store: a token store.

@@ -37,6 +37,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16,
 class BytesPlan:
     """Counts what one rank sends in one call of attention, forward and backward, without a GPU.
 
+    Two ways to start:
+      # all methods on 64 ranks
+      armillary-plan bytes
+      # two methods with a model's heads
+      armillary-plan bytes --tokens 128Ki --ranks 16 --heads 32 --kv-heads 8 --causal --attention usp ring
+
     The real methods run on fake tensors in a fake process group, under a ledger. Shown beside are closed forms, and for
     full masks what WallFacer's paper counts in forward (arXiv 2407.00611): as many steps as ranks, where one less is
     sent, and no LSE. The defaults are that paper's model M.

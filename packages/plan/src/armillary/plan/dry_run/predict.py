@@ -29,7 +29,14 @@ from armillary.train.dry_run.predict import precision_of
 
 @dataclass(frozen=True)
 class RunPlan(Source):
-    """Predicts mesh, shapes, memory and step time of a run, from the trainer's own flags."""
+    """Predicts mesh, shapes, memory and step time of a run, from the trainer's own flags.
+
+    Two ways to start:
+      # a recipe on its machine
+      armillary-plan run --recipe llama3_8b_1m --cluster 8xh100
+      # a file, and what differs from it
+      armillary-plan run --config planned.toml --cluster 16xh100 --data.sequence-length 256Ki
+    """
 
     cluster: str = "8xh100"
     """8xh100, 16xh200, 8xa100-80, ..., or a TOML file that describes one. The run has a rank for each accelerator."""

@@ -25,6 +25,14 @@ BEYOND = 4
 class MemoryPlan:
     """Simulates a training step without a GPU: its peak memory, by category.
 
+    Three ways to start:
+      # 6 million tokens on a node
+      armillary-plan memory --model llama3-8b --cluster 8xh100 --tokens 6M
+      # the longest sequence that fits
+      armillary-plan memory --model llama3-8b --cluster 8xh100 --max-context
+      # another method, and all on the device
+      armillary-plan memory --tokens 256Ki --attention usp --ulysses 4 --no-on-host
+
     The model is the real one, sharded by the real FSDP2; its tensors hold no numbers.
     """
 

@@ -23,7 +23,16 @@ from armillary.train.config.limits import Count, check_limits
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Finds the fastest way to train a model on a cluster, by arithmetic: nothing is run, and no GPU is needed."""
+    """Finds the fastest way to train a model on a cluster, by arithmetic: nothing is run, and no GPU is needed.
+
+    Three ways to start:
+      # all meshes and methods on 16 GPUs
+      armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens 256Ki
+      # the best as a file for armillary-train --config
+      armillary-plan search --cluster 8xh100 --tokens 128Ki --out planned.toml
+      # two methods alone, drawn
+      armillary-plan search --tokens 1M --attention usp upipe --plot best.png
+    """
 
     model: str = "llama3-8b"
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""

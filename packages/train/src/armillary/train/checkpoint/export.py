@@ -27,6 +27,12 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 class Export:
     """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer that it began with.
 
+    Two ways to start:
+      # as it was saved
+      armillary-export outputs/checkpoint/step-80 exported
+      # in half the bytes, with the tokenizer of a folder
+      armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
+
     Takes as much memory as the weights have bytes in `dtype`, and that of one file.
     """
 

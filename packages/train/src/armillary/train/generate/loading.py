@@ -21,13 +21,15 @@ from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.restoring import fault_of, newest_whole
 from armillary.train.config import Config, ModelConfig
 from armillary.train.generate.command import PROGRAM, Generate
-from armillary.train.generate.source import Source
+from armillary.train.generate.source import ModelSource
 from armillary.train.parallel import choose_axes
 
 TIMEOUT = timedelta(minutes=30)
 
 
-def load_model(asked: Generate, source: Source, device: torch.device, ranks: Ranks) -> tuple[Llama | GPT, int | None]:
+def load_model(
+    asked: Generate, source: ModelSource, device: torch.device, ranks: Ranks
+) -> tuple[Llama | GPT, int | None]:
     """The model with its weights, and the step of its checkpoint. Collective.
 
     Raises:

@@ -19,7 +19,7 @@ KnownTokenizer = ByteTokenizer | TextTokenizer
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model on disk.
 
     Args:
@@ -33,7 +33,7 @@ class Source:
     step: int | None = None
 
 
-def find_source(path: Path, step: int | None) -> Source:
+def find_source(path: Path, step: int | None) -> ModelSource:
     """What lies at `path`.
 
     Raises:
@@ -45,14 +45,14 @@ def find_source(path: Path, step: int | None) -> Source:
     if named and (path / "manifest.json").exists():
         if step not in (None, int(named[1])):
             raise ValueError(f"--step {step}: {path} is step {named[1]}; give the run's output folder")
-        return Source(path.resolve().parent.parent, CheckpointFolder(path.parent), int(named[1]))
+        return ModelSource(path.resolve().parent.parent, CheckpointFolder(path.parent), int(named[1]))
     if (path / "checkpoint").is_dir():
-        return Source(path, with_step(CheckpointFolder(path / "checkpoint"), step), step)
+        return ModelSource(path, with_step(CheckpointFolder(path / "checkpoint"), step), step)
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
     if "model_type" in config:
         if step is not None:
             raise ValueError(f"--step {step}: {path} is a Hugging Face folder, and has no steps; leave it out")
-        return Source(path)
+        return ModelSource(path)
     if "train" in config:
         raise ValueError(f"{path}: the run has no checkpoint yet")
     raise ValueError(f"{path}: holds neither checkpoints of a run (checkpoint/step-N) nor a Hugging Face {CONFIG}")
@@ -68,7 +68,7 @@ def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
     return folder
 
 
-def find_tokenizer(source: Source, named: str | None, begin: str | None) -> KnownTokenizer | None:
+def find_tokenizer(source: ModelSource, named: str | None, begin: str | None) -> KnownTokenizer | None:
     """The tokenizer that was named, else that of the run's data or of the folder; None where there is none.
 
     Raises:
@@ -114,7 +114,7 @@ def read_tokenizer(path: Path, begin: str | None) -> KnownTokenizer:
         raise ValueError(f"the tokenizer at {path} cannot be read: {error}") from error
 
 
-def stops_of(source: Source, tokenizer: KnownTokenizer | None) -> list[int]:
+def stops_of(source: ModelSource, tokenizer: KnownTokenizer | None) -> list[int]:
     """Tokens that end a text: those that a Hugging Face folder names, else the tokenizer's end of document."""
     if source.checkpoints is None:
         for name in (GENERATION, CONFIG):

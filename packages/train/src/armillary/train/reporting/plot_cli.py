@@ -20,7 +20,14 @@ PROGRAM = "armillary-plot"
 
 @dataclass(frozen=True)
 class Pictures:
-    """Draws the loss, gradient norm and learning rate of runs over each other, as a PNG."""
+    """Draws the loss, gradient norm and learning rate of runs over each other, as a PNG.
+
+    Two ways to start:
+      # one run, into outputs/loss.png
+      armillary-plot outputs
+      # two runs
+      armillary-plot outputs other-outputs --output both.png
+    """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Output folders of runs."""
