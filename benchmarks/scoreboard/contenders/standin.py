@@ -8,7 +8,7 @@ class Standin(Contender):
     name = "flash-attn's stand-in"
     requirements = BASE
     standin = True
-    masks = ("full", "causal", "window", "uneven")
+    masks = ("full", "causal", "window")
     dtypes = HALVES
     ranks = (1,)
     note = "no contender: `flash_attn_func` of standin/, on one rank, so that no error of others is due to it"
