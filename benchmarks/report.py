@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
 def write(

@@ -1,0 +1,38 @@
+"""The page of results is what was measured, and its commands are those of benchmarks that are there."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+def laptop():
+    sys.path.append(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("laptop", ROOT / "benchmarks" / "laptop.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["laptop"] = module  # as dataclasses want it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_made_of_what_was_measured():
+    measured = json.loads((RESULTS / "results.json").read_text())
+    made = laptop()
+    assert list(measured) == list(made.PARTS)
+    page = (RESULTS / "index.md").read_text()
+    assert page == made.page(measured)
+    assert sum(found["seconds"] for found in measured.values()) < 600
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", page):
+        assert (RESULTS / picture).exists()
+
+
+def test_each_part_is_a_benchmark_that_is_there():
+    for part in laptop().PARTS.values():
+        script = ROOT / part.command.split()[0]
+        source = script / "__main__.py" if script.is_dir() else script
+        options = re.findall(r"--[a-z]+", part.command)
+        assert all(f'"{option}"' in source.read_text() for option in (*options, "--out")), part.command
