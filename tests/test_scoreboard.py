@@ -93,9 +93,8 @@ def test_who_refuses_hangs_or_crashes_is_told_so_and_the_next_case_is_tried():
     assert cell([refused, other, hung, crashed]) == "2 refused, 1 hung, 1 crashed"
 
 
-def test_the_page_and_the_results_are_those_that_are_stored():
-    stored = json.loads((ROOT / "benchmarks/results/scoreboard.json").read_text())
-    assert (ROOT / "benchmarks/results/scoreboard.md").read_text() == f"# Scoreboard\n\n{markdown(stored)}"
+def test_the_page_shows_what_is_stored():
+    stored = json.loads((ROOT / "docs/benchmarks/scoreboard.json").read_text())
     assert (ROOT / "docs/scoreboard.md").read_text().partition(MARK)[2] == f"\n{markdown(stored)}"
     assert [each["name"] for each in stored["contenders"]] == list(contenders())
     ours = [each for each in stored["contenders"] if each["name"].startswith("armillary")]

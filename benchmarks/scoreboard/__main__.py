@@ -4,8 +4,8 @@
     uv run python benchmarks/scoreboard --only "armillary, ring" diffusers   # by name, or by how names begin
     uv run python benchmarks/scoreboard --only "diffusers, ring" --case window/contiguous/8x8/bfloat16/2
 
-What came of it is stored, in place of what was stored of the same contenders, in benchmarks/results/scoreboard.json and
-.md, and in docs/scoreboard.md. A run of chosen cases is not. Exit code 1 if one of ours is not right everywhere.
+What came of it is stored, in place of what was stored of the same contenders, in docs/benchmarks/scoreboard.json and in
+docs/scoreboard.md. A run of chosen cases is not. Exit code 1 if one of ours is not right everywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from environment import ROOT, environment, variables
 from setting import Setting
 from table import cell, figures, markdown, outcomes, text
 
-RESULTS, PAGE = HERE.parent / "results", ROOT / "docs" / "scoreboard.md"
+RESULTS, PAGE = ROOT / "docs" / "benchmarks" / "scoreboard.json", ROOT / "docs" / "scoreboard.md"
 MARK = "<!-- written by benchmarks/scoreboard: what follows is its table -->\n"
 
 
@@ -107,15 +107,13 @@ def last_line(log: Path) -> str:
 
 
 def store(found: Sequence[dict[str, Any]]) -> None:
-    """Into benchmarks/results, and into the page."""
-    file = RESULTS / "scoreboard.json"
-    before = json.loads(file.read_text())["contenders"] if file.exists() else []
+    """As JSON, and into the page."""
+    before = json.loads(RESULTS.read_text())["contenders"] if RESULTS.exists() else []
     newest = {one["name"]: one for one in (*before, *found)}
     machine = f"Python {platform.python_version()}, {platform.machine()}, gloo on CPU ranks"
     data = {"machine": machine, "contenders": [newest[name] for name in contenders() if name in newest]}
     each_in_a_line = ",\n".join(json.dumps(one) for one in data["contenders"])
-    file.write_text(f'{{"machine": {json.dumps(machine)}, "contenders": [\n{each_in_a_line}\n]}}\n')
-    (RESULTS / "scoreboard.md").write_text(f"# Scoreboard\n\n{markdown(data)}")
+    RESULTS.write_text(f'{{"machine": {json.dumps(machine)}, "contenders": [\n{each_in_a_line}\n]}}\n')
     above = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(f"{above}{MARK}\n{markdown(data)}")
 

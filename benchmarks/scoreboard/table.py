@@ -95,7 +95,7 @@ def command(name: str, case: str) -> str:
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """All of it, for docs/scoreboard.md and benchmarks/results."""
+    """All of it, for docs/scoreboard.md."""
     found: list[Found] = data["contenders"]
     cases = sum(len(each["outcomes"]) for each in found)
     parts = [f"`uv run python benchmarks/scoreboard`, {data['machine']}: {cases} cases.", _table(rows(found))]
