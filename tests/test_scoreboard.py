@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_who_refuses_hangs_or_crashes_is_told_so_and_the_next_case_is_tried():
     (hung,) = run(Hanging, [CAUSAL], patience=2)
     assert hung.outcome == "hung"
     (crashed,) = run(Crashing, [CAUSAL])
-    assert (crashed.outcome, crashed.said) == ("crashed", "rank 0 died (exit code 3)")
+    assert crashed.outcome == "crashed" and re.fullmatch(r"rank [01] died \(exit code 3\)", crashed.said)
     assert cell([refused, other, hung, crashed]) == "2 refused, 1 hung, 1 crashed"
 
 

@@ -89,7 +89,7 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         ("sequence-length = 3", "sequence-length is no key; the nearest is data.sequence_length"),
         ("[trian]\nsteps = 3", "trian is no key; the nearest is train."),
         ("[data]\nrows = 3", "data.rows is no key; it is data.global_batch_size now"),
-        ('[model]\ndim = "3"', "model.dim = '3': Input should be a valid integer"),
+        ('[model]\ndim = "3q"', "model.dim = '3q': Input should be a valid integer, such as 131072"),
         ("[model]\ndim = 3.5", "model.dim = 3.5: Input should be a valid integer"),
         ("[model]\ndim = true", "model.dim = True: Input should be a valid integer"),
         ("[data]\npath = 7", "data.path = 7: Input should be a valid array"),

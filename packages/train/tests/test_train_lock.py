@@ -101,10 +101,12 @@ def test_a_run_on_another_machine_is_waited_for(tmp_path):
 
     thread = threading.Thread(target=beat)
     thread.start()
-    with pytest.raises(Refused, match=r"on far, begun .* works in it"):
-        taken(tmp_path / "lock", silent=30)
-    beats.set()
-    thread.join()
+    try:
+        with pytest.raises(Refused, match=r"on far, begun .* works in it"):
+            taken(tmp_path / "lock", silent=30)
+    finally:
+        beats.set()
+        thread.join()
     second = taken(tmp_path / "lock")  # no sign of life any more
     assert second.number == 2 and len(said) == 2
     assert said[0].startswith("waiting 30 s for a sign of life of run ") and "on far" in said[0]

@@ -36,7 +36,10 @@ def test_whole_numbers_are_read_as_people_write_them():
     ("argv", "message"),
     [
         (["--trian.steps", "3"], r"Unrecognized options: --trian.steps.*Perhaps you meant.*--train.steps"),
-        (["--train.steps", "many"], r"--train.steps: 'many' is no whole number such as 1000000, 5M or 128Ki"),
+        (
+            ["--train.steps", "many"],
+            r"--train.steps: 'many' is no whole number such as .* 64k \(64,000\), 64Ki \(65,536\)",
+        ),
         (
             ["--data.layout", "spiral"],
             "invalid choice 'spiral' for argument '--data.layout'.*'zigzag'",
