@@ -38,7 +38,7 @@ def test_whole_numbers_are_read_as_people_write_them():
         (["--trian.steps", "3"], r"Unrecognized options: --trian.steps.*Perhaps you meant.*--train.steps"),
         (
             ["--train.steps", "many"],
-            r"--train.steps: 'many' is no whole number such as .* 64k \(64,000\), 64Ki \(65,536\)",
+            r"--train.steps: 'many' is no whole number such as .* 64Ki \(65,536\)",
         ),
         (
             ["--data.layout", "spiral"],
