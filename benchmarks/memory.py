@@ -51,8 +51,8 @@ PLANS: dict[str, list[MemoryPlan]] = {
     ],
 }
 
-NODE = [plan for plan in PLANS["contexts"] if plan.cluster == "8xh100" and plan.attention in ("upipe", "usp", "ring")]
-"""The shortest of them, for who has a minute."""
+NODE = [plan for plan in PLANS["contexts"] if plan.cluster == "8xh100" and plan.attention in ("upipe", "ring")]
+"""The longest and the plainest of them, for who has a few minutes."""
 
 
 def upipe(stage: int, prefetch: bool, mesh: DeviceMesh) -> Method:
