@@ -74,6 +74,8 @@ def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
         (lambda: distribute_sequence(ids, layout, usp, axes=[]), "are not some of the mesh's"),
         (lambda: sequence_from_local(ids[:, :3], ten, ring), r"\(3, 3, 2, 2\) over axis 'ring' .* \(3, 3, 3, 1\)"),
         (lambda: sequence_from_local(ids[:, :5], layout, ring), r"\(2, 5, 3\) has 5 tokens; shard 0 has 4"),
+        (lambda: sequence_from_local(ids[:, :4], layout, ring, rows=["shard"]), "rows are dim 0, over axes of .'ring'"),
+        (lambda: sequence_from_local(ids[:, :4], layout, ring, dim=3), "has no dim 3; its dims are 0..2"),
         (lambda: gather_sequence(ids, layout), "x is a Tensor; a DTensor is needed"),
         (lambda: gather_sequence(x, SequenceLayout.zigzag(8, 4)), "which dim of DTensor .* has the 8 tokens"),
         (lambda: gather_sequence(x, layout, dim=0), "has 2 tokens; the layout has 16"),
@@ -114,7 +116,7 @@ def test_rows_of_several_ranks_are_one_tensor():
     layout = SequenceLayout.zigzag(16, 2)
     with fake_world(5, shard=3, ring=2) as ranks:
         x = random(0, 2, 8, 4)
-        placed = sequence_from_local(x, layout, ranks["shard", "ring"], rows=["shard"])
+        placed = sequence_from_local(x, layout, ranks["shard", "ring"], -2, rows=["shard"])
         assert placed.shape == (6, 16, 4) and list(placed.placements) == [S0, S1]
         assert torch.equal(placed.to_local(), x)
 

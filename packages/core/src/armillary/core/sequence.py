@@ -84,8 +84,13 @@ def sequence_from_local(
         rows: names of axes of `mesh` whose ranks have rows [B, ...] of their own, as many each: `Shard(0)` there.
 
     Raises:
-        ValueError: as `distribute_sequence`; or x has another number of tokens than this rank's shard.
+        ValueError: as `distribute_sequence`; x has another number of tokens than this rank's shard; or `rows` are no
+            axes of the mesh, or of the sequence.
     """
+    check_tensor("x", x)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
+    dim %= x.ndim
     places = _sequence_places(mesh, layout, axes)
     found, names = _over(layout, mesh, places), mesh.mesh_dim_names or ()
     check_chunks("shards of the layout", found.sizes, _cut(layout, mesh, places), _named(mesh, places))
@@ -94,7 +99,12 @@ def sequence_from_local(
         shard = shard * mesh.size(place) + mesh.get_local_rank(place)
     if x.shape[dim] != (tokens := found.sizes[shard]):
         raise ValueError(f"dim {dim} of x {tuple(x.shape)} has {x.shape[dim]} tokens; shard {shard} has {tokens}")
-    over = [names.index(name) for name in rows]
+    over = [place for place, name in enumerate(names) if name in rows and place not in places]
+    if len(over) != len(rows) or (over and dim == 0):
+        raise ValueError(
+            f"rows={tuple(rows)}, tokens on dim {dim}: rows are dim 0, over axes of {names} other than "
+            f"{_named(mesh, places)}"
+        )
     placements = [Shard(dim) if i in places else Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
     shape = list(x.shape)
     shape[dim] = layout.length

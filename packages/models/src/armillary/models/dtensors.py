@@ -29,7 +29,7 @@ from armillary.models.block import Block
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DATA_AXES = ("replicate", "shard")
+ROW_AXES = ("replicate", "shard")
 """Axes of `build_mesh` whose ranks have rows of their own, over which gradients are summed."""
 
 
@@ -119,7 +119,7 @@ def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method
             continue
         if cut is not None and name == cut.name:
             check_placement("ids", ids, mesh_dim(ids, cut), Replicate())
-        elif name in DATA_AXES:
+        elif name in ROW_AXES:
             check_placement("ids", ids, place, Shard(0))
     rows = nested_sizes(ids.shape[0], [ids.device_mesh.size(i) for i, p in enumerate(ids.placements) if p == Shard(0)])
     if 0 in rows:

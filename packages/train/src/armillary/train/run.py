@@ -16,10 +16,8 @@ from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, sequence_f
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, Llama
+from armillary.models.dtensors import ROW_AXES
 from armillary.train.config import Config
-
-ROW_AXES = ("replicate", "shard")
-"""Axes whose ranks have rows of their own."""
 
 
 @dataclass
