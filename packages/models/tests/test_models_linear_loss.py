@@ -1,12 +1,15 @@
 """The head and the token loss in one: what `token_loss` gives, with no tensor as large as the logits."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.testing import mesh, relative_error
@@ -58,6 +61,24 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.names.add(func.overloadpacket.__name__)
         self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that ops read and write of tensors of `count` numbers, by dtype; those that move single ones aside."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count, self.bytes = count, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        aside = func.is_view or any(name in str(func) for name in ("prim", "empty", "gather", "scatter"))
+        if not aside:
+            read = [*args, *(x for name, x in (kwargs or {}).items() if name != "out")]
+            for x in pytree.tree_leaves((read, result)):
+                if isinstance(x, torch.Tensor) and x.numel() == self.count:
+                    self.bytes[x.dtype] += x.nbytes
         return result
 
 
@@ -164,6 +185,18 @@ def test_no_tensor_is_as_large_as_the_logits():
     with Allocations() as made:
         linear_token_loss(hidden, weight, labels, bias=bias, chunk=20)[0].backward()
     assert max(B * T * E, V * E) < made.largest == 20 * V < B * T * V
+
+
+def test_a_chunk_is_read_and_written_twice_in_float32_at_most():
+    """On CUDA, in bytes of each logit: converted, made probabilities, read for gradients; the rest is narrow."""
+    with FakeTensorMode(), torch.device("cuda"):
+        hidden, weight = torch.empty(1, 64, E, dtype=torch.bfloat16), torch.empty(V, E, dtype=torch.bfloat16)
+        hidden.requires_grad_(), weight.requires_grad_()
+        labels = torch.zeros(1, 64, dtype=torch.long)
+        with Traffic(64 * V) as moved:
+            linear_token_loss(hidden, weight, labels, chunk=64)
+    by_logit = {dtype: count / (64 * V) for dtype, count in moved.bytes.items()}
+    assert by_logit == {torch.float32: 16, torch.bfloat16: 12}
 
 
 def test_what_lives_until_backward_and_no_longer():

@@ -73,14 +73,18 @@ def add_chunk(
     part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, gradients: Gradients
 ) -> Tensor:
     """The losses [c] of one chunk, hidden [C, E]. A function of its own, so that buffers are gone before the next."""
-    logits = F.linear(hidden, weight, bias)
-    wide = at_least_one(logits.to(spec.wide))
+    logits = at_least_one(F.linear(hidden, weight, bias))
     losses = cross_entropy_(
-        wide, spec.labels_of(part), spec.vocabulary, ignore=spec.ignore, z_loss=spec.z_loss, gradient=gradients.wanted
+        logits.to(spec.wide),
+        logits,
+        spec.labels_of(part),
+        spec.vocabulary,
+        ignore=spec.ignore,
+        z_loss=spec.z_loss,
+        gradient=logits if gradients.wanted else None,
     )
     if gradients.wanted:
-        wide = wide.narrow(1, 0, logits.shape[1])
-        gradients.add(part, wide, logits.copy_(wide), hidden, weight, spec.vocabulary)
+        gradients.add(part, logits.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
     return losses
 
 
@@ -105,17 +109,15 @@ class Gradients:
         """Whether any is."""
         return not (self.hidden is self.weight is self.bias is None)
 
-    def add(
-        self, part: slice, wide: Tensor, narrow: Tensor, hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard
-    ) -> None:
-        """Adds what a chunk gives: the gradient of its logits [C, V_r], in the dtype of sums and in that of matmuls."""
-        write = None if self.hidden is None else vocabulary.scatter(narrow @ weight, self.hidden[part])
+    def add(self, part: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> None:
+        """Adds what a chunk gives: the gradient of its logits [C, V_r], in the dtype of matmuls."""
+        write = None if self.hidden is None else vocabulary.scatter(dlogits @ weight, self.hidden[part])
         if self.bias is not None:
-            self.bias.add_(wide.sum(0))
-        if self.weight is not None and self.weight.is_cuda and narrow.dtype != wide.dtype:
+            self.bias.add_(dlogits.sum(0, dtype=self.bias.dtype))
+        if self.weight is not None and self.weight.is_cuda and dlogits.dtype != self.weight.dtype:
             # Tensor cores multiply the narrow ones and add to the wide sum, without a product in between.
-            torch.addmm(self.weight, narrow.T, hidden, out_dtype=wide.dtype, out=self.weight)
+            torch.addmm(self.weight, dlogits.T, hidden, out_dtype=self.weight.dtype, out=self.weight)
         elif self.weight is not None:
-            self.weight.addmm_(wide.T, hidden.to(wide.dtype))
+            self.weight.addmm_(dlogits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
         if write is not None:
             write()

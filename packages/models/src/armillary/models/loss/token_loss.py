@@ -83,8 +83,10 @@ class PartLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, ignore: int, z_loss: float, wanted: bool
     ) -> Tensor:
-        gradient = at_least_one(logits.to(accumulation_dtype(logits.dtype), copy=True))
-        losses = cross_entropy_(gradient, labels, vocabulary, ignore=ignore, z_loss=z_loss, gradient=wanted)
+        mine = at_least_one(logits)
+        gradient = mine.to(accumulation_dtype(logits.dtype), copy=True)
+        into = gradient if wanted else None
+        losses = cross_entropy_(gradient, mine, labels, vocabulary, ignore=ignore, z_loss=z_loss, gradient=into)
         ctx.save_for_backward(gradient.narrow(1, 0, logits.shape[1]) if wanted else None)
         ctx.dtype = logits.dtype
         return vocabulary.total(losses)

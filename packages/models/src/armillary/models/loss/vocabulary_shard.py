@@ -133,8 +133,8 @@ class VocabularyShard:
         return places.where(here, 0), here
 
     def share(self, x: Tensor, part: Tensor, lse: Tensor) -> Tensor:
-        """`x` times exp(part - lse), what this rank's rows have of all probability; 0 where they have none."""
-        return x if self.alone else (x * (part - lse).exp()).masked_fill_(part == -torch.inf, 0)
+        """`x` times exp(part - lse), what this rank's rows have of all probability."""
+        return x if self.alone else x * (part - lse).exp()
 
 
 def cut(vocabulary: int, axis: Axis) -> slice:
@@ -149,31 +149,46 @@ def at_least_one(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, ignore: int, z_loss: float, gradient: bool
+    wide: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    vocabulary: VocabularyShard,
+    *,
+    ignore: int,
+    z_loss: float,
+    gradient: Tensor | None,
 ) -> Tensor:
     """The losses [c] of this rank's own tokens, with `z_loss` times their squared log-sum-exps.
 
+    Of C V_r logits 16 bytes are read and written in float32, two reads and two writes: `wide` was written, becomes
+    softmax, and is read for the gradient. Nothing as large is made.
+
     Args:
-        logits: [C, V_r] of all ranks' tokens, one row at least, in the dtype of sums. Overwritten, by the gradient of
-            the losses of all C tokens if one is asked for. Nothing as large is made.
+        wide: the logits in the dtype of sums, [C, V_r] of all ranks' tokens, one row at least. Overwritten.
+        logits: the same numbers, maybe narrower, whose largest are found with fewer bytes. May be `wide`.
         labels: [C], the same on all ranks.
+        gradient: becomes that of the losses of all C tokens, in its own dtype, if given. May be either of the two.
 
     Bytes sent, in a dtype of w bytes: 2 w for each of the other ranks' tokens, kind "reduce_scatter"; with a gradient,
     (R - 1) w for each of this rank's own (or of the largest share), kind "all_gather".
     """
     valid = (labels != ignore).unsqueeze(1)
     places, here = vocabulary.find(labels.unsqueeze(1), valid)
-    chosen = logits.gather(1, places)
-    # A rank whose logits are all -inf weighs nothing: they stay so, where -inf - -inf would be NaN.
-    peak = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
-    total = logits.sub_(peak).exp_().sum(1, keepdim=True)
-    part = peak + total.log()
+    chosen, (peak, top) = wide.gather(1, places), logits.max(1, keepdim=True)
+    peak = peak.to(wide.dtype)
+    if not vocabulary.alone:
+        # A rank whose logits are all -inf weighs nothing: with the least number there softmax is 0 and 1, not NaN.
+        wide.scatter_(1, top, peak.clamp_(min=torch.finfo(wide.dtype).min))
+    # In place: on CPU and CUDA each row is read, for its peak and sum, before its elements are written one by one.
+    torch.softmax(wide, 1, out=wide)
+    part = peak - wide.gather(1, top).log()
     lse, chosen = vocabulary.merged(part, chosen, here)
-    if gradient:
-        everyone = vocabulary.gather(lse, len(logits)).wait()
-        logits.mul_(vocabulary.share(valid * (1 + 2 * z_loss * everyone) / total, part, everyone))
-        # What scatter_add_ would do, and the same on every run on a GPU.
-        logits.scatter_(1, places, logits.gather(1, places) - here.to(logits.dtype))
+    if gradient is not None:
+        everyone = vocabulary.gather(lse, len(wide)).wait()
+        factor = vocabulary.share(valid * (1 + 2 * z_loss * everyone), part, everyone)
+        at_labels = wide.gather(1, places) * factor - here.to(wide.dtype)
+        # Scattered, and not added: the same on every run on a GPU.
+        torch.mul(wide, factor, out=gradient).scatter_(1, places, at_labels.to(gradient.dtype))
     return (lse - chosen + z_loss * lse.square()).where(vocabulary.own(valid), 0).squeeze(1)
 
 
