@@ -16,19 +16,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core.mesh import build_mesh
+from armillary.core.testing import staged  # pyright: ignore[reportUnusedImport] # noqa: F401 - makes it known
 
 STACKS = signal.SIGUSR1
 """The signal that makes a rank write where it stands."""
 
 
-def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float) -> None:
+def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
     """Joins the world, then answers each pickled (function, args, kwargs) with ("ok", result) or ("error", text)."""
     stacks = stack_file(folder, rank).open("w")
     faulthandler.register(STACKS, file=stacks, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     while (request := _receive(connection)) is not None:
         connection.send_bytes(_answer(request))
     if dist.is_initialized():
@@ -40,9 +41,11 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 
 @cache
-def mesh(*, replicate: int = 1, shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> DeviceMesh:
+def mesh(
+    *, replicate: int = 1, shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device: str = "cpu"
+) -> DeviceMesh:
     """The rank's mesh with these axes (`mesh(ring=2, ulysses=2)`), built once in each process of a world."""
-    return build_mesh("cpu", replicate=replicate, shard=shard, ring=ring, ulysses=ulysses, tp=tp)
+    return build_mesh(device, replicate=replicate, shard=shard, ring=ring, ulysses=ulysses, tp=tp)
 
 
 def _receive(connection: Connection) -> bytes | None:

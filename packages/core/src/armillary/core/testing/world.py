@@ -43,15 +43,16 @@ class RankFailed(RuntimeError):
 
 
 class World:
-    """`size` gloo ranks on this machine, one thread each. Use as a context manager, or call `close`.
+    """`size` ranks on this machine, one thread each. Use as a context manager, or call `close`.
 
     Args:
         size: how many ranks.
         timeout: seconds that one `run` may take, and that a collective may wait.
+        backend: of their process groups: "gloo", or "staged" for ranks that share one GPU (`testing.staged`).
     """
 
-    def __init__(self, size: int, timeout: float = 300.0) -> None:
-        self.size, self.timeout = size, timeout
+    def __init__(self, size: int, timeout: float = 300.0, backend: str = "gloo") -> None:
+        self.size, self.timeout, self.backend = size, timeout, backend
         self._folder: Path | None = None
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
 
@@ -104,9 +105,8 @@ class World:
         self._folder = Path(tempfile.mkdtemp(prefix="armillary-world-"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(rank, self.size, self._folder, theirs, self.timeout), daemon=True
-            )
+            told = (rank, self.size, self._folder, theirs, self.timeout, self.backend)
+            process = context.Process(target=serve, args=told, daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

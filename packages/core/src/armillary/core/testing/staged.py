@@ -1,0 +1,104 @@
+"""Ranks that share one GPU: a backend of torch.distributed that sends device tensors by way of the host's memory.
+
+NCCL refuses two ranks on one GPU, and gloo has no sends and receives of CUDA tensors. Importing this file makes the
+backend known: `dist.init_process_group("staged", ...)`, or `World(4, backend="staged")`. Tensors on the CPU go through
+copies too, so that what is tested there is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from armillary.core import compat
+
+STAGED = "staged"
+DEVICES = ("cpu", "cuda")
+
+
+class StagedWork(cast(Any, dist)._Work):
+    """Of gloo, in copies: `wait` also brings what has arrived to where it was wanted, by the current stream."""
+
+    def __init__(self, sent: dist.Work, arriving: list[tuple[Tensor, Tensor]], longest: timedelta) -> None:
+        super().__init__()
+        self.sent, self.arriving, self.longest = sent, arriving, longest
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.sent.wait(timeout or self.longest)  # gloo forgets the group's timeout in sends and receives
+        for target, host in self.arriving:
+            target.copy_(host)
+        self.arriving = []
+        return True
+
+    def is_completed(self) -> bool:
+        return self.sent.is_completed() and not self.arriving
+
+
+def staged(name: str, arrives: bool = True) -> Callable[..., StagedWork]:
+    """The operation of this name, of copies. Of all that torch calls, the first argument is what is filled.
+
+    Args:
+        arrives: whether anything is.
+    """
+
+    def start(self: StagedGroup, *args: Any, **options: Any) -> StagedWork:
+        copies = tree_map_only(Tensor, on_host, args)
+        work = getattr(self.host, name)(*copies, **options)
+        pairs = zip(tree_leaves(args[0]), tree_leaves(copies[0]), strict=True) if arrives else ()
+        return StagedWork(work, list(pairs), self.longest)
+
+    return start
+
+
+def on_host(x: Tensor) -> Tensor:
+    """A contiguous copy, complete when this returns."""
+    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+class StagedGroup(dist.ProcessGroup):
+    """A process group whose operations are gloo's, of copies in the host's memory.
+
+    torch has renamed some (2.13 and later); both names are here.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # with a store torch 2.11 makes no subclass
+        self.host = dist.ProcessGroup(store, rank, size)
+        gloo, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), dist.ProcessGroup.BackendType.GLOO
+        for group, devices in ((self.host, DEVICES[:1]), (self, DEVICES)):
+            cast(Any, group)._set_default_backend(kind)
+            for device in devices:  # of this one too: it is asked for its timeout
+                cast(Any, group)._register_backend(torch.device(device), kind, gloo)
+
+    @property
+    def longest(self) -> timedelta:
+        """That an operation may take."""
+        return cast(timedelta, compat.host_timeout(self, "cpu"))
+
+    def barrier(self, *_: Any, **__: Any) -> StagedWork:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return StagedWork(self.host.barrier(), [], self.longest)
+
+    # fmt: off
+    allreduce, allreduce_coalesced, broadcast, reduce = map(
+        staged, ("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
+    allgather, gather, scatter, reduce_scatter, alltoall = map(
+        staged, ("allgather", "gather", "scatter", "reduce_scatter", "alltoall"))
+    _allgather_base, _reduce_scatter_base, alltoall_base = map(
+        staged, ("_allgather_base", "_reduce_scatter_base", "alltoall_base"))
+    allgather_into_tensor_coalesced, reduce_scatter_tensor_coalesced = map(
+        staged, ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"))
+    all_gather_single, reduce_scatter_single, all_to_all_single = map(
+        staged, ("all_gather_single", "reduce_scatter_single", "all_to_all_single"))
+    all_gather_single_coalesced, reduce_scatter_single_coalesced = map(
+        staged, ("all_gather_single_coalesced", "reduce_scatter_single_coalesced"))
+    recv, recv_anysource, send = staged("recv"), staged("recv_anysource"), staged("send", arrives=False)
+    # fmt: on
+
+
+dist.Backend.register_backend(STAGED, StagedGroup, devices=list(DEVICES))

@@ -1,0 +1,165 @@
+"""The backend for ranks that share a GPU, on CPU tensors: gloo's results, and gloo sees copies alone."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.fsdp import fully_shard
+
+from armillary.core import Axis, FlatBuffer, start_exchange
+from armillary.core.compat import host_timeout
+from armillary.core.testing import World, mesh, relative_error
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def staged():
+    with World(RANKS, timeout=60, backend="staged") as world:
+        yield world
+
+
+def mine(*shape: int) -> Tensor:
+    """This rank's numbers, the same whenever they are asked for."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.full(shape, torch.nan)
+
+
+def exchanged() -> Tensor:
+    axis = Axis.of(mesh(ring=RANKS)["ring"]).duplicate()
+    sent, received = FlatBuffer.of([mine(2, 3, 1, 2)]), FlatBuffer.like([mine(2, 3, 1, 2)])
+    start_exchange(axis, {(axis.rank + 1) % RANKS: sent}, {(axis.rank - 1) % RANKS: received}).wait()
+    return received.tensors[0]
+
+
+def collected(how: str) -> Tensor:
+    x, into = mine(4, 6), empty(16, 6)
+    match how:
+        case "all_reduce":
+            dist.all_reduce(view := x.mT)  # of which gloo would have nothing
+            return view
+        case "broadcast":
+            dist.broadcast(x, 2)
+            return x
+        case "all_gather":
+            dist.all_gather(parts := [empty(4, 6) for _ in range(RANKS)], x)
+            return torch.cat(parts)
+        case "all_gather_into_tensor":
+            dist.all_gather_into_tensor(into, x)
+            return into
+        case "reduce_scatter_tensor":
+            dist.reduce_scatter_tensor(own := empty(1, 6), x)
+            return own
+        case "all_to_all_single":
+            sizes = [1, 0, 2, 1]
+            out = empty(RANKS * sizes[dist.get_rank()], 6)
+            dist.all_to_all_single(out, x, [sizes[dist.get_rank()]] * RANKS, sizes)
+            return out
+        case "exchange":
+            return exchanged()
+        case "functional":
+            gathered = functional.all_gather_tensor(x, 0, dist.group.WORLD)
+            summed = functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+            total = functional.all_reduce(x, "sum", dist.group.WORLD)
+            moved = functional.all_to_all_single(x, None, None, dist.group.WORLD)
+            return torch.cat([gathered, summed, total, moved])
+        case _:
+            return torch.tensor(objects(), dtype=torch.float32)
+
+
+def objects() -> list[int]:
+    """Objects of all ranks, on all and on one; and all ranks meet."""
+    every, one = [None] * RANKS, [None] * RANKS
+    dist.all_gather_object(every, dist.get_rank())
+    dist.gather_object(dist.get_rank() + 1, one if dist.get_rank() == 0 else None)
+    dist.barrier()
+    return [each or 0 for each in (*every, *one)]
+
+
+HOWS = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+HOWS += ("all_to_all_single", "exchange", "functional", "objects")
+
+
+def everything() -> dict[str, Tensor]:
+    return {how: collected(how) for how in HOWS}
+
+
+def test_results_are_those_of_gloo(staged, worlds):
+    for got, wanted in zip(staged.run(everything), worlds(RANKS).run(everything), strict=True):
+        assert list(got) == list(HOWS)
+        assert all(torch.equal(got[how], wanted[how]) for how in HOWS[1:])
+        torch.testing.assert_close(got["all_reduce"], wanted["all_reduce"])  # gloo adds rows, here columns
+
+
+class Recording:
+    """In place of gloo: where the tensors lie that it is given."""
+
+    def __init__(self, host: Any, seen: list[int]) -> None:
+        self.host, self.seen = host, seen
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.seen.extend(x.data_ptr() for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor))
+            return getattr(self.host, name)(*args, **options)
+
+        return call
+
+
+def sends() -> tuple[bool, bool, bool, bool]:
+    """Whether copies travel; what was sent is read before isend returns; what comes is there after `wait`; and how
+    long the host may wait is known."""
+    group, seen = dist.group.WORLD, list[int]()
+    group.host = Recording(group.host, seen)
+    rank, x, y = dist.get_rank(), mine(8), empty(8)
+    wanted = torch.randn(8, generator=torch.Generator().manual_seed((rank - 1) % RANKS))
+    coming = dist.irecv(y, (rank - 1) % RANKS)
+    going = dist.isend(x, (rank + 1) % RANKS)
+    x.zero_()
+    dist.barrier()
+    early = bool(y.isnan().all()) and not coming.is_completed()
+    coming.wait(timedelta(seconds=30))
+    going.wait()
+    group.host = group.host.host
+    copies = len(seen) == 2 and not {x.data_ptr(), y.data_ptr()} & set(seen)
+    return copies, early, torch.equal(y, wanted), host_timeout(group, "cpu") == group.longest
+
+
+def test_copies_are_sent_and_what_comes_is_there_after_wait(staged):
+    assert staged.run(sends) == [(True,) * 4] * RANKS
+
+
+def sharded_gradients() -> float:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 8), torch.randn(RANKS, 6)
+    (wanted,) = torch.autograd.grad(model(x).square().mean(), model.weight)
+    fully_shard(model, mesh=mesh(ring=RANKS)["ring"])
+    model(x[dist.get_rank()]).square().mean().backward()
+    return relative_error(model.weight.grad.full_tensor(), wanted)
+
+
+def test_fsdp2_and_dtensors_run_on_it(staged):
+    assert max(staged.run(sharded_gradients)) < 1e-6
+
+
+def waits_for_nobody() -> str:
+    if dist.get_rank():
+        return ""
+    try:
+        dist.irecv(empty(2), 1).wait(timedelta(milliseconds=50))
+    except RuntimeError as error:
+        return str(error)
+    return "came"
+
+
+def test_nobody_waits_for_ever():
+    with World(2, timeout=60, backend="staged") as world:
+        said = world.run(waits_for_nobody)
+    assert "imed out" in said[0], said
