@@ -1,6 +1,6 @@
 """Holds attention methods to a float64 oracle: the full product of methods and cases, or cases at random.
 
-Four ways to start:
+Five ways to start:
   # all methods in all cases, on 1, 2 and 4 ranks, with the result as a file too
   python -m armillary.attention.conformance --json conformance.json
   # one method on two ranks, in one dtype
@@ -9,15 +9,20 @@ Four ways to start:
   python -m armillary.attention.conformance --random 2k --seed 1
   # one of these again, by the line that a failure prints
   python -m armillary.attention.conformance --seed 1 --case 172
+  # on one GPU, which all ranks share
+  python -m armillary.attention.conformance --device cuda --ranks 4 --dtype bfloat16
 
 With --random N, case i of seed S is the same whatever else is asked for.
 """
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from armillary.attention.conformance.case import Case
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
@@ -27,17 +32,21 @@ from armillary.attention.conformance.run import run
 from armillary.attention.conformance.sample import DTYPES, product_cases
 from armillary.core.quantity import count_argument
 from armillary.core.testing import World
+from armillary.core.testing.staged import STAGED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for; 1 if anything failed."""
+    """Runs what the command line asks for; 1 if anything failed, 2 where there is no such device."""
     options = parsed(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: no GPU is here", file=sys.stderr)
+        return 2
     at_random = options.random is not None or options.case is not None
     trials = _drawn(options) if at_random else _product(options)
     ranks = max(RANKS) if at_random else max((trial.composition.ranks for trial in trials), default=1)
     report = Report(len(trials), at_random, options.json)
-    with World(ranks) as world:
-        for trial, verdict in run(world, trials):
+    with World(ranks, backend=options.backend) as world:
+        for trial, verdict in run(world, trials, options.device):
             report.add(trial, verdict)
     report.show(list(METHODS))
     return int(bool(report.failures))
@@ -85,8 +94,15 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     add_choices("--method", ["all"], [*METHODS, "all"], "only these methods")
     add_choices("--dtype", list(dtypes), list(dtypes), "only these dtypes")
     add_choices("--kind", [], list(KINDS_OF_CASES), "of the cases at random, only those of all these kinds")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (default: cpu)")
+    add(
+        "--backend", choices=("gloo", STAGED), help="of ranks: by default gloo, or staged on cuda, by the host's memory"
+    )
     add("--json", type=Path, metavar="FILE", help="a file for the result")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and options.backend == "gloo":
+        parser.error("--device cuda: needs --backend staged, which is the default there")
+    options.backend = options.backend or (STAGED if options.device == "cuda" else "gloo")
     options.dtypes = [dtypes[name] for name in options.dtype]
     options.methods = list(METHODS) if "all" in options.method else options.method
     return options

@@ -133,21 +133,21 @@ class Composition:
         """How many of them hold a part of the sequence each."""
         return prod(size for axis, size in self.axes if axis in ("ring", "ulysses"))
 
-    def mesh(self) -> DeviceMesh:
+    def mesh(self, device: str = "cpu") -> DeviceMesh:
         """Its mesh: over the whole world, or over the last ranks of a larger one; made once for each process."""
         axes = dict(self.axes)
         if dist.is_initialized() and dist.get_world_size() > self.ranks:
-            return submesh(**axes)
-        return mesh(**axes)
+            return submesh(device, **axes)
+        return mesh(**axes, device=device)
 
-    def over(self) -> DeviceMesh:
+    def over(self, device: str = "cpu") -> DeviceMesh:
         """The axes that it names, for DTensors: torch weighs placements on all axes, and takes minutes for five."""
-        mesh, names = self.mesh(), tuple(axis for axis, _ in self.axes)
+        mesh, names = self.mesh(device), tuple(axis for axis, _ in self.axes)
         return mesh[names or ("ring",)]
 
-    def build(self) -> Method:
+    def build(self, device: str = "cpu") -> Method:
         """The method as this rank sees it, one of those of `mesh`; made once for each process."""
-        return _built(self)
+        return _built(self, device)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         """What the method sends and computes for `work`, over the shards of the ring axis."""
@@ -159,12 +159,12 @@ class Composition:
 
 
 @cache
-def _built(composition: Composition) -> Method:
-    return METHODS[composition.method].build(composition.mesh())
+def _built(composition: Composition, device: str) -> Method:
+    return METHODS[composition.method].build(composition.mesh(device))
 
 
 @cache
-def submesh(shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> DeviceMesh:
+def submesh(device: str, shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> DeviceMesh:
     """[shard, ring, ulysses, tp] over the last ranks of the world. Axes over the same ranks share a group, which has a
     thread."""
     sizes = (shard, ring, ulysses, tp)
@@ -172,7 +172,7 @@ def submesh(shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> Dev
     here = (ranks == dist.get_rank()).nonzero()[0].tolist()
     lines = [ranks[(*here[:dim], slice(None), *here[dim + 1 :])] for dim in range(ranks.ndim)]
     groups = [group_of(tuple(line.tolist())) for line in lines]
-    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("shard", "ring", "ulysses", "tp"))
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("shard", "ring", "ulysses", "tp"))
 
 
 @cache

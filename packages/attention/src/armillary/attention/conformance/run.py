@@ -25,16 +25,20 @@ class Verdict(NamedTuple):
     failure: str
 
 
-def run(world: World, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Verdict]]:
-    """Each trial with its verdict. Where a rank raises or hangs, the trials are made again one by one."""
+def run(world: World, trials: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, Verdict]]:
+    """Each trial with its verdict. Where a rank raises or hangs, the trials are made again one by one.
+
+    Args:
+        device: type of the device that tensors are on: "cuda" in a world that is "staged".
+    """
     for start in range(0, len(trials), CHUNK):
         chunk = trials[start : start + CHUNK]
         try:
-            yield from zip(chunk, world.run(judge, chunk, timeout=300)[-1], strict=True)
+            yield from zip(chunk, world.run(judge, chunk, device, timeout=300)[-1], strict=True)
         except RankFailed:
             for trial in chunk:
                 try:
-                    yield trial, world.run(judge, [trial], timeout=120)[-1][0]
+                    yield trial, world.run(judge, [trial], device, timeout=120)[-1][0]
                 except RankFailed as failure:
                     yield trial, Verdict(float("inf"), "none", in_a_line(str(failure)))
 
@@ -45,13 +49,13 @@ def in_a_line(failure: str) -> str:
     return raised[1] if raised else " ".join(failure.splitlines()[1:2])
 
 
-def judge(chunk: Sequence[Trial]) -> list[Verdict]:
+def judge(chunk: Sequence[Trial], device: str = "cpu") -> list[Verdict]:
     """What this rank has to say of each trial: the same as the others, if it has a part in it."""
     torch.set_num_threads(1)
-    return [_judged(trial) for trial in chunk]
+    return [_judged(trial, device) for trial in chunk]
 
 
-def _judged(trial: Trial) -> Verdict:
+def _judged(trial: Trial, device: str) -> Verdict:
     composition, case = trial.composition, trial.case
     if dist.get_rank() < dist.get_world_size() - composition.ranks:
         attend_nothing()
@@ -59,7 +63,7 @@ def _judged(trial: Trial) -> Verdict:
     if case.compiled:
         torch.compiler.reset()
     try:
-        off = errors(composition.build(), case, over=composition.over())
+        off = errors(composition.build(device), case, device=device, over=composition.over(device))
     except AssertionError as failure:
         return Verdict(float("inf"), "none", str(failure))
     tensor = max(off, key=lambda name: off[name].fraction)

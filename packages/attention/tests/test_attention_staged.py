@@ -1,0 +1,39 @@
+"""Conformance over the backend for ranks that share a GPU, with 4 ranks: on CPU tensors, and on a GPU where one is."""
+
+import pytest
+import torch
+
+from armillary.attention.conformance import METHODS, Trial, cases, compositions, drawn
+from armillary.attention.conformance.command import main, parsed
+from armillary.attention.conformance.run import run
+from armillary.core.testing import World
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+@pytest.fixture(scope="module")
+def staged():
+    with World(4, backend="staged") as world:
+        yield world
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_method_conforms_over_it(staged, device):
+    """One case of each method on each of its meshes, and DTensors, projections and sub-meshes as they are drawn."""
+    every = compositions(list(METHODS), [4])
+    trials = [Trial(one, cases(brief=i)[i % 7]) for i, one in enumerate(every)]
+    some = [trial for trial in map(drawn, [7] * 60, range(60)) if trial.composition.ranks in (2, 4)]
+    trials += [trial for trial in some if not trial.case.compiled][:8]
+    assert any(trial.case.dtensor for trial in trials) and any(trial.case.projected for trial in trials)
+    assert not [(trial, verdict) for trial, verdict in run(staged, trials, device) if verdict.failure]
+
+
+def test_the_command_chooses_the_backend_by_the_device(monkeypatch, capsys):
+    assert [parsed(words.split()).backend for words in ("", "--backend staged")] == ["gloo", "staged"]
+    assert parsed(["--device", "cuda"]).backend == "staged"
+    with pytest.raises(SystemExit):
+        parsed(["--device", "cuda", "--backend", "gloo"])
+    assert "--device cuda: needs --backend staged" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--device", "cuda"]) == 2 and "no GPU is here" in capsys.readouterr().err
