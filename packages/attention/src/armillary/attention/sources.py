@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -63,8 +64,12 @@ class Finished(QKVSource):
         place(self.gradients()[0], heads, dq)
 
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        spaced = evenly(tuple(heads))
         for total, share in zip(self.gradients()[1:], (dk, dv), strict=True):
-            total.index_add_(2, torch.tensor(heads, device=total.device), share.to(total.dtype))
+            if spaced is None:
+                total.index_add_(2, torch.tensor(heads, device=total.device), share.to(total.dtype))
+            else:
+                total[:, :, spaced].add_(share)
 
     def gradients(self) -> tuple[Tensor, ...]:
         """(dq, dk, dv), the last two in the accumulation dtype: heads that ranks share come home more than once."""
@@ -166,7 +171,7 @@ Project = Callable[[Projections, Tensor], Sequence[Tensor]]
 
 def select(x: Tensor, heads: Heads) -> Tensor:
     """Heads of x [B, T, H, D]: a view where they are evenly spaced."""
-    spaced = evenly(heads)
+    spaced = evenly(tuple(heads))
     return x[:, :, list(heads)] if spaced is None else x[:, :, spaced]
 
 
@@ -174,16 +179,16 @@ def place(x: Tensor, heads: Heads, parts: Sequence[Tensor]) -> None:
     """Writes heads of x [B, T, H, D], from parts [B, T, h, D] that follow each other."""
     done = 0
     for part in parts:
-        mine = heads[done : done + part.shape[2]]
+        mine = tuple(heads[done : done + part.shape[2]])
         done += part.shape[2]
         spaced = evenly(mine)
         x[:, :, list(mine) if spaced is None else spaced] = part
 
 
-def evenly(heads: Heads) -> slice | None:
+@lru_cache(maxsize=1024)
+def evenly(heads: tuple[int, ...]) -> slice | None:
     """The slice that rising heads are, if they are one."""
-    if not heads:
-        return slice(0, 0)
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    same = step > 0 and tuple(heads) == tuple(range(heads[0], heads[0] + step * len(heads), step))
-    return slice(heads[0], heads[-1] + 1, step) if same else None
+    if len(heads) < 2:
+        return slice(*(heads[0], heads[0] + 1) if heads else (0, 0))
+    run = range(heads[0], heads[-1] + 1, max(heads[1] - heads[0], 1))
+    return slice(run.start, run.stop, run.step) if heads == tuple(run) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class HeadShards(NamedTuple):
         return tuple(key_heads[head] - self.keys[rank].start for head in self.queries[rank])
 
 
+@lru_cache(maxsize=256)
 def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
     """Consecutive query heads for each rank, counts differing by one at most, with the key/value heads that they use.
 

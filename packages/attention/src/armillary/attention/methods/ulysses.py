@@ -6,6 +6,7 @@ Sequence shards become head shards by an all-to-all, any method attends, and a s
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,21 @@ from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis, SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+
+
+class HeadWork(NamedTuple):
+    """A call, as the ranks of a head axis share it.
+
+    Args:
+        tokens, keys: of queries and of keys, on each rank of the axis.
+        heads: of each rank.
+        inside: the call as `inner` sees it: this rank's heads only.
+    """
+
+    tokens: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: HeadShards
+    inside: AttentionSpec
 
 
 class Ulysses(HeadMethod):
@@ -56,23 +72,21 @@ class Ulysses(HeadMethod):
     def forward_prefetched(
         self, started: Arriving | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Saved]:
-        heads = split_heads(spec.key_heads, self.axis.size)
-        tokens, keys = self.sizes(spec.layout), self.sizes(spec.key_layout)
+        tokens, keys, heads, inside = self.work(spec)
         moving = (
-            started or self.prefetch_queries(q, spec.key_heads, spec.layout),
+            started or start_seq_to_head(q, self.axis, tokens, heads.queries).wait,
             start_seq_to_head(k, self.axis, keys, heads.keys).wait,
             start_seq_to_head(v, self.axis, keys, heads.keys).wait,
         )
         q, k, v = (arrive() for arrive in moving)
         del moving, started
-        out, saved = self.inner.forward(q, k, v, self._inside(spec))
+        out, saved = self.inner.forward(q, k, v, inside)
         return start_head_to_seq(out, self.axis, tokens, heads.queries).wait(), saved
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        heads = split_heads(spec.key_heads, self.axis.size)
-        tokens, keys = self.sizes(spec.layout), self.sizes(spec.key_layout)
+        tokens, keys, heads, inside = self.work(spec)
         whole = start_seq_to_head(dout, self.axis, tokens, heads.queries).wait()
-        dq, dk, dv = self.inner.backward(whole, saved, self._inside(spec))
+        dq, dk, dv = self.inner.backward(whole, saved, inside)
         # Where ranks share a key/value head, they are unfinished sums, in the accumulation dtype.
         dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
         moving = (
@@ -88,17 +102,17 @@ class Ulysses(HeadMethod):
         return self.inner.heads(heads[mine.start : mine.stop])
 
     def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
-        lse = self.inner.local_lse(saved, self._inside(spec)).unsqueeze(-1)
-        queries = split_heads(spec.key_heads, self.axis.size).queries
-        return start_head_to_seq(lse, self.axis, self.sizes(spec.layout), queries).wait().squeeze(-1)
+        tokens, _, heads, inside = self.work(spec)
+        lse = self.inner.local_lse(saved, inside).unsqueeze(-1)
+        return start_head_to_seq(lse, self.axis, tokens, heads.queries).wait().squeeze(-1)
 
     def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
-        heads = split_heads(spec.key_heads, self.axis.size)
-        mine, keys = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
-        q = q.new_empty((q.shape[0], sum(self.sizes(spec.layout)), mine, q.shape[3]))
-        k, v = (x.new_empty((x.shape[0], sum(self.sizes(spec.key_layout)), keys, x.shape[3])) for x in (k, v))
+        tokens, keys, heads, inside = self.work(spec)
+        mine, own = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
+        q = q.new_empty((q.shape[0], sum(tokens), mine, q.shape[3]))
+        k, v = (x.new_empty((x.shape[0], sum(keys), own, x.shape[3])) for x in (k, v))
         if self.inner.redistributes_inputs:
-            return self.inner.saved_like(q, k, v, self._inside(spec))
+            return self.inner.saved_like(q, k, v, inside)
         return Saved(
             q,
             k,
@@ -107,10 +121,16 @@ class Ulysses(HeadMethod):
             q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
         )
 
-    def _inside(self, spec: AttentionSpec) -> AttentionSpec:
-        """The call as `inner` sees it: this rank's heads only."""
+    def work(self, spec: AttentionSpec) -> HeadWork:
+        """The call on this rank."""
+        axis, inner = self.axis, self.inner
+        place = ("work", axis.rank, axis.size, inner.shard, inner.shards)
+        return spec.once(place, lambda: self._found(spec))
+
+    def _found(self, spec: AttentionSpec) -> HeadWork:
         heads = split_heads(spec.key_heads, self.axis.size)
-        return spec.with_heads(heads.key_heads(spec.key_heads, self.axis.rank))
+        inside = spec.with_heads(heads.key_heads(spec.key_heads, self.axis.rank))
+        return HeadWork(self.sizes(spec.layout), self.sizes(spec.key_layout), heads, inside)
 
 
 def comm_plan(work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:

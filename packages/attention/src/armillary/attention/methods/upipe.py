@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +62,36 @@ class OnHand:
     def spent(self) -> OnHand:
         """No heads any more, of the same dims."""
         return OnHand(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))
+
+
+class StageWork(NamedTuple):
+    """A stage of a call, as one rank of the head axis does it.
+
+    Args:
+        queries, ranges: query heads of all ranks in rank order, and where each rank's are among them.
+        arriving, leaving: key/value heads that are sent before, and whose gradients are sent back after the stage.
+        own: where this rank's query heads of the stage are among all of its own.
+        first, last: as of its `Share`.
+        inside: the call as `inner` sees it: this rank's heads of the stage, against the keys on hand.
+    """
+
+    queries: tuple[int, ...]
+    ranges: tuple[range, ...]
+    arriving: Keys
+    leaving: Keys
+    own: tuple[int, ...]
+    first: bool
+    last: bool
+    inside: AttentionSpec
+
+
+class Walk(NamedTuple):
+    """A call over stages: tokens of queries and of keys, and query heads, of each rank of the head axis; the stages."""
+
+    tokens: tuple[int, ...]
+    keys: tuple[int, ...]
+    queries: tuple[range, ...]
+    stages: tuple[StageWork, ...]
 
 
 class UPipe(HeadMethod):
@@ -118,8 +149,8 @@ class UPipe(HeadMethod):
         return out, Saved(q, k, v, out, self.lse_to_seq(lse, spec))
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        source, lse = Finished((saved.q, saved.k, saved.v)), saved.lse.unsqueeze(-1)
-        lse = start_seq_to_head(lse, self.axis, self.sizes(spec.layout), self._queries(spec)).wait().squeeze(-1)
+        source, lse, walk = Finished((saved.q, saved.k, saved.v)), saved.lse.unsqueeze(-1), self._walk(spec)
+        lse = start_seq_to_head(lse, self.axis, walk.tokens, walk.queries).wait().squeeze(-1)
         self.differentiate(dout, source, saved.out, lse, spec)
         dq, dk, dv = source.gradients()
         return dq, dk, dv
@@ -132,118 +163,116 @@ class UPipe(HeadMethod):
         Args:
             into: becomes out, if it has its shape and dtype.
         """
-        sizes, results = self.sizes(spec.layout), list[Tensor]()
+        walk, results = self._walk(spec), list[Tensor]()
 
-        def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
+        def work(stage: StageWork, arrived: list[Tensor], keys: OnHand) -> None:
             q = arrived.pop()
             if not results:
                 results.extend(self.results(q.shape[0], q, keys.v, spec, into))
             out, lse = results
-            if mine := stage.shares[self.axis.rank].queries:
-                part, saved = self.inner.forward(q, keys.k, keys.v, self._inside(stage, spec))
-                place(lse, self._own(mine, spec), [saved.lse])
+            if stage.own:
+                part, saved = self.inner.forward(q, keys.k, keys.v, stage.inside)
+                place(lse, stage.own, [saved.lse])
                 del saved
             else:
                 part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
-            moving = start_head_to_parts(part, self.axis, sizes, stage.query_ranges)
+            moving = start_head_to_parts(part, self.axis, walk.tokens, stage.ranges)
             place(out, stage.queries, moving.wait())
 
         with outside_autocast(source.device_type):
-            self._each_stage(spec, source, [source.q], work)
+            self._each_stage(walk, source, [source.q], work)
         out, lse = results
         return out, lse
 
     def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
         """Gives `source` the gradients of its q, k and v, from dout [B, T, H, Dv] and what `attend` returned."""
-        sizes = self.sizes(spec.layout)
+        walk = self._walk(spec)
 
-        def work(stage: Stage, arrived: list[Tensor], keys: OnHand) -> None:
-            dq, share = arrived[0], stage.shares[self.axis.rank]
-            if share.queries:
-                part_lse = select(lse, self._own(share.queries, spec))
+        def work(stage: StageWork, arrived: list[Tensor], keys: OnHand) -> None:
+            dq = arrived[0]
+            if stage.own:
+                part_lse = select(lse, stage.own)
                 saved = Saved(arrived[0], keys.k, keys.v, arrived[1], part_lse)
-                dq, dk, dv = self.inner.backward(arrived[2], saved, self._inside(stage, spec))
+                dq, dk, dv = self.inner.backward(arrived[2], saved, stage.inside)
                 keys.add(dk, dv)
                 del saved, dk, dv
             arrived.clear()
-            moving = start_head_to_parts(dq.to(dout.dtype), self.axis, sizes, stage.query_ranges)
+            moving = start_head_to_parts(dq.to(dout.dtype), self.axis, walk.tokens, stage.ranges)
             del dq
             source.add_q(stage.queries, moving.wait())
             del moving
             if stage.leaving.heads:
-                leaving = keys if share.last else keys.spent()
-                source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, spec))
+                leaving = keys if stage.last else keys.spent()
+                source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, walk.keys))
 
         columns: list[Column] = [source.q, partial(select, out), partial(select, dout)]
         with outside_autocast(source.device_type):
-            self._each_stage(spec, source, columns, work)
+            self._each_stage(walk, source, columns, work)
 
     def lse_to_seq(self, lse: Tensor, spec: AttentionSpec) -> Tensor:
         """lse [B, n, h] of this rank's heads -> [B, T, H] of its tokens."""
-        moving = start_head_to_seq(lse.unsqueeze(-1), self.axis, self.sizes(spec.layout), self._queries(spec))
-        return moving.wait().squeeze(-1)
+        walk = self._walk(spec)
+        return start_head_to_seq(lse.unsqueeze(-1), self.axis, walk.tokens, walk.queries).wait().squeeze(-1)
 
     def results(
         self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Out and lse of `attend`, still without content, for q [..., D] and v [..., Dv]."""
-        tokens, own = self.sizes(spec.layout), len(self._queries(spec)[self.axis.rank])
-        shape = (batch, tokens[self.axis.rank], len(spec.key_heads), v.shape[3])
+        walk = self._walk(spec)
+        shape = (batch, walk.tokens[self.axis.rank], len(spec.key_heads), v.shape[3])
         fits = into is not None and into.shape == shape and into.dtype == q.dtype
         out = into if into is not None and fits else q.new_empty(shape)
-        return out, q.new_empty((batch, sum(tokens), own), dtype=accumulation_dtype(q.dtype))
+        own = len(walk.queries[self.axis.rank])
+        return out, q.new_empty((batch, sum(walk.tokens), own), dtype=accumulation_dtype(q.dtype))
 
     def own_queries(self, spec: AttentionSpec) -> slice:
         """The query heads that this rank of the axis works on."""
-        mine = self._queries(spec)[self.axis.rank]
+        mine = self._walk(spec).queries[self.axis.rank]
         return slice(mine.start, mine.stop)
 
     def _each_stage(
         self,
-        spec: AttentionSpec,
+        walk: Walk,
         source: QKVSource,
         columns: Sequence[Column],
-        work: Callable[[Stage, list[Tensor], OnHand], None],
+        work: Callable[[StageWork, list[Tensor], OnHand], None],
     ) -> None:
         """Calls work(stage, arrived, keys on hand), where `arrived` has what `columns` give for a stage's query heads.
 
         `work` takes things out of `arrived`: what nobody holds any more makes room for what is sent next.
         """
-        plan, keys = self._plan(spec), None
-        coming = self._bring(plan[0], source, columns, spec)
-        for i, stage in enumerate(plan):
+        keys, coming = None, self._bring(walk, 0, source, columns)
+        for i, stage in enumerate(walk.stages, start=1):
             arrived = [arrive() for arrive in coming]
             coming.clear()
-            following = plan[i + 1 : i + 2]
-            if self.prefetch and following:
-                coming = self._bring(following[0], source, columns, spec)
-            share = stage.shares[self.axis.rank]
+            if self.prefetch:
+                coming = self._bring(walk, i, source, columns)
             if stage.arriving.heads:
                 k, v = arrived[:2]
                 del arrived[:2]
-                keys = OnHand(k, v) if share.first or keys is None else keys
+                keys = OnHand(k, v) if stage.first or keys is None else keys
                 del k, v
             assert keys is not None  # every rank has heads in the first stage
             work(stage, arrived, keys)
-            keys = keys.spent() if share.last else keys
-            if not self.prefetch and following:
-                coming = self._bring(following[0], source, columns, spec)
+            keys = keys.spent() if stage.last else keys
+            if not self.prefetch:
+                coming = self._bring(walk, i, source, columns)
 
-    def _bring(self, stage: Stage, source: QKVSource, columns: Sequence[Column], spec: AttentionSpec) -> list[Arriving]:
-        """Makes and sends what a stage needs: k and v where some arrive, then each column."""
+    def _bring(self, walk: Walk, i: int, source: QKVSource, columns: Sequence[Column]) -> list[Arriving]:
+        """Makes and sends what stage `i` needs, if there is one: k and v where some arrive, then each column."""
         coming: list[Arriving] = []
-        arriving = stage.arriving
-        if arriving.heads:
-            keys = list(source.kv(arriving.heads))
-            while keys:
-                packed = PackedHeads.cut(keys.pop(0), arriving.ranges)
-                coming.append(self._send(packed, self.sizes(spec.key_layout)))
+        for stage in walk.stages[i : i + 1]:
+            if stage.arriving.heads:
+                keys = list(source.kv(stage.arriving.heads))
+                while keys:
+                    packed = PackedHeads.cut(keys.pop(0), stage.arriving.ranges)
+                    coming.append(self._send(packed, walk.keys))
+                    del packed
+            for column in columns:
+                packed = PackedHeads.cut(column(stage.queries), stage.ranges)
+                coming.append(self._send(packed, walk.tokens))
                 del packed
-        for column in columns:
-            packed = PackedHeads.cut(column(stage.queries), stage.query_ranges)
-            coming.append(self._send(packed, self.sizes(spec.layout)))
-            del packed
         return coming
 
     def _send(self, packed: PackedHeads, sizes: Sequence[int]) -> Arriving:
@@ -255,10 +284,10 @@ class UPipe(HeadMethod):
         return lambda: arrived
 
     def _bring_home(
-        self, keys: OnHand, leaving: Keys, dtype: torch.dtype, spec: AttentionSpec
+        self, keys: OnHand, leaving: Keys, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """dk and dv of this rank's tokens; unfinished sums, where ranks share a head, in the accumulation dtype."""
-        sizes, home = self.sizes(spec.key_layout), list[Tensor]()
+        home = list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
             grad = grad.to(accumulation_dtype(dtype) if leaving.shared else dtype)
@@ -266,21 +295,24 @@ class UPipe(HeadMethod):
         dk, dv = home
         return dk, dv
 
-    def _plan(self, spec: AttentionSpec) -> tuple[Stage, ...]:
-        return stages_of(spec.key_heads, self.axis.size, self.heads_per_stage)
+    def _walk(self, spec: AttentionSpec) -> Walk:
+        axis, inner, at_once = self.axis, self.inner, self.heads_per_stage
+        place = ("walk", axis.rank, axis.size, inner.shard, inner.shards, at_once)
+        return spec.once(place, lambda: self._found(spec))
 
-    def _queries(self, spec: AttentionSpec) -> tuple[range, ...]:
-        """The query heads that each rank of the axis works on."""
-        return split_heads(spec.key_heads, self.axis.size).queries
+    def _found(self, spec: AttentionSpec) -> Walk:
+        rank, queries = self.axis.rank, split_heads(spec.key_heads, self.axis.size).queries
+        start = queries[rank].start
 
-    def _own(self, heads: Heads, spec: AttentionSpec) -> Heads:
-        """Where these heads are among this rank's."""
-        start = self._queries(spec)[self.axis.rank].start
-        return [head - start for head in heads]
+        def of(stage: Stage) -> StageWork:
+            mine = stage.shares[rank]
+            own = tuple(head - start for head in mine.queries)
+            inside = spec.with_heads(mine.key_heads(spec.key_heads))
+            leads = stage.queries, stage.query_ranges, stage.arriving, stage.leaving
+            return StageWork(*leads, own, mine.first, mine.last, inside)
 
-    def _inside(self, stage: Stage, spec: AttentionSpec) -> AttentionSpec:
-        """The call as `inner` sees it: this rank's heads of the stage, against the keys on hand."""
-        return spec.with_heads(stage.shares[self.axis.rank].key_heads(spec.key_heads))
+        stages = stages_of(spec.key_heads, self.axis.size, self.heads_per_stage)
+        return Walk(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, tuple(map(of, stages)))
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -39,37 +39,32 @@ class Collective(Generic[R]):
 
 
 class PartsInFlight(NamedTuple):
-    """An all-to-all of parts under way: what is sent, the buffer that fills, what is in it from each rank, the work."""
+    """An all-to-all of parts under way: what is sent, the flat buffer that fills in rank order, and the work."""
 
     sent: Tensor
     buffer: Tensor
-    received: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
-def start_parts(
-    axis: Axis, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], kind: str, packed: Tensor | None = None
-) -> PartsInFlight:
-    """Starts sending parts[w] to rank w of the axis, and receiving a tensor of shapes[w] from it.
+def start_parts(axis: Axis, packed: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> PartsInFlight:
+    """Starts sending send[w] elements to rank w of the axis, and receiving receive[w] from it.
 
     Args:
+        packed: contiguous; the parts one after another, as `pack` has them.
         kind: as which the bytes are counted: those of the parts for other ranks.
-        packed: the parts one after another in one flat tensor, where they lie so already.
     """
-    if axis.size == 1:
-        return PartsInFlight(parts[0], parts[0], tuple(parts), ())
-    send, receive = [part.numel() for part in parts], [torch.Size(shape).numel() for shape in shapes]
-    packed = pack(parts) if packed is None else packed
-    buffer = packed.new_empty(sum(receive))
-    others = sum(1 for rank, size in enumerate(send) if size and rank != axis.rank)
-    under_way = record(axis.name, kind, packed.nbytes - parts[axis.rank].nbytes, others)
-    work = dist.all_to_all_single(buffer, packed, receive, send, group=axis.group, async_op=True)
-    received = tuple(flat.view(*shape) for flat, shape in zip(buffer.split(receive), shapes, strict=True))
-    return PartsInFlight(packed, buffer, received, watched([cast(dist.Work, work)], under_way))
+    buffer, mine = packed.new_empty(sum(receive)), send[axis.rank]
+    others = len(send) - send.count(0) - (mine > 0)
+    under_way = record(axis.name, kind, packed.nbytes - mine * packed.itemsize, others)
+    work = dist.all_to_all_single(buffer, packed.view(-1), list(receive), list(send), group=axis.group, async_op=True)
+    return PartsInFlight(packed, buffer, watched([cast(dist.Work, work)], under_way))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, copied one after another into one flat tensor."""
+    """The parts, copied one after another: along a dim in front of theirs where all have one shape, else flat."""
+    if all(part.shape == parts[0].shape for part in parts):
+        flat = parts[0].new_empty((len(parts), *parts[0].shape))
+        return torch.stack(list(parts), out=flat)  # left to itself, stack takes over strides that all parts have
     sizes = [part.numel() for part in parts]
     flat = parts[0].new_empty(sum(sizes))
     for into, part in zip(flat.split(sizes), parts, strict=True):

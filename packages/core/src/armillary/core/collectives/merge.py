@@ -33,8 +33,8 @@ def start_merge_scatter(
     each of C ranks: (C - 1) (B T H Dv e + 4 B T H), or 8 in float64.
     """
     check_partial(out, lse, sizes)
-    sent_out, _, outs, works = start_scatter(out, axis, sizes, 1)
-    sent_lse, _, lses, more = start_scatter(lse, axis, sizes, 1)
+    sent_out, outs, works = start_scatter(out, axis, sizes, 1)
+    sent_lse, lses, more = start_scatter(lse, axis, sizes, 1)
 
     def assemble() -> tuple[Tensor, Tensor]:
         if axis.size == 1:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.collective import Collective, PartsInFlight, check_tokens, start_parts
+from armillary.core.collectives.collective import Collective, check_tokens, pack, start_parts
 from armillary.core.mesh import Axis
 
 
@@ -21,7 +22,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
     Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    sent, _, parts, works = start_scatter(x, axis, sizes, dim)
+    sent, parts, works = start_scatter(x, axis, sizes, dim)
 
     def assemble() -> Tensor:
         if axis.size == 1:
@@ -40,15 +41,22 @@ def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 
     For sums of a caller's own, such as those of exponentials. Arguments and bytes are those of `start_reduce_scatter`.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    sent, _, parts, works = start_scatter(x, axis, sizes, dim)
+    sent, parts, works = start_scatter(x, axis, sizes, dim)
     return Collective(axis, (sent, *parts), works, lambda: parts)
 
 
-def start_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> PartsInFlight:
-    """Starts sending each rank its tokens of `x`.
+def start_scatter(
+    x: Tensor, axis: Axis, sizes: Sequence[int], dim: int
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
+    """Starts sending each rank its tokens of `x`: what is sent, what each rank sends to this one, and the work.
 
     An all-to-all, because a reduce-scatter of the backend's adds in an order and a precision of its own.
     """
-    parts = x.split(list(sizes), dim)
-    packed = x.contiguous().view(-1) if prod(x.shape[:dim]) == 1 else None
-    return start_parts(axis, parts, [parts[axis.rank].shape] * axis.size, "reduce_scatter", packed)
+    if axis.size == 1:
+        return x, (x,), ()
+    outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
+    packed = x.contiguous() if outer == 1 else pack(x.split_with_sizes(list(sizes), dim))
+    shape = (*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
+    send, receive = [outer * size * inner for size in sizes], [prod(shape)] * axis.size
+    sent, buffer, works = start_parts(axis, packed, send, receive, "reduce_scatter")
+    return sent, buffer.view(axis.size, *shape).unbind(0), works
