@@ -1,10 +1,12 @@
 """Which heads meet in which stage of UPipe, for any head counts: without processes."""
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.attention.methods.head_axis import split_heads
 from armillary.attention.methods.stages import Share, Stage, stages
+from armillary.attention.sources import place, runs, select
 from armillary.attention.spec import key_heads_of
 
 
@@ -67,3 +69,13 @@ def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
     assert [stage.queries for stage in found] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert [[share.keys for share in stage.shares] for stage in found] == [[(0,), (0,), (1,), (1,)]] * 2
     assert [stage.arriving.shared for stage in found] == [True, False]
+
+
+@given(st.lists(st.integers(0, 12), unique=True, max_size=9))
+def test_heads_are_slices_in_their_order(heads):
+    x = torch.arange(13.0).view(1, 1, 13, 1)
+    assert [int(head) for head in select(x, heads).flatten()] == heads
+    parts = torch.rand(1, 1, len(heads), 1).split(2, 2)
+    place(x, heads, parts)
+    assert torch.equal(select(x, heads), torch.cat(parts, 2))
+    assert len(runs(tuple(range(3, 13, 2)))) == 1 and runs((0, 1, 8, 9)) == (slice(0, 2, 1), slice(8, 10, 1))

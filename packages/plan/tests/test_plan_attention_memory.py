@@ -1,10 +1,16 @@
 """What attention holds while it works, counted on live tensors: UPipe's stages against Ulysses, teams against rings."""
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import Ring, Ulysses, UPipe, WallFacer
+from armillary.attention.sources import Projected
+from armillary.core.accumulate import Totals
 from armillary.models import LlamaConfig
-from armillary.plan.memory import attention_intermediates, before_attention
+from armillary.models.layers.projections import HeadProjections
+from armillary.plan.memory import LiveBytes, attention_intermediates, before_attention
 
 
 def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> float:
@@ -49,3 +55,17 @@ def test_what_is_kept_and_gathered_is_what_the_wallfacer_paper_counts(build, tea
     found = before_attention(model, {"ring": 64}, build, 65_536)
     assert found.handed == 3 * team and round(found.checkpoints) == layers
     assert 64 + 1 + found.handed == paper
+
+
+def test_stages_add_to_one_sum_of_weight_gradients():
+    """Of 32 heads, 4 at a time and 64 tokens: beside the sum in float32 there is nothing as large as the weight."""
+    with FakeTensorMode():
+        query, key, value = (nn.Linear(2048, heads * 64, bias=False, dtype=torch.bfloat16) for heads in (32, 8, 8))
+        projections = HeadProjections(query, key, value, 32, 8, 64)
+        x, dq = torch.empty(1, 256, 2048, dtype=torch.bfloat16), torch.empty(1, 256, 4, 64, dtype=torch.bfloat16)
+        source = Projected(x, projections, 64, torch.zeros_like(x), Totals([query.weight]))
+        with LiveBytes() as live:
+            for start in range(0, 32, 4):
+                source.add_q(range(start, start + 4), [dq])
+    total, weight = 4 * query.weight.numel(), query.weight.nbytes
+    assert total <= live.device.peak < total + weight / 4

@@ -8,6 +8,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from armillary.core.accumulate import Totals
 from armillary.core.recompute import capture_autocast
 
 
@@ -46,6 +47,14 @@ class TokenProjections(Projections, Protocol):
 
     def of_tokens(self, tokens: slice) -> Self:
         """The same projections, for `x[:, tokens]`."""
+        ...
+
+
+class CollectsGradients(Projections, Protocol):
+    """Projections whose weights' gradients need not be as large as the weights for a few heads of a few tokens."""
+
+    def collecting(self, totals: Totals) -> Self:
+        """The same projections, whose backward adds to `totals` itself what autograd then has no gradient for."""
         ...
 
 

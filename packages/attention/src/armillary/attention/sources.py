@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from armillary.attention.projections import Projections, TokenProjections
+from armillary.attention.projections import CollectsGradients, Projections, TokenProjections
 from armillary.core.accumulate import Totals, accumulation_dtype
 from armillary.core.chunks import chunks
 from armillary.core.recompute import RNGReplay, capture_autocast
@@ -64,12 +64,8 @@ class Finished(QKVSource):
         place(self.gradients()[0], heads, dq)
 
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
-        spaced = evenly(tuple(heads))
         for total, share in zip(self.gradients()[1:], (dk, dv), strict=True):
-            if spaced is None:
-                total.index_add_(2, torch.tensor(heads, device=total.device), share.to(total.dtype))
-            else:
-                total[:, :, spaced].add_(share)
+            at_heads(total, heads, share, Tensor.add_)
 
     def gradients(self) -> tuple[Tensor, ...]:
         """(dq, dk, dv), the last two in the accumulation dtype: heads that ranks share come home more than once."""
@@ -120,10 +116,12 @@ class Projected(QKVSource):
         return k, v
 
     def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
-        self._add(("q", *heads), lambda projections, x: (projections.q(x, heads),), [dq])
+        several = len(heads) < self.projections.heads
+        self._add(("q", *heads), lambda projections, x: (projections.q(x, heads),), [dq], several)
 
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
-        self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)])
+        several = len(heads) < self.projections.key_heads
+        self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)], several)
 
     @torch.no_grad()
     def _make(self, what: Hashable, project: Project) -> Sequence[Tensor]:
@@ -139,9 +137,16 @@ class Projected(QKVSource):
                 all_tokens[:, tokens] = y
         return whole
 
-    def _add(self, what: Hashable, project: Project, grads: Sequence[Sequence[Tensor]]) -> None:
-        """Adds to dx and to the parameters' totals what gradients of the projections, each in parts, come to."""
-        for tokens, projections in self._pieces() if self.dx is not None or self.totals.parameters else []:
+    def _add(self, what: Hashable, project: Project, grads: Sequence[Sequence[Tensor]], several: bool) -> None:
+        """Adds to dx and to the parameters' totals what gradients of the projections, each in parts, come to.
+
+        Args:
+            several: not all heads; other calls will add to the same parameters.
+        """
+        pieces = self._pieces() if self.dx is not None or self.totals.parameters else []
+        for tokens, projections in pieces:
+            if (several or len(pieces) > 1) and hasattr(projections, "collecting"):
+                projections = cast(CollectsGradients, projections).collecting(self.totals)
             x = self.x[:, tokens].detach().requires_grad_(self.dx is not None)
             with torch.enable_grad(), self.autocast(), self.draws.at((what, tokens.start), x.device):
                 made = project(projections, x)
@@ -169,26 +174,39 @@ Project = Callable[[Projections, Tensor], Sequence[Tensor]]
 """From projections and x to some of q, k and v."""
 
 
-def select(x: Tensor, heads: Heads) -> Tensor:
-    """Heads of x [B, T, H, D]: a view where they are evenly spaced."""
-    spaced = evenly(tuple(heads))
-    return x[:, :, list(heads)] if spaced is None else x[:, :, spaced]
+def select(x: Tensor, heads: Heads, dim: int = 2) -> Tensor:
+    """Heads of x [B, T, H, D], where they are `dim`: a view where they are evenly spaced."""
+    parts = [x[(slice(None),) * dim + (run,)] for run in runs(tuple(heads))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def place(x: Tensor, heads: Heads, parts: Sequence[Tensor]) -> None:
     """Writes heads of x [B, T, H, D], from parts [B, T, h, D] that follow each other."""
     done = 0
     for part in parts:
-        mine = tuple(heads[done : done + part.shape[2]])
+        at_heads(x, heads[done : done + part.shape[2]], part, Tensor.copy_)
         done += part.shape[2]
-        spaced = evenly(mine)
-        x[:, :, list(mine) if spaced is None else spaced] = part
+
+
+def at_heads(x: Tensor, heads: Heads, part: Tensor, put: Callable[[Tensor, Tensor], object], dim: int = 2) -> None:
+    """Puts `part` to these heads of x, where they are `dim`, in place: `Tensor.copy_` or `Tensor.add_`."""
+    done = 0
+    for run in runs(tuple(heads)):
+        into = x[(slice(None),) * dim + (run,)]
+        put(into, part if into.shape[dim] == part.shape[dim] else part.narrow(dim, done, into.shape[dim]))
+        done += into.shape[dim]
 
 
 @lru_cache(maxsize=1024)
-def evenly(heads: tuple[int, ...]) -> slice | None:
-    """The slice that rising heads are, if they are one."""
-    if len(heads) < 2:
-        return slice(*(heads[0], heads[0] + 1) if heads else (0, 0))
-    run = range(heads[0], heads[-1] + 1, max(heads[1] - heads[0], 1))
-    return slice(run.start, run.stop, run.step) if heads == tuple(run) else None
+def runs(heads: tuple[int, ...]) -> tuple[slice, ...]:
+    """Heads as slices, each as long as they are evenly spaced and rising; of no heads, an empty one.
+
+    Indexed by a list, a tensor on a GPU would have the host wait until all before is computed.
+    """
+    if not heads:
+        return (slice(0, 0),)
+    start, *others = heads
+    step = max(1, others[0] - start) if others else 1
+    stop = next((i for i in range(1, len(heads)) if heads[i] != start + i * step), len(heads))
+    first = slice(start, heads[stop - 1] + 1, step)
+    return (first, *runs(heads[stop:])) if stop < len(heads) else (first,)

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from armillary.attention import compiled
 from armillary.attention.compiled import ProjectionParts
+from armillary.attention.sources import select
+from armillary.core.accumulate import Totals
+from armillary.models.layers.collected_linear import HeadRows, collected_linear
 from armillary.models.layers.rope import RotaryEmbedding
 
 
@@ -28,6 +31,7 @@ class HeadProjections:
         norm: of x, first.
         query_norm, key_norm: of each head, before its rotation (Qwen3).
         ticket: of the `Projecting` module that made them, if one did: torch.compile then need not trace them.
+        totals: what backward adds the gradients of plain linear layers to, of which autograd then gives none.
     """
 
     query: nn.Module
@@ -41,6 +45,7 @@ class HeadProjections:
     query_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
     ticket: Tensor | None = None
+    totals: Totals | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         q = self._project(self.query, self._normed(x), heads, self.heads)
@@ -76,6 +81,9 @@ class HeadProjections:
     def of_tokens(self, tokens: slice) -> HeadProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
 
+    def collecting(self, totals: Totals) -> HeadProjections:
+        return replace(self, totals=totals)
+
     def _normed(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
 
@@ -84,16 +92,17 @@ class HeadProjections:
 
     def _project(self, linear: nn.Module, x: Tensor, wanted: Sequence[int], count: int) -> Tensor:
         """The wanted ones of `count` heads."""
+        if self.totals is not None and isinstance(linear, nn.Linear) and plain(linear, nn.Linear):
+            y = collected_linear(x, linear, HeadRows(tuple(wanted), self.head_dim), self.totals)
+            return y.unflatten(-1, (len(wanted), self.head_dim))
         if tuple(wanted) == tuple(range(count)):
             return linear(x).unflatten(-1, (count, self.head_dim))
         if not isinstance(linear, nn.Linear) or not plain(linear, nn.Linear):
-            return linear(x).unflatten(-1, (count, self.head_dim))[:, :, list(wanted)]
-        rows, shift = (
-            None if p is None else p.unflatten(0, (count, self.head_dim))[list(wanted)].flatten(0, 1)
-            for p in (linear.weight, cast(Tensor | None, linear.bias))
-        )
-        assert rows is not None
-        return F.linear(x, rows, shift).unflatten(-1, (len(wanted), self.head_dim))
+            return select(linear(x).unflatten(-1, (count, self.head_dim)), wanted)
+        rows = HeadRows(tuple(wanted), self.head_dim)
+        bias = cast(Tensor | None, linear.bias)
+        y = F.linear(x, rows.of(linear.weight), None if bias is None else rows.of(bias))
+        return y.unflatten(-1, (len(wanted), self.head_dim))
 
 
 class Projecting(nn.Module):

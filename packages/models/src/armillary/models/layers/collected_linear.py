@@ -1,0 +1,80 @@
+"""Linear layers whose weights' gradients are added up in one place, instead of as tensors as large as the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from armillary.attention.sources import at_heads, runs, select
+from armillary.core.accumulate import Totals, local_part
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows of some heads, D `dim` each, of a weight [H D, E] or a bias [H D]."""
+
+    heads: tuple[int, ...]
+    dim: int
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """[h D, ...]: a view where the heads are neighbours."""
+        return select(parameter.unflatten(0, (-1, self.dim)), self.heads, 0).flatten(0, 1)
+
+    def add_to(self, total: Tensor, share: Tensor) -> None:
+        """Adds `share` [h D, ...] to these rows of `total` [H D, ...]."""
+        at_heads(total.unflatten(0, (-1, self.dim)), self.heads, share.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
+
+    def add_product(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
+        """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; without a product where it can."""
+        run, *others = runs(self.heads)
+        if others or run.step != 1:
+            self.add_to(total, product(dy, x, total.dtype))
+            return
+        rows = total[run.start * self.dim : run.stop * self.dim]
+        if dy.dtype == total.dtype or not dy.is_cuda:
+            rows.addmm_(dy.T.to(total.dtype), x.to(total.dtype))
+        else:
+            torch.addmm(rows, dy.T, x, out_dtype=total.dtype, out=rows)
+
+
+def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy^T x in `dtype`, of tensors that may be narrower."""
+    if dy.dtype == dtype or not dy.is_cuda:
+        return dy.T.to(dtype) @ x.to(dtype)
+    return torch.mm(dy.T, x, out_dtype=dtype)
+
+
+def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: Totals) -> Tensor:
+    """Some outputs [..., h D] of a linear layer. Its backward adds gradients of weight and bias to `totals`."""
+    # As registered: a sharded module's attributes are this rank's parts (`ShardedModule`).
+    weight, bias = (linear._parameters[name] for name in ("weight", "bias"))  # pyright: ignore[reportPrivateUsage]
+    return cast(Tensor, cast(Any, CollectedLinear).apply(x, weight, bias, rows, totals))
+
+
+class CollectedLinear(torch.autograd.Function):
+    """To autograd weight and bias are inputs without a gradient, so that it runs backward for them alone, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: HeadRows, totals: Totals) -> Tensor:
+        used = rows.of(local_part(weight))
+        y = F.linear(x, used, None if bias is None else rows.of(local_part(bias)))
+        ctx.rows, ctx.totals, ctx.parameters = rows, totals, (weight, bias)
+        ctx.save_for_backward(x, used)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,), (x, used) = grad_outputs, ctx.saved_tensors
+        dx = dy @ used.to(dy.dtype) if ctx.needs_input_grad[0] else None  # under autocast it computed in dy's dtype
+        weight, bias = map(ctx.totals.buffer, ctx.parameters)
+        if weight is not None:
+            ctx.rows.add_product(weight, dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype))
+        if bias is not None:
+            ctx.rows.add_to(bias, dy.flatten(0, -2).sum(0, dtype=bias.dtype))
+        return dx, None, None, None, None

@@ -1,0 +1,114 @@
+"""Gradients of projections' weights that are added up in place, a few heads of a few tokens at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from armillary.attention.sources import Projected
+from armillary.core.accumulate import Totals
+from armillary.core.testing import mesh, relative_error
+from armillary.models.layers.projections import HeadProjections
+from armillary.models.parallel.sharded_modules import ColumnParallelLinear, place
+
+B, T, E, H, K, D = 2, 11, 12, 6, 3, 4
+STAGES = [((0, 1), (0, 1, 2)), ((2, 4), None), ((5, 3), None)]
+"""Neighbours, evenly spaced, and in no order."""
+
+
+def build(dtype=torch.float64, bias=True):
+    torch.manual_seed(0)
+    query, key, value = (nn.Linear(E, heads * D, bias=bias, dtype=dtype) for heads in (H, K, K))
+    return HeadProjections(query, key, value, H, K, D, query_norm=nn.RMSNorm(D, dtype=dtype))
+
+
+def in_stages(projections, x, grads, frozen=(), dx=True):
+    """(dx, the gradients of what is not frozen), a stage and three tokens at a time."""
+    parameters = [p for p in projections.parameters() if not any(p is f for f in frozen)]
+    totals, dx = Totals(parameters), torch.zeros_like(x) if dx else None
+    source = Projected(x, projections, 3, dx, totals)
+    for queries, keys in STAGES:
+        source.add_q(queries, [grads[0][:, :, list(queries)]])
+        if keys:
+            source.add_kv(keys, *grads[1:])
+    return dx, dict(zip(map(id, parameters), totals.result(), strict=True))
+
+
+def by_autograd(projections, x, grads):
+    x = x.detach().requires_grad_()
+    made = projections.q(x, range(H)), *projections.kv(x, range(K))
+    parameters = [*projections.parameters()]
+    dx, *shares = torch.autograd.grad(made, [x, *parameters], grads)
+    return dx, dict(zip(map(id, parameters), shares, strict=True))
+
+
+def random_grads(dtype):
+    return [torch.randn(B, T, heads, D, dtype=dtype) for heads in (H, K, K)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_stages_and_pieces_add_up_to_the_whole(bias):
+    projections, x, grads = build(bias=bias), torch.randn(B, T, E).double(), random_grads(torch.float64)
+    (dx, got), (expected_dx, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd))
+    assert relative_error(dx, expected_dx) < 1e-14 and got.keys() == expected.keys()
+    assert max(relative_error(got[name], expected[name]) for name in expected) < 1e-14
+
+
+def test_what_is_frozen_gets_none_and_the_rest_does_without_that_of_x():
+    projections, x, grads = build(), torch.randn(B, T, E).double(), random_grads(torch.float64)
+    _, expected = by_autograd(projections, x, grads)
+    frozen = [projections.query.weight, projections.key.bias]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    _, got = in_stages(projections, x, grads, frozen, dx=False)
+    assert len(got) == len(expected) - 2
+    assert max(relative_error(share, expected[name]) for name, share in got.items()) < 1e-14
+
+
+def test_sums_are_rounded_once():
+    """Of bfloat16, whose products of three tokens would each be rounded otherwise."""
+    projections, x = build(torch.bfloat16, bias=False), torch.randn(B, T, E).bfloat16()
+    grads = random_grads(torch.bfloat16)
+    _, got = in_stages(projections, x, grads)
+    value = grads[2].flatten(2).double().flatten(0, 1).T @ x.double().flatten(0, 1)
+    assert torch.equal(got[id(projections.value.weight)], value.float().bfloat16())
+
+
+def test_an_adapter_is_differentiated_as_it_is():
+    projections, x, grads = build(), torch.randn(B, T, E).double(), random_grads(torch.float64)
+    adapter = nn.Linear(E, H * D, bias=False, dtype=torch.float64)
+    projections.query.register_module("adapter", adapter)
+    projections.query.forward = lambda x: nn.functional.linear(x, projections.query.weight) + 2 * adapter(x)
+    (_, got), (_, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd_unused))
+    assert max(relative_error(got[name], share) for name, share in expected.items() if share is not None) < 1e-14
+    assert expected[id(adapter.weight)].any()
+
+
+def by_autograd_unused(projections, x, grads):
+    made = projections.q(x, range(H)), *projections.kv(x, range(K))
+    parameters = [*projections.parameters()]
+    shares = torch.autograd.grad(made, parameters, grads, allow_unused=True)
+    return None, dict(zip(map(id, parameters), shares, strict=True))
+
+
+def cut_over_ranks():
+    """Errors of a rank's part of the gradients, where tensor parallelism cuts heads over two."""
+    whole, axis = build(), mesh(tp=2)["tp"]
+    x, grads = torch.randn(B, T, E).double(), random_grads(torch.float64)
+    _, expected = by_autograd_unused(whole, x, grads)
+    expected = [expected[id(parameter)] for parameter in (whole.query.weight, whole.query.bias)]
+    mine = place(whole.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
+    totals = Totals([mine._parameters["weight"], mine._parameters["bias"]])
+    source = Projected(x, replace(whole, query=mine, heads=H // 2), 4, None, totals)
+    for heads in ((0, 2), (1,)):
+        own = [3 * dist.get_rank() + head for head in heads]
+        source.add_q(heads, [grads[0][:, :, own]])
+    return [relative_error(share.full_tensor(), e) for share, e in zip(totals.result(), expected, strict=True)]
+
+
+def test_gradients_of_sharded_weights_are_sharded(worlds):
+    for errors in worlds(2).run(cut_over_ranks):
+        assert max(errors) < 1e-14
