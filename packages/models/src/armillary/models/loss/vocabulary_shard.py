@@ -187,8 +187,12 @@ def cross_entropy_(
         everyone = vocabulary.gather(lse, len(wide)).wait()
         factor = vocabulary.share(valid * (1 + 2 * z_loss * everyone), part, everyone)
         at_labels = wide.gather(1, places) * factor - here.to(wide.dtype)
+        # On a GPU an op casts as it writes; on a CPU it first makes all of its result, and bfloat16's scatter does too.
+        product = torch.mul(wide, factor, out=wide if wide.device.type == "cpu" else gradient)
         # Scattered, and not added: the same on every run on a GPU.
-        torch.mul(wide, factor, out=gradient).scatter_(1, places, at_labels.to(gradient.dtype))
+        product.scatter_(1, places, at_labels.to(product.dtype))
+        if product is not gradient:
+            gradient.copy_(product)
     return (lse - chosen + z_loss * lse.square()).where(vocabulary.own(valid), 0).squeeze(1)
 
 
