@@ -1,4 +1,4 @@
-"""The flash kernels of CUDA, emulated on the CPU: real signatures, real window rules, sums by the dense kernel."""
+"""The kernels of CUDA, emulated on the CPU: real signatures, shapes and mask rules, sums by the dense kernel."""
 
 import sys
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from armillary.attention.kernels import Dense, Scores, cuda_flash
-from armillary.attention.kernels.flash import found
+from armillary.attention.kernels import Dense, Scores, cuda_flash, cudnn, efficient
+from armillary.attention.kernels.installed import found
 
 calls: list[str] = []
 
@@ -184,6 +184,136 @@ def aten_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_se
     lengths, window = (cum_seq_q, cum_seq_k, max_q, max_k), (window_size_left, window_size_right)
     attend_backward((grad_out, query, key, value, out, logsumexp), into, *lengths, window, scale, None, 2)
     return into
+
+
+# -- flash-attn 4: flash_attn/cute/interface.py ------------------------------------------------------------------------
+
+def fa4_forward(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+                max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+                causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+                tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+                _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
+                lse=None):
+    calls.append("forward" if cu_seqlens_q is None else "forward packed")
+    assert return_lse and qv is softcap is seqused_q is seqused_k is page_table is None
+    lengths, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+    return *attend(q, k, v, *lengths, fa4_window(causal, *window), softmax_scale, None, 3), None, None
+
+
+def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                 window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+                 num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
+                 AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
+                 seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
+                 dk=None, dv=None):
+    calls.append("backward" if cu_seqlens_q is None else "backward packed")
+    assert softcap == 0 and isinstance(deterministic, bool) and seqused_q is seqused_k is dq is dk is dv is None
+    lengths, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+    into, window = tuple(torch.empty_like(x) for x in (q, k, v)), fa4_window(causal, *window)
+    attend_backward((dout, q, k, v, out, lse), into, *lengths, window, softmax_scale, None, 3)
+    return into
+
+
+def fa4_window(causal, left, right):
+    """Its `_resolve_causal_local_window`: -1 would be a bound."""
+    assert (left is None or left >= 0) and (right is None or right >= 0) and not (causal and right)
+    right = 0 if causal else right
+    return -1 if left is None else left, -1 if right is None else right
+
+
+# -- cuDNN: aten._scaled_dot_product_cudnn_attention and aten._cudnn_attention_forward, and their backward -------------
+
+def cudnn_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+                  return_debug_mask=False, *, scale=None):
+    calls.append("forward")
+    assert attn_bias is None and compute_log_sumexp and not (dropout_p or return_debug_mask)
+    assert 1 not in (query.shape[2], key.shape[2]), "cuDNN does neither one query nor one key"
+    readable(query, key, value)
+    out, lse = Dense().forward(*(x.transpose(1, 2) for x in (query, key, value)), top_left(is_causal), Scores(scale))
+    state = torch.empty((), dtype=torch.long)
+    lse = lse.transpose(1, 2).contiguous().unsqueeze(-1)
+    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], state, state, None
+
+
+def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
+                   cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None):
+    calls.append("backward")
+    assert attn_bias is cum_seq_q is cum_seq_k is None and not dropout_p and philox_seed.device == query.device
+    assert (max_q, max_k) == (query.shape[2], key.shape[2]) and 1 not in (max_q, max_k)
+    readable(grad_out, query, key, value, out)
+    assert logsumexp.shape == (*query.shape[:3], 1) and logsumexp.is_contiguous() and philox_offset.dtype == torch.long
+    assert grad_out.transpose(1, 2).is_contiguous() and out.transpose(1, 2).is_contiguous()
+    tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out, logsumexp.squeeze(-1)))
+    grads = Dense().backward(*tensors, top_left(is_causal), Scores(scale))
+    return tuple(x.transpose(1, 2).to(query.dtype) for x in grads)
+
+
+def cudnn_packed_forward(query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
+                         dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None, seqused_k=None,
+                         block_table=None):
+    calls.append("forward packed")
+    assert attn_bias is seqused_k is block_table is None and compute_log_sumexp
+    assert not (dropout_p or return_debug_mask) and 1 not in (max_q, max_k)
+    readable(query, key, value)
+    outs, lses = [], []
+    for a, b in _sequences(query, key, cum_seq_q, cum_seq_k):
+        out, lse = Dense().forward(query[a][None], key[b][None], value[b][None], top_left(is_causal), Scores(scale))
+        outs.append(out[0])
+        lses.append(lse[0].mT)
+    state = torch.empty((), dtype=torch.long)
+    return torch.cat(outs), torch.cat(lses, 1), cum_seq_q, cum_seq_k, max_q, max_k, state, state, None
+
+
+def cudnn_packed_backward(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
+                          cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None):
+    calls.append("backward packed")
+    assert attn_bias is None and not dropout_p and logsumexp.is_contiguous()
+    assert logsumexp.shape == (query.shape[1], len(query)) and philox_seed.dtype == philox_offset.dtype == torch.long
+    into = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
+    for a, b in _sequences(query, key, cum_seq_q, cum_seq_k):
+        parts = ((grad_out, a), (query, a), (key, b), (value, b), (out, a), (logsumexp.mT, a))
+        grads = Dense().backward(*(x[part][None] for x, part in parts), top_left(is_causal), Scores(scale))
+        for x, part, grad in zip(into, (a, b, b), grads, strict=True):
+            x[part] = grad[0]
+    return into
+
+
+# -- xFormers' kernels: aten._efficient_attention_forward and _backward ------------------------------------------------
+
+def efficient_forward(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+                      custom_mask_type, compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None):
+    calls.append("forward")
+    assert bias is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqlen_k is window_size is None
+    assert compute_log_sumexp and not dropout_p and custom_mask_type in (0, 1)
+    assert query.shape[2] == key.shape[2] == value.shape[2], "heads are not shared"
+    readable(query, key, value)
+    out, lse = Dense().forward(query, key, value, top_left(custom_mask_type == 1), Scores(scale))
+    rows = -(-query.shape[1] // 32) * 32
+    padded = torch.full((len(query), query.shape[2], rows), torch.inf, dtype=lse.dtype)
+    padded[..., : query.shape[1]] = lse.transpose(1, 2)
+    state = torch.empty((), dtype=torch.long)
+    return out, padded, state, state, query.shape[1], key.shape[1]
+
+
+def efficient_backward(grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                       logsumexp, dropout_p, philox_seed, philox_offset, custom_mask_type, bias_requires_grad, *,
+                       scale=None, num_splits_key=None, window_size=None, shared_storage_dqdkdv=False):
+    calls.append("backward")
+    assert bias is cu_seqlens_q is cu_seqlens_k is num_splits_key is window_size is None
+    assert not (dropout_p or bias_requires_grad or shared_storage_dqdkdv) and custom_mask_type in (0, 1)
+    assert (max_seqlen_q, max_seqlen_k) == (query.shape[1], key.shape[1])
+    assert query.shape[2] == key.shape[2] == value.shape[2] == grad_out_.shape[2]
+    readable(grad_out_, query, key, value, out)
+    rows = -(-query.shape[1] // 32) * 32
+    assert logsumexp.shape == (len(query), query.shape[2], rows) and logsumexp.is_contiguous()
+    assert logsumexp[..., query.shape[1] :].isposinf().all() and out.is_contiguous()
+    lse = logsumexp[..., : query.shape[1]].transpose(1, 2)
+    band, tensors = top_left(custom_mask_type == 1), (grad_out_, query, key, value, out, lse)
+    return *(x.to(query.dtype) for x in Dense().backward(*tensors, band, Scores(scale))), None
+
+
+def top_left(causal):
+    return None, 0 if causal else None
 # fmt: on
 
 
@@ -194,6 +324,7 @@ FA2 = SimpleNamespace(
     _flash_attn_varlen_backward=fa2_varlen_backward,
 )
 FA3 = SimpleNamespace(_flash_attn_forward=fa3_forward, _flash_attn_backward=fa3_backward)
+FA4 = SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
 
 
 @dataclass(frozen=True)
@@ -229,8 +360,9 @@ WHEELS = {
             from flash_stub import old_fa3_forward as _flash_attn_forward, old_fa3_backward as _flash_attn_backward""",
     },
     "4": {
-        "flash_attn/cute/__init__.py": "from .interface import flash_attn_func",
-        "flash_attn/cute/interface.py": "raise AssertionError('imported')",
+        "flash_attn/cute/__init__.py": "from .interface import _flash_attn_fwd",
+        "flash_attn/cute/interface.py": """
+            from flash_stub import fa4_backward as _flash_attn_bwd, fa4_forward as _flash_attn_fwd""",
     },
 }
 """The files that matter of each release's wheel. That of 4 has no flash_attn/__init__.py."""
@@ -243,22 +375,47 @@ def unpack(folder: Path, wheel: str) -> None:
         (folder / name).write_text(dedent(text))
 
 
+MODULES = {
+    "flash_attn": FA2,
+    "flash_attn.flash_attn_interface": FA2,
+    "flash_attn_interface": FA3,
+    "flash_attn.cute": FA4,
+    "flash_attn.cute.interface": FA4,
+}
+VERSION = {id(FA2): 2, id(FA3): 3, id(FA4): 4}
+
+
 def none_loaded(patch: pytest.MonkeyPatch) -> None:
     """Nothing of flash-attn has been imported; what is imported from now on is forgotten again."""
-    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.cute", "flash_attn_interface"):
+    for name in MODULES:
         patch.setitem(sys.modules, name, None)
         patch.delitem(sys.modules, name)
     found.cache_clear()
 
 
+OPS = {
+    cuda_flash: {"_forward": aten_forward, "_backward": aten_backward},
+    efficient: {"_forward": efficient_forward, "_backward": efficient_backward},
+    cudnn: {
+        "_forward": cudnn_forward,
+        "_backward": cudnn_backward,
+        "_packed_forward": cudnn_packed_forward,
+        "_packed_backward": cudnn_packed_backward,
+        "_packs": lambda: True,
+    },
+}
+"""What stands in for torch's own ops, by the module that calls them."""
+
+
 def install(patch: pytest.MonkeyPatch, *versions: int) -> None:
     """These versions of flash-attn, and no others, are importable; torch's own ops are emulated too."""
-    for version, name in ((2, "flash_attn"), (2, "flash_attn.flash_attn_interface"), (3, "flash_attn_interface")):
+    for name, functions in MODULES.items():
         module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.__dict__.update(vars(FA2 if version == 2 else FA3))
-        patch.setitem(sys.modules, name, module if version in versions else None)
-    patch.setattr(cuda_flash, "_forward", aten_forward)
-    patch.setattr(cuda_flash, "_backward", aten_backward)
+        module.__spec__ = ModuleSpec(name, None, is_package=name in ("flash_attn", "flash_attn.cute"))
+        module.__dict__.update(vars(functions))
+        patch.setitem(sys.modules, name, module if VERSION[id(functions)] in versions else None)
+    for kernel, functions in OPS.items():
+        for name, function in functions.items():
+            patch.setattr(kernel, name, function)
     found.cache_clear()
     calls.clear()

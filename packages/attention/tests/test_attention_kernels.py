@@ -1,5 +1,7 @@
 """Every kernel: its pieces are a tile's pairs exactly, its numbers are float64's, and what it can't do it refuses."""
 
+import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._meta_registrations import meta__efficient_attention_backward
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.kernels import (
@@ -15,16 +19,22 @@ from armillary.attention.kernels import (
     Backward,
     CpuFlash,
     CudaFlash,
+    Cudnn,
     Dense,
+    Efficient,
     FlashAttn2,
     FlashAttn3,
+    FlashAttn4,
     Forward,
     Inputs,
     Scores,
     choose_kernel,
     cuda_flash,
+    cudnn,
+    efficient,
 )
-from armillary.attention.kernels.flash import found, parameters
+from armillary.attention.kernels.installed import found, parameters
+from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.spec import AttentionSpec
@@ -33,12 +43,13 @@ from armillary.attention.tiling.merge import Merge, Sum
 from armillary.attention.tiling.tiles import Tile
 from armillary.core import SequenceLayout
 
-EMULATED = (CudaFlash(), FlashAttn2(), FlashAttn3())
+FLASH = (CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4())
+EMULATED = (*FLASH, Cudnn(), Efficient())
 
 
 @pytest.fixture(autouse=True)
 def emulation(monkeypatch):
-    flash_stub.install(monkeypatch, 2, 3)
+    flash_stub.install(monkeypatch, 2, 3, 4)
     yield
     monkeypatch.undo()
     found.cache_clear()
@@ -74,9 +85,9 @@ def sizes(tile: Tile) -> tuple[int, int]:
 def in_one_call(kernel, piece: Tile) -> bool:
     """Whether the kernel, called once, does this piece and nothing else."""
     (queries, keys), (low, high) = sizes(piece), piece.offsets
-    if isinstance(kernel, CpuFlash):
+    if isinstance(kernel, TopLeft):
         return (low is None and high in (None, 0)) or (high is None and low == keys - queries)
-    return isinstance(kernel, Dense) or made_visible(piece, 3 if isinstance(kernel, FlashAttn3) else 2)
+    return isinstance(kernel, Dense) or made_visible(piece, 3 if isinstance(kernel, FlashAttn3 | FlashAttn4) else 2)
 
 
 def made_visible(piece: Tile, version: int, longer: int = 0) -> bool:
@@ -166,15 +177,15 @@ LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
 def test_a_tile_that_is_part_of_the_keys_of_its_rows(kernel, tile, kv_heads, values, capped, dtype, seed):
     torch.manual_seed(seed)
     tile = Tile(0, tile.q1 - tile.q0, 0, tile.k1 - tile.k0, *tile.offsets)
-    values = 8 if kernel in EMULATED else values
-    scores = Scores(0.3, 1.5 if capped and not isinstance(kernel, CpuFlash | CudaFlash) else None)
+    values = 8 if kernel in FLASH else values
+    scores = Scores(0.3, 1.5 if capped and kernel.limits.softcap else None)
     shapes = [(tile.q1, 4, 8), (tile.k1, kv_heads, 8), (tile.k1, kv_heads, values), (tile.q1, 4, values)]
     q, k, v, dout = (torch.randn(2, *shape).to(dtype) for shape in shapes)
     more = [torch.randn(2, 3, kv_heads, dim, dtype=torch.float64) for dim in (8, values)]
     seen = torch.zeros(tile.q1, tile.k1, dtype=torch.bool)
     seen[tuple(torch.tensor(pairs(tile)).T)] = True
     exact = softmax_parts(*(x.double() for x in (q, k, v)), seen, more, scores, dout.double())
-    out, lse = exact[1][0].to(dtype), exact[1][1].to(torch.promote_types(dtype, torch.float32))
+    out, lse = exact[1][0].to(dtype), exact[1][1].to(torch.promote_types(dtype, torch.float32)).contiguous()
     found = run_kernel(kernel, tile, q, k, v, dout, out, lse, scores)
     for name, got, wanted in zip(("out", "lse", "dq", "dk", "dv"), found, (*exact[0], *exact[2]), strict=True):
         error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=0.1)
@@ -257,8 +268,11 @@ PACKED = [
 def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask, key_heads, count):
     found, wanted = run_block(kernel, mask, key_heads), run_block(CpuFlash(), mask, key_heads)
     assert flash_stub.calls == sorted(flash_stub.calls, key=lambda call: call.startswith("backward"))
-    assert len(flash_stub.calls) == 2 * count
-    assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
+    if isinstance(kernel, Cudnn):
+        count += mask.window is not None  # what it does not know is cut into pieces of more kinds
+    if not isinstance(kernel, Efficient):  # which packs nothing
+        assert len(flash_stub.calls) == 2 * count
+        assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
     for got, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
 
@@ -299,21 +313,122 @@ def spied(op):
     return call
 
 
+TORCHS = {CudaFlash(): cuda_flash, Cudnn(): cudnn, Efficient(): efficient}
+
+
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, pieces, order):
+@pytest.mark.parametrize(("kernel", "pieces"), [(CudaFlash(), 1), (CudaFlash(), 3), (Cudnn(), 1), (Efficient(), 1)])
+def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces, order):
     monkeypatch.undo()  # on meta tensors the real ops check their arguments and say what they return
     for name in ("_forward", "_backward"):
-        monkeypatch.setattr(cuda_flash, name, spied(getattr(cuda_flash, name)))
+        monkeypatch.setattr(TORCHS[kernel], name, spied(getattr(TORCHS[kernel], name)))
     q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
-    kernel, every = CudaFlash(), [Forward(q, k, v, (None, -1))] * pieces
-    assert list(kernel.groups(every)) == [list(range(pieces))]
+    every = [Forward(q, k, v, (None, -1))] * pieces
+    assert [list(group) for group in kernel.groups(every)] == [list(range(pieces))]
     found = list(kernel.forward_packed(every, Scores(0.3))) if pieces > 1 else [kernel.forward(*every[0], Scores(0.3))]
     out, lse = found[0]
     assert len(found) == pieces and out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    if kernel == Efficient() and "out" not in [p.name for p in parameters(meta__efficient_attention_backward)]:
+        return  # in torch 2.11 that function, which has nothing to do with the op on CUDA, lacks an argument of it
     back = [Backward(dout, q, k, v, out, lse, (None, -1))] * pieces
     grads = list(kernel.backward_packed(back, Scores(0.3))) if pieces > 1 else [kernel.backward(*back[0], Scores(0.3))]
     assert len(grads) == pieces and [x.shape for x in grads[0]] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kernel", TORCHS, ids=lambda kernel: kernel.name)
+def test_on_a_fake_gpu_outputs_have_the_shapes_of_a_kernel(monkeypatch, kernel, dtype, flip):
+    monkeypatch.undo()
+    values = 8 if isinstance(kernel, CudaFlash) else 16
+    if reason := kernel.refuses(Inputs("cuda", dtype, 8, values, capability=(9, 0))):
+        pytest.skip(reason)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, n, h, d, dtype=dtype, device="cuda") for n, h, d in
+                   ((37, 4, 8), (37, 2, 8), (37, 2, values)))  # fmt: skip
+        out, lse = kernel.forward(q, k, v, (0, None) if flip else (None, 0), Scores(0.3))
+    assert (out.shape, out.dtype, out.device.type) == ((2, 37, 4, values), dtype, "cuda")
+    assert (lse.shape, lse.dtype) == ((2, 37, 4), torch.float32)
+
+
+OPS = {
+    "_scaled_dot_product_cudnn_attention": flash_stub.cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": flash_stub.cudnn_backward,
+    "_cudnn_attention_forward": flash_stub.cudnn_packed_forward,
+    "_cudnn_attention_backward": flash_stub.cudnn_packed_backward,
+    "_efficient_attention_forward": flash_stub.efficient_forward,
+    "_efficient_attention_backward": flash_stub.efficient_backward,
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_emulation_has_the_schema_of_torchs_op(op):
+    arguments = [argument.name for argument in getattr(torch.ops.aten, op).default._schema.arguments]
+    newer = {"seqused_k", "block_table"}  # than torch 2.11
+    assert [p.name for p in parameters(OPS[op]) if p.name in arguments or p.name not in newer] == arguments
+
+
+def test_packed_calls_fit_the_schema_of_cudnns_op(monkeypatch):
+    """There is no meta function; but the arguments are looked at before a CPU tensor is refused."""
+    monkeypatch.undo()
+    q, kv = torch.randn(2, 6, 4, 8).bfloat16(), torch.randn(2, 6, 2, 8).bfloat16()
+    forward, backward = Forward(q, kv, kv, (None, 0)), Backward(q, q, kv, kv, q, torch.randn(2, 6, 4), (None, 0))
+    for function, piece in ((Cudnn().forward_packed, forward), (Cudnn().backward_packed, backward)):
+        with pytest.raises(NotImplementedError, match=r"aten::_cudnn_attention_.*'CPU' backend"):
+            list(function([piece] * 3, Scores(0.3)))
+
+
+def test_cudnn_packs_only_where_torch_hands_on_the_longest_length(monkeypatch):
+    def piece(tokens):
+        x = torch.empty(1, tokens, 1, 8)
+        return Forward(x, x, x, (None, 0))
+
+    pieces = [piece(3), piece(1), piece(9)]
+    assert list(Cudnn().groups(pieces)) == [[0, 1, 2]]
+    assert list(Cudnn().groups(pieces[1:2] * 2)) == [(0,), (1,)]
+    monkeypatch.setattr(cudnn, "_packs", lambda: False)
+    assert list(Cudnn().groups(pieces)) == [(0,), (1,), (2,)]
+
+
+def test_cudnn_refuses_an_lse_of_another_layout(monkeypatch):
+    def ragged(*args, **options):
+        out, lse, *rest = flash_stub.cudnn_forward(*args, **options)
+        return out, lse.transpose(1, 2).contiguous().transpose(1, 2), *rest
+
+    monkeypatch.setattr(cudnn, "_forward", ragged)
+    with pytest.raises(RuntimeError, match="TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
+        Cudnn().forward(*[torch.randn(1, 4, 2, 8)] * 3, (None, 0), Scores(0.3))
+
+
+def test_efficient_attention_never_sees_more_than_65536_rows_or_columns():
+    tile = Tile(0, 200_000, 0, 150_000, None, 0)
+    pieces = Efficient().cut(tile)
+    assert max(max(sizes(piece)) for piece in pieces) == 65536
+    assert sum(covered(piece) for piece in pieces) == covered(tile)
+
+
+def covered(tile: Tile) -> int:
+    """Pairs of a tile that is a rectangle, or causal from the top left."""
+    (queries, keys), (low, high) = sizes(tile), tile.offsets
+    assert low is None and high in (None, 0)
+    short = min(queries, keys)
+    return queries * keys if high is None else short * (short + 1) // 2 + (queries - short) * keys
+
+
+@pytest.mark.parametrize("margin", [0, 16])
+def test_flash_attn_3_leaves_multiprocessors_to_others(monkeypatch, margin):
+    given = []
+    for name in ("_flash_attn_forward", "_flash_attn_backward"):
+        real = getattr(sys.modules["flash_attn_interface"], name)
+
+        def spy(*args, real=real, sm_margin=0, **options):
+            given.append(sm_margin)
+            return real(*args, sm_margin=sm_margin, **options)
+
+        spy._init_fn = real
+        monkeypatch.setattr(sys.modules["flash_attn_interface"], name, spy)
+    run_block(FlashAttn3(sm_margin=margin), AttentionMask())
+    assert given == [margin, margin]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -327,20 +442,36 @@ def on_cpu(dtype, softcap=None) -> Inputs:
     return Inputs("cpu", dtype, 64, 64, softcap)
 
 
+ANY_ORDER = replace(on_cuda(), deterministic=True)
 REFUSED = [
     (CpuFlash(), on_cuda(), "runs on the CPU, not on cuda"),
     (CpuFlash(), on_cpu(torch.int32), "takes float16, bfloat16, float32 and float64, not torch.int32"),
     (CpuFlash(), on_cpu(torch.float8_e4m3fn), "not torch.float8_e4m3fn"),
-    (CpuFlash(), on_cpu(torch.float32, softcap=30.0), "softcap"),
+    (CpuFlash(), on_cpu(torch.float32, softcap=30.0), "softcap; what accepts them: dense"),
     (Dense(), on_cpu(torch.int32), "takes float16, bfloat16, float32 and float64, not torch.int32"),
     (Dense(), on_cuda(torch.float8_e5m2), "not torch.float8_e5m2"),
-    (CudaFlash(), on_cuda(softcap=30.0), "softcap"),
+    *[(kernel, on_cuda(softcap=30.0), "softcap") for kernel in (CudaFlash(), Cudnn(), Efficient())],
     *[(kernel, on_cpu(torch.bfloat16), "runs on CUDA, not on cpu") for kernel in EMULATED],
-    *[(kernel, on_cuda(capability=(7, 5)), "capability 8.0 .* not 7.5") for kernel in EMULATED],
-    *[(kernel, on_cuda(torch.float32), "takes float16 and bfloat16, not torch.float32") for kernel in EMULATED],
-    *[(kernel, on_cuda(dims=(64, 128)), "one head dim .* not 64 and 128") for kernel in EMULATED],
+    *[(kernel, on_cuda(capability=(7, 5)), "capability .*not 7.5") for kernel in EMULATED if kernel != Efficient()],
+    *[
+        (kernel, on_cuda(torch.float32), "takes float16 and bfloat16, not torch.float32")
+        for kernel in (*FLASH, Cudnn())
+    ],
+    *[(kernel, on_cuda(dims=(64, 128)), "one head dim .* not 64 and 128") for kernel in FLASH],
     *[(kernel, on_cuda(dims=(20, 20)), "multiple of 8") for kernel in EMULATED],
-    (FlashAttn3(), on_cuda(capability=(10, 0)), r"capability 9 \(Hopper\), not 10.0"),
+    (Efficient(), on_cuda(capability=(7, 5)), "bfloat16 from compute capability 8.0"),
+    (Efficient(), on_cuda(torch.float64), "not torch.float64"),
+    (FlashAttn3(), on_cuda(capability=(10, 0)), r"capability 9 \(Hopper\), not 10.0; .*: flash_attn_4, cudnn, "),
+    (FlashAttn3(), on_cuda(capability=None), "not an unknown one"),
+    (FlashAttn4(), on_cuda(capability=(12, 0)), r"capability 9 \(Hopper\) or 10 \(Blackwell\), not 12.0"),
+    (FlashAttn4(), on_cuda(dims=(192, 192), capability=(10, 0)), "at most 128, .* or 256 and 256, not 192 and 192"),
+    (Cudnn(), on_cuda(capability=(8, 0)), "not 8.0"),
+    (Cudnn(), on_cuda(dims=(256, 256)), "at most 128, a multiple of 8, or 192 and 128, not 256 and 256"),
+    (Cudnn(), ANY_ORDER, "any order, and deterministic algorithms are asked for"),
+    (Cudnn(), replace(on_cuda(), cudnn=91500), "needs cuDNN 9.15.1 or above, not 9.15.0"),
+    (Cudnn(), replace(on_cuda(), cudnn=0), "needs cuDNN 9.15.1 or above, not none"),
+    (CudaFlash(), replace(on_cuda(), activated="FA4"), "FA4 is activated .* flash_attn_4 calls it"),
+    (CudaFlash(), on_cuda(dims=(224, 224), capability=(8, 9)), "no backward for head dim 224"),
 ]
 
 
@@ -362,15 +493,40 @@ def test_every_float_dtype_has_a_kernel(dtype):
     )
 
 
+AMPERE, BLACKWELL, LATER = (8, 0), (10, 0), (12, 0)
+ALL, WINDOW, DOCUMENTS = (2, 3, 4), {"windowed": True}, {"documents": True}
 PREFERRED = [
-    ((2, 3), on_cuda(), "flash_attn_3"),
-    ((2,), on_cuda(), "flash_attn_2"),
-    ((2, 3), on_cuda(capability=(8, 0)), "flash_attn_2"),
-    ((), on_cuda(), "cuda_flash"),
+    (ALL, on_cuda(), "flash_attn_3"),
+    ((2, 4), on_cuda(), "cudnn"),
+    ((), on_cuda(), "cudnn"),
+    ((), replace(on_cuda(), cudnn=91800), "cudnn"),
+    ((), replace(on_cuda(), cudnn=91002), "cuda_flash"),
+    ((), ANY_ORDER, "cuda_flash"),
+    ((2,), replace(on_cuda(), **WINDOW), "flash_attn_2"),
+    ((), replace(on_cuda(), **WINDOW), "cuda_flash"),
+    ((), replace(on_cuda(), **DOCUMENTS), "cuda_flash"),
+    ((3,), replace(on_cuda(), **DOCUMENTS), "flash_attn_3"),
+    ((), replace(on_cuda(), single=True), "cuda_flash"),
+    ((), replace(on_cuda(dims=(192, 128)), **WINDOW), "efficient"),
+    (ALL, on_cuda(capability=BLACKWELL), "flash_attn_4"),
+    ((2, 3), on_cuda(capability=BLACKWELL), "cudnn"),
+    (ALL, on_cuda(capability=LATER), "flash_attn_2"),
+    (ALL, on_cuda(capability=AMPERE), "flash_attn_2"),
+    ((), on_cuda(capability=AMPERE), "cuda_flash"),
+    (ALL, on_cuda(capability=None), "flash_attn_2"),
     ((2,), on_cuda(softcap=30.0), "flash_attn_2"),
     ((), on_cuda(softcap=30.0), "dense"),
-    ((2, 3), on_cuda(torch.float32), "dense"),
-    ((2, 3), on_cuda(capability=(7, 5)), "dense"),
+    (ALL, on_cuda(torch.float32), "efficient"),
+    (ALL, on_cuda(torch.float64), "dense"),
+    (ALL, on_cuda(dims=(192, 128)), "cudnn"),
+    (ALL, on_cuda(dims=(64, 128)), "cudnn"),
+    (ALL, on_cuda(dims=(64, 128), capability=AMPERE), "efficient"),
+    ((), on_cuda(dims=(256, 256)), "cuda_flash"),
+    (ALL, on_cuda(dims=(512, 512)), "efficient"),
+    (ALL, on_cuda(dims=(20, 20)), "dense"),
+    (ALL, on_cuda(capability=(7, 5)), "dense"),
+    (ALL, on_cuda(torch.float16, capability=(7, 5)), "efficient"),
+    ((4,), replace(on_cuda(capability=BLACKWELL), activated="FA4", **WINDOW), "flash_attn_4"),
 ]
 
 
@@ -384,7 +540,8 @@ def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(m
     flash_stub.install(monkeypatch)
     assert FlashAttn2().refuses(on_cuda()) == "flash_attn.flash_attn_interface is not installed"
     assert FlashAttn3().refuses(on_cuda()) == "flash_attn_interface is not installed"
-    names = "cpu_flash, flash_attn_3, flash_attn_2, cuda_flash, dense"
+    assert FlashAttn4().refuses(on_cuda()) == "flash_attn.cute.interface is not installed"
+    names = "cpu_flash, flash_attn_3, flash_attn_4, cudnn, flash_attn_2, cuda_flash, efficient, dense"
     with pytest.raises(ValueError, match=rf"no kernel 'flash'; known: {names}"):
         choose_kernel(on_cuda(), "flash")
 
@@ -392,17 +549,21 @@ def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(m
 def test_flash_attn_is_found_without_being_imported(monkeypatch, tmp_path):
     flash_stub.none_loaded(monkeypatch)
     (tmp_path / "flash_attn").mkdir()
-    for name in ("flash_attn/__init__", "flash_attn/flash_attn_interface", "flash_attn_interface"):
+    (tmp_path / "flash_attn/cute").mkdir()
+    for name in ("flash_attn/__init__", "flash_attn/flash_attn_interface", "flash_attn_interface",
+                 "flash_attn/cute/__init__", "flash_attn/cute/interface"):  # fmt: skip
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert FlashAttn2().refuses(on_cuda()) is None and FlashAttn3().refuses(on_cuda()) is None
+    assert [kernel.refuses(on_cuda()) for kernel in FLASH] == [None] * 4
 
 
 WHEELS = [
+    (("4",), "flash_attn_4"),
     (("4",), "cuda_flash"),
     (("2",), "flash_attn_2"),
     (("4", "2"), "flash_attn_2"),
     (("3", "4"), "flash_attn_3"),
+    (("3", "4"), "flash_attn_4"),
     (("3 of 2025",), "flash_attn_3"),
     (("3 of 2025", "2", "4"), "flash_attn_3"),
 ]
@@ -416,8 +577,10 @@ def test_every_release_is_called_as_it_wants_to_be(monkeypatch, tmp_path, wheels
         place = tmp_path / wheel if apart else tmp_path
         flash_stub.unpack(place, wheel)
         monkeypatch.syspath_prepend(place)
-    kernel = choose_kernel(on_cuda())
-    assert kernel.name == name
+    known = [kernel.name for kernel in KERNELS if kernel.refuses(on_cuda()) is None]
+    assert ("flash_attn_2" in known) == ("2" in wheels)
+    assert ("flash_attn_4" in known) == ("4" in wheels) or (apart and {"2", "4"} <= {*wheels})
+    kernel = choose_kernel(on_cuda(), name)
     for mask in (AttentionMask(window=(20, 0)), AttentionMask(documents=[0, 5, 8, 30, 64])):
         for got, exact in zip(run_block(kernel, mask), run_block(CpuFlash(), mask), strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
@@ -432,7 +595,12 @@ def test_parameters_are_those_of_the_function_that_became_an_op():
 
 
 @pytest.mark.parametrize(
-    ("module", "stub"), [("flash_attn.flash_attn_interface", flash_stub.FA2), ("flash_attn_interface", flash_stub.FA3)]
+    ("module", "stub"),
+    [
+        ("flash_attn.flash_attn_interface", flash_stub.FA2),
+        ("flash_attn_interface", flash_stub.FA3),
+        ("flash_attn.cute.interface", flash_stub.FA4),
+    ],
 )
 def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, module, stub):
     monkeypatch.undo()
@@ -440,4 +608,5 @@ def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, modul
         pytest.skip(f"{module} is not installed")
     real = pytest.importorskip(module)
     for name, function in vars(stub).items():
-        assert [p.name for p in parameters(getattr(real, name))] == [p.name for p in parameters(function)]
+        taken = [p.name for p in parameters(getattr(real, name))]
+        assert taken[: len(parameters(function))] == [p.name for p in parameters(function)]

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from armillary.attention.kernels.flash import Flash
-from armillary.attention.kernels.kernel import Inputs, Scores
+from armillary.attention.kernels.inputs import Inputs
+from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.packing import Lengths
+from armillary.attention.kernels.top_left import Saved
 
 _forward: Any = cast(Any, torch.ops.aten)._flash_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._flash_attention_backward
+
+PACKAGES = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
+"""By the name under which `torch.nn.attention.activate_flash_attention_impl` puts them in place of torch's."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,13 @@ class CudaFlash(Flash):
     name: str = "cuda_flash"
 
     def refuses(self, inputs: Inputs) -> str | None:
-        return super().refuses(inputs) or ("has no softcap" if inputs.softcap is not None else None)
+        reason, instead = super().refuses(inputs), PACKAGES.get(inputs.activated or "")
+        if reason is None and instead is not None:
+            return f"{inputs.activated} is activated in place of torch's op; {instead} calls it with all that it can do"
+        small = inputs.capability is not None and ((8, 6) <= inputs.capability <= (8, 9) or inputs.capability[0] == 12)
+        if reason is None and small and 192 < inputs.head_dim <= 224:
+            return f"has no backward for head dim {inputs.head_dim} on compute capabilities 8.6 to 8.9 and 12.x"
+        return reason
 
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
@@ -33,11 +44,7 @@ class CudaFlash(Flash):
         return out, lse
 
     def call_backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        window: tuple[int, int],
-        scores: Scores,
-        lengths: Lengths | None,
+        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k = tensors[1:3]
         spans = lengths or (None, None, q.shape[1], k.shape[1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import FLOATS, Inputs, Kernel, Scores, refuses_dtype
+from armillary.attention.kernels.kernel import Kernel, Scores
+from armillary.attention.kernels.limits import Limits
 from armillary.attention.mask import Window
 from armillary.attention.tiling.tiles import Tile
 
@@ -24,9 +26,7 @@ class Dense(Kernel):
 
     name: str = "dense"
     score_bytes: int = 64 * 2**20
-
-    def refuses(self, inputs: Inputs) -> str | None:
-        return refuses_dtype(inputs.dtype, FLOATS)
+    limits: ClassVar[Limits] = Limits(softcap=True)
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return (tile,)

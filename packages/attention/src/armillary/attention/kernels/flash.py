@@ -1,28 +1,25 @@
-"""What the FlashAttention kernels for CUDA share: torch's own and those of the flash-attn package, versions 2 and 3."""
+"""What the FlashAttention kernels for CUDA share: torch's own, and versions 2, 3 and 4 of the flash-attn package."""
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from inspect import Parameter, signature
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Backward, Forward, Inputs, Kernel, Scores, in_rows, refuses_dtype
+from armillary.attention.kernels.kernel import ALIGNED, Backward, Forward, Kernel, Scores, in_rows
+from armillary.attention.kernels.limits import HALVES, Dims, Limits
 from armillary.attention.kernels.packing import Lengths, lengths, packed, packs, unpacked, window
+from armillary.attention.kernels.top_left import Saved
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
 from armillary.attention.tiling.tiles import Tile
-from armillary.core import compat
 
-ALIGNED = 8
-"""Elements of 16 bits: the kernels read 16 bytes at once, from where a row begins."""
+FLASH = Limits(device="cuda", dtypes=HALVES, dims=Dims(most=256, multiple=8, equal=True), least=(8, 0))
+"""What FlashAttention-2 takes."""
+WITH_SOFTCAP = replace(FLASH, softcap=True)
 
 
 class Flash(Kernel):
@@ -32,6 +29,8 @@ class Flash(Kernel):
     its heads first: [B, H, T], or [H, tokens].
     """
 
+    limits: ClassVar[Limits] = FLASH
+
     @abstractmethod
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
@@ -40,23 +39,9 @@ class Flash(Kernel):
 
     @abstractmethod
     def call_backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        window: tuple[int, int],
-        scores: Scores,
-        lengths: Lengths | None,
+        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), from (dout, q, k, v, out, lse)."""
-
-    def refuses(self, inputs: Inputs) -> str | None:
-        if inputs.device != "cuda":
-            return f"runs on CUDA, not on {inputs.device}"
-        if inputs.capability is not None and inputs.capability < (8, 0):
-            return f"needs compute capability 8.0 (Ampere) or above, not {'.'.join(map(str, inputs.capability))}"
-        if inputs.head_dim != inputs.value_dim or inputs.head_dim > 256 or inputs.head_dim % 8:
-            dims = f"{inputs.head_dim} and {inputs.value_dim}"
-            return f"needs one head dim for q, k and v, at most 256 and a multiple of 8, not {dims}"
-        return refuses_dtype(inputs.dtype, (torch.float16, torch.bfloat16))
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return cut_rows(tile)
@@ -88,28 +73,3 @@ class Flash(Kernel):
         tensors = (dout, q, k, v, out, packed(lses).mT.contiguous())
         dq, dk, dv = self.call_backward(tensors, window(pieces[0]), scores, lengths(pieces))
         return zip(unpacked(dq, queries), unpacked(dk, keys), unpacked(dv, values), strict=True)
-
-
-@compat.constant_when_traced
-def installed(module: str) -> bool:
-    """Whether a module, of a package or by itself, can be imported; imports neither."""
-    return found(module)
-
-
-@cache
-def found(module: str) -> bool:
-    """`installed`, asked once: looking takes longer than launching a kernel.
-
-    A package alone says little: of flash-attn 4 there is `flash_attn` too, a namespace with nothing of version 2.
-    """
-    package = module.rpartition(".")[0]
-    if module in sys.modules or not package:
-        return find_spec(module) is not None
-    parent = find_spec(package)
-    return parent is not None and PathFinder.find_spec(module, parent.submodule_search_locations or ()) is not None
-
-
-@cache
-def parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """What a function of an installed release takes; also of one that `torch.library.custom_op` has made."""
-    return tuple(signature(getattr(function, "_init_fn", function)).parameters.values())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import Flash, installed
-from armillary.attention.kernels.kernel import Inputs, Scores
+from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash
+from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.packing import Lengths
+from armillary.attention.kernels.top_left import Saved
 
 INTERFACE = "flash_attn.flash_attn_interface"
 
@@ -21,9 +23,7 @@ class FlashAttn2(Flash):
     """As torch's own, and with softcap."""
 
     name: str = "flash_attn_2"
-
-    def refuses(self, inputs: Inputs) -> str | None:
-        return super().refuses(inputs) or (None if installed(INTERFACE) else f"{INTERFACE} is not installed")
+    limits: ClassVar[Limits] = replace(WITH_SOFTCAP, module=INTERFACE)
 
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
@@ -36,11 +36,7 @@ class FlashAttn2(Flash):
         return out, lse
 
     def call_backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        window: tuple[int, int],
-        scores: Scores,
-        lengths: Lengths | None,
+        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
         options = _options(window, scores) | {"deterministic": torch.are_deterministic_algorithms_enabled()}

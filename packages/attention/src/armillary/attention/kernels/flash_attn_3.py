@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import Flash, installed, parameters
-from armillary.attention.kernels.kernel import Inputs, Scores
+from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash
+from armillary.attention.kernels.installed import parameters
+from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.packing import Lengths
+from armillary.attention.kernels.top_left import Saved
 
 INTERFACE = "flash_attn_interface"
 
 
 @dataclass(frozen=True)
 class FlashAttn3(Flash):
-    """The fastest on an H100 or H200, and only there; with softcap."""
+    """The fastest on an H100 or H200, and only there; with softcap.
+
+    Args:
+        sm_margin: multiprocessors that it leaves to others: to NCCL, whose kernel may otherwise wait for it.
+    """
 
     name: str = "flash_attn_3"
-
-    def refuses(self, inputs: Inputs) -> str | None:
-        reason = super().refuses(inputs)
-        if reason is None and (inputs.capability or (0, 0))[0] != 9:
-            found = "an unknown one" if inputs.capability is None else ".".join(map(str, inputs.capability))
-            reason = f"needs compute capability 9 (Hopper), not {found}"
-        return reason or (None if installed(INTERFACE) else f"{INTERFACE} is not installed")
+    sm_margin: int = 0
+    limits: ClassVar[Limits] = replace(WITH_SOFTCAP, majors=(9,), module=INTERFACE)
 
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": False, "softcap": scores.softcap or 0.0}
+        options = self._options(scores) | {"softmax_scale": scores.scale, "causal": False}
         if lengths is not None:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             options |= dict(zip(names, lengths, strict=True))
@@ -40,22 +42,18 @@ class FlashAttn3(Flash):
         return out, lse
 
     def call_backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        window: tuple[int, int],
-        scores: Scores,
-        lengths: Lengths | None,
+        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
         ends_q, ends_k, most_q, most_k = lengths or (None, None, None, None)
         spans = (ends_q, ends_k, None, None, most_q, most_k)  # None: how much of each sequence is used; all
         causal = False  # by position: releases differ in what they call it
-        options = {
-            "softcap": scores.softcap or 0.0,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
+        options = self._options(scores) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         _call("_flash_attn_backward", (*tensors, *spans, dq, dk, dv, scores.scale, causal), window, options)
         return dq, dk, dv
+
+    def _options(self, scores: Scores) -> dict[str, Any]:
+        return {"softcap": scores.softcap or 0.0, "sm_margin": self.sm_margin}
 
 
 def _call(name: str, given: tuple[Any, ...], window: tuple[int, int], options: dict[str, Any]) -> Any:

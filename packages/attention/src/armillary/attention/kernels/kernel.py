@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from armillary.attention.kernels.inputs import Inputs
+from armillary.attention.kernels.limits import Limits
 from armillary.attention.mask import Window
 from armillary.attention.tiling.tiles import Tile
-from armillary.core import compat
 from armillary.core.checked import number
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What attention is computed in here; narrower ones need scales of their own."""
+ALIGNED = 8
+"""Elements of 16 bits: kernels read 16 bytes at once, from where a row begins."""
 
 
 class Scores(NamedTuple):
@@ -38,29 +37,6 @@ class Scores(NamedTuple):
     def turned(self) -> Scores:
         """The same with a scale above 0."""
         return self if self.scale > 0 else self._replace(scale=abs(self.scale) or 1.0)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """All that a kernel may depend on when it says whether it can be used.
-
-    `capability` is the compute capability of a CUDA device; None: not CUDA, or not to be asked (a fake tensor's).
-    """
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    softcap: float | None = None
-    capability: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, q: Tensor, v: Tensor, softcap: float | None = None) -> Inputs:
-        return cls(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap, _capability(q.device))
-
-    def __str__(self) -> str:
-        cap = "" if self.softcap is None else f", softcap {self.softcap:g}"
-        return f"{self.dtype} on {self.device}, head dims {self.head_dim} (q, k) and {self.value_dim} (v){cap}"
 
 
 class Forward(NamedTuple):
@@ -91,14 +67,19 @@ class Kernel(Protocol):
     accumulation dtype (float32, float64 for float64). Each row of the tile sees at least one column. Head dims are
     contiguous and rows apart (`in_rows`), and scales above 0.
 
-    Subclass it: all after `backward` then need not be written.
+    Subclass it: `refuses`, `hesitates` and all after `backward` then need not be written.
     """
 
     name: str
+    limits: ClassVar[Limits] = Limits()
 
     def refuses(self, inputs: Inputs) -> str | None:
-        """Why these inputs are not for this kernel, or None if they are."""
-        ...
+        """Why these inputs are not for this kernel, or None if they are; by its `limits`, unless overridden."""
+        return self.limits.refuses(inputs)
+
+    def hesitates(self, inputs: Inputs) -> str | None:
+        """Why any other kernel that takes these inputs should, or None: what is slow, though right."""
+        return None
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         """The tile in pieces that this kernel does in one call each: itself, if it knows bands."""
@@ -149,23 +130,3 @@ def in_rows(x: Tensor, multiple: int = 1) -> Tensor:
     if apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def refuses_dtype(dtype: torch.dtype, accepted: tuple[torch.dtype, ...]) -> str | None:
-    """Why a kernel for these dtypes does not take this one, or None if it does."""
-    if dtype in accepted:
-        return None
-    *names, last = (str(known).removeprefix("torch.") for known in accepted)
-    return f"takes {', '.join(names)} and {last}, not {dtype}"
-
-
-@compat.constant_when_traced
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return _asked(device)
-
-
-@cache
-def _asked(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)

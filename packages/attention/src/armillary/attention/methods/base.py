@@ -26,6 +26,7 @@ from armillary.attention.calls import AttendsInStages, AttentionCall
 from armillary.attention.checks import check_are_tensors, check_hidden, check_tensors, in_one_dtype
 from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
+from armillary.attention.kernels.inputs import is_deterministic
 from armillary.attention.layouts import layout_of, sequence_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.projections import Projections, one_token
@@ -292,7 +293,7 @@ class Method(ABC):
             options = options._replace(kernel=self.kernel)
         tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
         try:
-            key = (options, *[(x.shape, x.dtype, x.device) for x in tensors])
+            key = (options, is_deterministic(), *[(x.shape, x.dtype, x.device) for x in tensors])
             known = self._specs.get(key)
         except TypeError:  # sizes are symbolic, or the kernel cannot be hashed
             return self._checked(q, k, v, sinks, options)
@@ -327,7 +328,7 @@ class Method(ABC):
             key_layout,
             Scores(scale, options.softcap),
             key_heads_of(q.shape[2], k.shape[2]),
-            choose_kernel(inputs or Inputs.of(q, v, options.softcap), options.kernel),
+            choose_kernel(inputs or Inputs.of(q, v, options.softcap, options.mask), options.kernel),
         )
 
     def call_for(
@@ -354,7 +355,7 @@ class Method(ABC):
     ) -> AttentionSpec:
         """`check_call`, of what the projections of x will be."""
         q, k, v = one_token(x, projections)
-        inputs = Inputs.of(q, v, options.softcap)
+        inputs = Inputs.of(q, v, options.softcap, options.mask)
         q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
         k, v = (
             torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)

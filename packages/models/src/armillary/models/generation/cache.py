@@ -10,6 +10,7 @@ So of a long prompt's keys nothing ever moves again, and each new token costs th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from torch import Tensor
@@ -122,7 +123,8 @@ class CachedAttention:
     def _over_held(self, q: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         """(out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
         newest = range(self.holdings.length - 1, self.holdings.length)
-        q, kernel = in_rows(q), choose_kernel(Inputs.of(q, v), self.method.kernel)
+        inputs = replace(Inputs.of(q, v), single=True)
+        q, kernel = in_rows(q), choose_kernel(inputs, self.method.kernel)
         found, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
         for tile in tiles((newest,), self.holdings.spans, mask):
             assert self.k is not None and self.v is not None  # whoever holds a token has been given it

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from armillary.attention.kernels.flash import Flash
-from armillary.attention.kernels.kernel import Inputs, Scores
+from armillary.attention.kernels.inputs import Inputs
+from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.packing import Lengths
 
 ROWS = 128
@@ -33,7 +34,7 @@ class SimulatedFlash(Flash):
 
     def refuses(self, inputs: Inputs) -> str | None:
         device = "cuda" if inputs.device == "cpu" else inputs.device
-        return super().refuses(Inputs(device, inputs.dtype, inputs.head_dim, inputs.value_dim, inputs.softcap))
+        return super().refuses(replace(inputs, device=device, capability=None))
 
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None

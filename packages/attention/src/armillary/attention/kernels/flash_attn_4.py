@@ -1,0 +1,56 @@
+"""The flash-attn package, version 4, for Blackwell (arXiv 2603.05451). Imported at the first call, not before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from armillary.attention.kernels.flash import FLASH, Flash
+from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.limits import Dims, Limits
+from armillary.attention.kernels.packing import Lengths
+from armillary.attention.kernels.top_left import Saved
+
+INTERFACE = "flash_attn.cute.interface"
+
+
+@dataclass(frozen=True)
+class FlashAttn4(Flash):
+    """What torch's `activate_flash_attention_impl("FA4")` calls, but with windows in backward in every release."""
+
+    name: str = "flash_attn_4"
+    limits: ClassVar[Limits] = replace(
+        FLASH,
+        majors=(9, 10),
+        dims_of=((10, Dims(most=128, multiple=8, equal=True, besides=((256, 256),))),),
+        module=INTERFACE,
+    )
+
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor]:
+        options = _options(window, scores, lengths) | {"return_lse": True}
+        out, lse, *_ = import_module(INTERFACE)._flash_attn_fwd(q, k, v, **options)
+        return out, lse
+
+    def call_backward(
+        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = tensors
+        options = _options(window, scores, lengths) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        dq, dk, dv, *_ = import_module(INTERFACE)._flash_attn_bwd(q, k, v, out, dout, lse, **options)
+        return dq, dk, dv
+
+
+def _options(window: tuple[int, int], scores: Scores, lengths: Lengths | None) -> dict[str, Any]:
+    """None, not -1, is a side without a bound."""
+    left, right = (None if side < 0 else side for side in window)
+    options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": left is None and right == 0}
+    if not options["causal"]:
+        options |= {"window_size_left": left, "window_size_right": right}
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return options if lengths is None else options | dict(zip(names, lengths, strict=True))
