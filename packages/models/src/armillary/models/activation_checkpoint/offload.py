@@ -1,13 +1,18 @@
 """Keeping in the host's memory what a layer's backward needs, while other layers are at work.
 
 On CUDA, tensors go to pinned memory and come back on a stream of their own; on the CPU they are copied.
+
+The allocator gives the memory of a tensor that is dropped to what the stream that it was made on computes next. By
+`record_stream` it would first see whether a copy on another stream is done; but the host is ahead of the GPU, sees that
+it is not, and allocates anew, layer after layer. So whatever a copy reads or writes is held until the stream that
+computes has been told to wait for the copy, and dropped then: its memory is used again at once, and in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,60 +24,118 @@ PINNED = 2**26
 much."""
 
 
+class SideStream:
+    """The stream of a GPU that copies run on, beside what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.leaving: Callable[[], Transfer | None] = lambda: None
+        """The latest copies to the host."""
+
+    def start(self, copy: Callable[[], None]) -> Callable[[], None]:
+        """Runs `copy` after all that the current stream has been given. What is returned has that stream wait for it,
+        and the stream that is then the current one; the host never waits."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            copy()
+        return partial(self._wait, current, self.stream.record_event())
+
+    def _wait(self, started_from: torch.cuda.Stream, done: torch.Event | torch.cuda.Event) -> None:
+        for stream in {started_from, torch.cuda.current_stream(self.device)}:
+            stream.wait_event(done)
+
+
+@cache
+def side_stream(device: torch.device) -> SideStream | None:
+    """That of a GPU; None where copies are done at once."""
+    return SideStream(device) if device.type == "cuda" else None
+
+
+class Transfer:
+    """Copies between host and device, begun; holds the device's tensors until `finish`, or until it is dropped."""
+
+    def __init__(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
+        self.tensors, self._wait = tensors, None
+        side = side_stream(tensors[0].device)
+        if side is None:
+            copy()
+        else:
+            self._wait = side.start(copy)
+
+    def finish(self) -> Sequence[Tensor]:
+        """The tensors, which the current stream may use and drop now."""
+        if self._wait is not None:
+            self._wait()
+        tensors, self.tensors, self._wait = self.tensors, (), None
+        return tensors
+
+    def __del__(self) -> None:
+        self.finish()
+
+
 class HostCopy:
-    """A copy of a tensor in the host's memory, in parts, under way if the tensor is on a GPU."""
+    """Room for a tensor in the host's memory, in parts."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        flat, pinned = x.detach().reshape(-1), x.device.type == "cuda"
+        self.size = PINNED // x.element_size()
         with label("checkpoints", host=True):
-            size = PINNED // x.element_size()
-            sizes = [part.numel() for part in flat.split(size)]
+            sizes = [part.numel() for part in x.detach().reshape(-1).split(self.size)]
+            pinned = x.device.type == "cuda"
             self.parts = [torch.empty(n, dtype=x.dtype, device="cpu", pin_memory=pinned) for n in sizes]
-        with on_side_stream(self.device):
-            for part, source in zip(self.parts, flat.split(size), strict=True):
-                part.copy_(source, non_blocking=True)
-        if pinned:
-            flat.record_stream(side_stream(self.device))
 
-    def back(self) -> Tensor:
-        """The tensor on its device, begun; the current stream must wait for it."""
+    def write(self, x: Tensor) -> None:
+        """Begins to copy the tensor to here."""
+        for part, source in zip(self.parts, x.detach().reshape(-1).split(self.size), strict=True):
+            part.copy_(source, non_blocking=True)
+
+    def read(self, x: Tensor) -> None:
+        """Begins to copy what is here to a tensor."""
+        for part, target in zip(self.parts, x.view(-1).split(self.size), strict=True):
+            target.copy_(part, non_blocking=True)
+
+    def like(self) -> Tensor:
+        """Room for it on its device."""
         with label("checkpoints"):
-            whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        flat = whole.view(-1)
-        with on_side_stream(self.device):
-            for part, target in zip(self.parts, flat.split(PINNED // flat.element_size()), strict=True):
-                target.copy_(part, non_blocking=True)
-        if self.device.type == "cuda":
-            whole.record_stream(side_stream(self.device))
-        return whole
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class OffloadedTensors:
     """Copies of tensors in the host's memory.
 
+    On CUDA the tensors themselves are held until the next ones go, or these are asked for, or dropped; so in forward
+    one layer's are still there beside those of the layer at work.
+
     Args:
-        tensors: to be copied. Their memory may be given back, but not be written to while they live.
+        tensors: to be copied, of one device. Must not be written to while this lives.
         below: what the layer before keeps, and backward needs next.
     """
 
     def __init__(self, tensors: Sequence[Tensor], below: OffloadedTensors | None) -> None:
-        self.device = tensors[0].device
         self.below = below
         self.host = [HostCopy(x) for x in tensors]
-        self.coming: list[Tensor] = []
+        self.coming: Transfer | None = None
+        side = side_stream(tensors[0].device)
+        if side is not None and (before := side.leaving()) is not None:
+            before.finish()
+        self.leaving = Transfer(tensors, partial(each, HostCopy.write, self.host, tensors))
+        if side is None:
+            self.leaving.finish()
+        else:
+            side.leaving = ref(self.leaving)
 
     def fetch(self) -> None:
-        """Starts bringing the tensors back, if nobody has."""
-        self.coming = self.coming or [copy.back() for copy in self.host]
+        """Starts bringing the tensors back, if nobody has, and if they are not here still."""
+        if self.coming is None and not self.leaving.tensors:
+            tensors = [copy.like() for copy in self.host]
+            self.coming = Transfer(tensors, partial(each, HostCopy.read, self.host, tensors))
 
     def take(self) -> Sequence[Tensor]:
         """The tensors on their device, ready for the current stream. The copies stay."""
         self.fetch()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_stream(side_stream(self.device))
-        tensors, self.coming = self.coming, []
-        return tensors
+        found, self.coming = self.coming or self.leaving, None
+        return found.finish()
 
     def fetch_below(self) -> None:
         """Starts bringing back what the layer before keeps."""
@@ -85,19 +148,7 @@ class OffloadedTensors:
         self.host.clear()
 
 
-@contextmanager
-def on_side_stream(device: torch.device) -> Generator[None]:
-    """Around copies: on CUDA they run on a stream of their own, after what the current one has been given so far."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-@cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that copies run on, beside what is computed."""
-    return torch.cuda.Stream(device)
+def each(copy: Callable[[HostCopy, Tensor], None], host: Sequence[HostCopy], tensors: Sequence[Tensor]) -> None:
+    """Copies all."""
+    for there, here in zip(host, tensors, strict=True):
+        copy(there, here)

@@ -1,0 +1,142 @@
+"""Offloaded tensors on a stream of their own: stand-ins copy only when somebody waits for it."""
+
+import gc
+import itertools
+from functools import partial
+from weakref import ref
+
+import pytest
+import torch
+from test_models_checkpoint import build, gradients, loss_of
+
+from armillary.core.testing import relative_error
+from armillary.models import Checkpointing
+from armillary.models.activation_checkpoint import offload
+from armillary.models.activation_checkpoint.offload import HostCopy, OffloadedTensors, SideStream
+
+
+class LateSide:
+    """A side stream on which nothing happens until it must, and which keeps no tensor of the device alive."""
+
+    def __init__(self):
+        self.queue, self.done, self.back = [], 0, 0
+        self.leaving = lambda: None
+
+    def start(self, copy):
+        _, how, host, tensors = copy.func, *copy.args
+        self.back += how is HostCopy.read
+        self.queue.append((how, host[:], [ref(x) for x in tensors]))
+        return partial(self.wait, len(self.queue))
+
+    def wait(self, count):
+        for how, host, tensors in self.queue[self.done : count]:
+            for there, here in zip(host, tensors, strict=True):
+                assert here() is not None, "its memory was given back while it was copied"
+                how(there, here())
+        self.done = max(self.done, count)
+
+    @property
+    def idle(self):
+        return self.done == len(self.queue)
+
+
+@pytest.fixture
+def side(monkeypatch):
+    """It; and memory that is not written to holds no numbers."""
+    made, empty = LateSide(), torch.empty
+    monkeypatch.setattr(offload, "side_stream", lambda device: made)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(*sizes, **options).fill_(torch.nan))
+    return made
+
+
+OFFLOADED = [
+    Checkpointing(policy, offload=True, prefetch=prefetch)
+    for policy in ("layer", "attention_output")
+    for prefetch in (True, False)
+]
+
+
+@pytest.mark.parametrize("options", OFFLOADED)
+def test_tensors_are_there_when_they_are_used_and_held_while_they_are_copied(side, options):
+    got, expected = gradients(build(options, torch.float64)), gradients(build(Checkpointing(), torch.float64))
+    assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
+    assert side.idle and len(side.queue) == 3 + 2 and side.back == 2  # the last block's are still here
+
+
+@pytest.mark.parametrize("options", OFFLOADED)
+def test_backward_again_and_in_another_order(side, options):
+    """Of the whole model, of a block in between, and of the whole again."""
+
+    def found(options):
+        model, hidden = build(options, torch.float64), []
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, inputs, out: hidden.append(out))
+        loss, parameters = loss_of(model), [*model.model.layers[0].parameters()]
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        middle = torch.autograd.grad(hidden[1].square().sum(), parameters, retain_graph=True)
+        lowest = torch.autograd.grad(hidden[0].square().sum(), parameters, retain_graph=True)
+        return [*first, *middle, *lowest, *torch.autograd.grad(loss, parameters)]
+
+    got, expected = found(options), found(Checkpointing())
+    assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
+    gc.collect()
+    assert side.idle
+
+
+def test_what_is_dropped_is_waited_for(side):
+    """A graph that nobody differentiates, and tensors that were fetched too early."""
+    model = build(Checkpointing("layer", offload=True), torch.float64)
+    loss = loss_of(model)
+    assert not side.idle
+    del loss
+    gc.collect()
+    assert side.idle
+    kept = [OffloadedTensors([torch.rand(3)], None) for _ in range(2)]
+    kept[0].fetch()
+    assert not side.idle
+    kept.clear()
+    gc.collect()
+    assert side.idle
+
+
+class Stream:
+    """Of CUDA's: what it was told, in order."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits until {event}")
+
+    def record_event(self):
+        return f"{self.name} is here"
+
+
+def test_copies_wait_for_what_is_computed_and_the_streams_that_compute_for_copies(monkeypatch):
+    log, current = [], []
+    main, other = Stream("main", log), Stream("other", log)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+
+    class Inside:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            current.append(self.stream)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", Inside)
+    side = SideStream(torch.device("cuda", 0))
+    current.append(main)
+    wait = side.start(lambda: log.append(f"copy on {current[-1].name}"))
+    log.append("computed")
+    current[:] = [other]
+    wait()
+    assert log[:3] == ["side waits for main", "copy on side", "computed"]
+    assert sorted(log[3:]) == ["main waits until side is here", "other waits until side is here"]
