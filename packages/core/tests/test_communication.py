@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from armillary.core import AXES, Axis, CommLedger, FlatBuffer, SequenceLayout, build_mesh, start_exchange
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collectives.collective import pack
 from armillary.core.collectives.merge import merge_
 from armillary.core.testing import World, mesh
 
@@ -148,6 +149,12 @@ def test_a_flat_buffer_is_one_message_without_gaps_and_aligned():
         assert view.untyped_storage().data_ptr() == flat.buffer.untyped_storage().data_ptr()
     offsets = [view.data_ptr() - flat.buffer.data_ptr() for view in flat.tensors]
     assert offsets[1] % 16 == offsets[2] % 16 == 0
+
+
+def test_parts_are_packed_in_order_whatever_their_strides():
+    whole = torch.randn(2, 3, 5, 8).permute(0, 3, 1, 2)  # torch.stack would give the like of these, "channels last"
+    for parts in (whole.split(4, 1), whole.split((2, 6), 1)):
+        assert torch.equal(pack(parts).view(-1), torch.cat([part.flatten() for part in parts]))
 
 
 def never_comes(done: Path) -> str:

@@ -80,6 +80,33 @@ class Group:
         self.ranks, self.group_name = ranks, "some"
 
 
+class Batched:
+    """A group whose backend has batches, or not; it writes down what it is asked to do."""
+
+    def __init__(self, together: bool) -> None:
+        self.supports_coalescing, self.asked = together, list[tuple]()
+
+    def _get_backend(self, device: torch.device):
+        self.asked.append((device.type,))
+        return self
+
+    def __getattr__(self, name: str):
+        return lambda *given: self.asked.append((name, *given)) or name
+
+
+def test_a_batch_is_one_where_the_backend_has_batches():
+    first, second = torch.empty(2, device="meta"), torch.empty(3, device="meta")
+    moved = [("recv", [first], 3, 0), ("send", [second], 1, 0), ("send", [first], 2, 0)]
+    together, alone = Batched(True), Batched(False)
+    assert compat.start_batch(together, {3: first}, {1: second, 2: first}) == ["_end_coalescing"]
+    start, *asked, end = together.asked[1:]
+    assert (start, end) == tuple((name, first.device) for name in ("_start_coalescing", "_end_coalescing"))
+    assert [each[:1] for each in asked] == [each[:1] for each in moved] and asked[0][1][0] is first
+    assert compat.start_batch(alone, {3: first}, {1: second, 2: first}) == ["recv", "send", "send"]
+    assert [each[2:] for each in alone.asked[1:]] == [each[2:] for each in moved] == [each[2:] for each in asked]
+    assert compat.start_batch(alone, {}, {}) == []
+
+
 def bound_duplicates() -> tuple[bool, float]:
     """Duplicates of two axes of two ranks each, made under a bound device: whether it is bound again, and a sum."""
     world, axis = dist.group.WORLD, Axis.of(mesh(ring=2, ulysses=2)["ulysses"])

@@ -12,7 +12,7 @@ from armillary.core import compat
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What results of `dtype` are accumulated in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Totals:

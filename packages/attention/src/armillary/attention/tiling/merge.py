@@ -40,7 +40,9 @@ class Merge:
             self.out, self.lse = out, lse
             return
         whole_out, whole_lse = self.start()
-        merge_(whole_out[part], whole_lse[part], out, lse)
+        if out.shape != self.shape:
+            whole_out, whole_lse = whole_out[part], whole_lse[part]
+        merge_(whole_out, whole_lse, out, lse)
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The accumulators, in the accumulation dtype, made when they are first needed."""
@@ -48,7 +50,8 @@ class Merge:
         if self.out is None or self.lse is None:
             self.out = torch.zeros(self.shape, dtype=dtype, device=self.device)
             self.lse = torch.full(self.shape[:3], -torch.inf, dtype=dtype, device=self.device)
-        self.out = self.out.to(dtype)
+        if self.out.dtype != dtype:
+            self.out = self.out.to(dtype)
         return self.out, self.lse
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -76,13 +79,15 @@ class Sum:
         if self.total is None and gradient.shape == self.shape:
             self.total = gradient
             return
-        self.value()[part] += gradient
+        total = self.value()
+        (total if gradient.shape == self.shape else total[part]).add_(gradient)
 
     def value(self) -> Tensor:
         """The sum in the accumulation dtype."""
         if self.total is None:
             self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        self.total = self.total.to(self.dtype)
+        elif self.total.dtype != self.dtype:
+            self.total = self.total.to(self.dtype)
         return self.total
 
     def result(self) -> Tensor:

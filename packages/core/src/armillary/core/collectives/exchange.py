@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.core import compat
 from armillary.core.mesh import Axis
 from armillary.core.observe.trace import record, span, watched
 
@@ -19,7 +20,10 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Tensors that travel as one message: contiguous views of one flat buffer of bytes, without gaps."""
+    """Tensors that travel as one message: contiguous views of one buffer, without gaps.
+
+    Those of one shape and dtype are stacked in it; it is flat and of bytes for others.
+    """
 
     buffer: Tensor
     tensors: tuple[Tensor, ...]
@@ -29,15 +33,27 @@ class FlatBuffer:
         """A buffer with these values: copies, but for a contiguous tensor on its own."""
         if len(tensors) == 1:
             alone = tensors[0].detach().contiguous()
-            return cls(alone.view(-1).view(torch.uint8), (alone,))
-        flat = cls.like(tensors)
-        for into, x in zip(flat.tensors, tensors, strict=True):
-            into.copy_(x.detach())
+            return cls(alone, (alone,))
+        flat, values = cls.like(tensors), [x.detach() if x.requires_grad else x for x in tensors]
+        if flat.buffer.dtype == values[0].dtype and flat.buffer.ndim > 1:
+            torch.stack(values, out=flat.buffer)
+            return flat
+        for into, x in zip(flat.tensors, values, strict=True):
+            into.copy_(x)
         return flat
 
     @classmethod
     def like(cls, tensors: Sequence[Tensor], tokens: int | None = None) -> FlatBuffer:
         """An empty buffer for tensors like these, on one device; with `tokens`, so many of them on dim 1."""
+        first, *others = tensors
+        if all(x.shape == first.shape and x.dtype == first.dtype for x in others):
+            shape = first.shape if tokens is None else (first.shape[0], tokens, *first.shape[2:])
+            buffer = first.new_empty((len(tensors), *shape))
+            return cls(buffer, buffer.unbind(0))
+        return cls._of_bytes(tensors, tokens)
+
+    @classmethod
+    def _of_bytes(cls, tensors: Sequence[Tensor], tokens: int | None) -> FlatBuffer:
         shapes = [x.shape if tokens is None else (x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         sizes = [prod(shape) * x.element_size() for shape, x in zip(shapes, tensors, strict=True)]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
@@ -97,13 +113,9 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    under_way = record(axis.name, "p2p", sum(flat.buffer.nbytes for flat in send.values()), len(send))
-    operations = [
-        dist.P2POp(operation, flat.buffer, group=axis.group, group_peer=peer)
-        for operation, flats in ((dist.irecv, receive), (dist.isend, send))
-        for peer, flat in flats.items()
-    ]
-    works = dist.batch_isend_irecv(operations) if operations else []
+    sent = {peer: flat.buffer for peer, flat in send.items()}
+    under_way = record(axis.name, "p2p", sum([x.nbytes for x in sent.values()]), len(sent))
+    works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, sent)
     return Exchange(axis, send, receive, watched(works, under_way))
 
 

@@ -52,9 +52,9 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
     out [..., Dv] and lse [...] are accumulators. A row that has seen nothing, with lse = -inf, weighs nothing.
     """
-    total = torch.logaddexp(lse, part_lse)
-    out.lerp_(part_out.to(out.dtype), (part_lse - pivot(total)).exp_().unsqueeze(-1))
-    lse.copy_(total)
+    weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # -inf - -inf is no number: neither has seen anything
+    torch.logaddexp(lse, part_lse, out=lse)
+    out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
 
 
 def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
