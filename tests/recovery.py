@@ -9,12 +9,12 @@ import torch
 from launches import TRAINER, Launch, agent
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-STEPS = 24
+STEPS = 16
 SMALL = (
     "--model.dim 32 --model.layers 1 --model.heads 4 --model.kv-heads 2 --model.hidden-dim 64 --data.path text.txt "
     "--data.sequence-length 64 --data.global-batch-size 4 --data.validation-fraction 0.5 --validation.batches 1 "
     "--log.every 1 "
-    f"--validation.every 12 --save.every 4 --log.no-plot --train.device cpu --train.steps {STEPS}"
+    f"--validation.every 8 --save.every 4 --log.no-plot --train.device cpu --train.steps {STEPS}"
 ).split()
 
 

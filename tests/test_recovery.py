@@ -18,7 +18,7 @@ def test_a_run_whose_ranks_are_killed_twice_ends_as_if_nobody_had_been(undisturb
     where = folder(tmp_path, "killed")
     with Launch(training("--max-restarts", "3"), where) as launch:
         seen = 0
-        for target in (5, 15):
+        for target in (5, 11):
             seen = launch.wait_for(rf"^step: {target} ", seen)
             time.sleep(chance.uniform(0, 0.1))
             launch.signal(signal.SIGKILL, chance.randrange(4))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -88,38 +89,42 @@ def attended(
     )
 
 
-ON_EIGHT: dict[str, tuple[str, dict[str, int], dict[str, Placement]]] = {
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Placement]]] = {
     "usp with tp": ("usp", {"ring": 2, "ulysses": 2, "tp": 2}, {"ring": TOKENS, "ulysses": TOKENS, "tp": HEADS}),
     "usp with data": (
         "usp", {"shard": 2, "ring": 2, "ulysses": 2}, {"shard": Shard(0), "ring": TOKENS, "ulysses": TOKENS},
     ),
-    "usp, tp replicated": (
-        "usp", {"ring": 2, "ulysses": 2, "tp": 2}, {"ring": TOKENS, "ulysses": TOKENS, "tp": Replicate()},
-    ),
-    "ring with tp": ("ring", {"ring": 4, "tp": 2}, {"ring": TOKENS, "tp": HEADS}),
+    "ulysses, tp replicated": ("ulysses", {"ulysses": 2, "tp": 2}, {"ulysses": TOKENS, "tp": Replicate()}),
+    "ring with tp": ("ring", {"ring": 2, "tp": 2}, {"ring": TOKENS, "tp": HEADS}),
     "ulysses with data and tp": (
         "ulysses", {"shard": 2, "ulysses": 2, "tp": 2}, {"shard": Shard(0), "ulysses": TOKENS, "tp": HEADS},
     ),
     "axes of one rank": (
-        "usp", {"shard": 2, "ring": 4}, {"shard": Shard(0), "ring": TOKENS, "ulysses": Replicate(), "tp": HEADS},
+        "usp", {"shard": 2, "ring": 2}, {"shard": Shard(0), "ring": TOKENS, "ulysses": Replicate(), "tp": HEADS},
     ),
-    "local": ("local", {"shard": 2, "tp": 4}, {"shard": Shard(0), "tp": HEADS}),
+    "local": ("local", {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": HEADS}),
 }  # fmt: skip
 
 
-IN_A_GRAPH = ["usp with tp"]  # others are compiled on fewer ranks, below and in the suite's draws
+def ranks_of(case: str) -> int:
+    return prod(CASES[case][1].values())
 
 
-def each_on_eight(compiled: bool) -> dict[str, tuple[float, float]]:
+def each_of(names: Sequence[str], compiled: bool) -> dict[str, tuple[float, float]]:
     """Each with either layout, by turns."""
-    kinds = {name: ("zigzag", "contiguous")[i % 2] for i, name in enumerate(ON_EIGHT)}
-    names = IN_A_GRAPH if compiled else list(ON_EIGHT)
-    return {name: attended(*ON_EIGHT[name], 24, kinds[name], compiled) for name in names}
+    kinds = {name: ("zigzag", "contiguous")[i % 2] for i, name in enumerate(CASES)}
+    return {name: attended(*CASES[name], 24, kinds[name], compiled) for name in names}
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
-def test_dtensors_give_what_local_tensors_give(worlds, compiled):
-    for rank in worlds(8).run(each_on_eight, compiled):
+@pytest.mark.parametrize(
+    ("ranks", "compiled"),
+    [(4, False), (8, False), pytest.param(8, True, marks=pytest.mark.long)],
+    ids=["four", "eight", "in one graph"],
+)
+def test_dtensors_give_what_local_tensors_give(worlds, ranks, compiled):
+    """In graphs with heads over tp; others are compiled below and in the suite's draws."""
+    names = ["usp with tp"] if compiled else [case for case in CASES if ranks_of(case) == ranks]
+    for rank in worlds(ranks).run(each_of, names, compiled):
         for case, (error, difference) in rank.items():
             assert error <= EXACT, case
             assert difference == 0.0, case

@@ -275,7 +275,7 @@ def test_autocast_is_in_force_in_the_recomputation_too(worlds):
 
 
 def storages() -> dict[int, int]:
-    """Bytes of the memory behind every tensor that Python knows of."""
+    """Bytes of the memory behind every tensor that Python knows of, but those that were frozen."""
     gc.collect()
     found = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
@@ -313,6 +313,7 @@ def kept(composition: Composition, case: Case) -> tuple[int, int, int]:
 
 
 def each_kept(composition: Composition, heads: list[Heads]) -> list[tuple[int, int, int]]:
+    gc.freeze()  # else all that has been imported is searched, again and again
     return [kept(composition, EVEN._replace(heads=some)) for some in heads]
 
 

@@ -131,7 +131,7 @@ def test_going_on_is_bit_identical(worlds, reference, tmp_path, config):
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [
-        (4, ParallelConfig(shard=2, ring=1, ulysses=2)),
+        pytest.param(4, ParallelConfig(shard=2, ring=1, ulysses=2), marks=pytest.mark.long),
         (4, ParallelConfig(replicate=2, ring=1, tp=2)),
         (2, ParallelConfig(ring=2, ulysses=1)),
         pytest.param(

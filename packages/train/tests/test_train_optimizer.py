@@ -146,18 +146,19 @@ def clipped(axes: dict[str, int], dtype: torch.dtype) -> tuple[float, float, flo
 
 
 MESHES = {"tp": 2, "shard": 2}, {"ring": 2, "ulysses": 2}, {"shard": 2, "replicate": 2}
-DTYPES = torch.float32, torch.float64
+DTYPES = torch.float64, torch.float32
 
 
 def clipped_on(meshes: list[dict[str, int]]) -> list[list[tuple[float, float, float, int]]]:
-    return [[clipped(axes, dtype) for dtype in DTYPES] for axes in meshes]
+    """In float64, and on the first also in float32."""
+    return [[clipped(axes, dtype) for dtype in (DTYPES if axes == meshes[0] else DTYPES[:1])] for axes in meshes]
 
 
 def test_the_norm_is_that_of_the_whole_gradients_and_clipping_is_to_the_limit(worlds):
-    (((alone_32, alone_64),),) = worlds(1).run(clipped_on, [{}])
+    (((alone_64, alone_32),),) = worlds(1).run(clipped_on, [{}])
     ranks = worlds(4).run(clipped_on, list(MESHES))
     for i in range(len(MESHES)):
-        for j, (alone, close) in enumerate(((alone_32, 1e-6), (alone_64, 1e-12))):
+        for j, (alone, close) in enumerate(((alone_64, 1e-12), (alone_32, 1e-6))[: len(ranks[0][i])]):
             found = [rank[i][j] for rank in ranks]
             assert len({reported for reported, *_ in found}) == 1  # or copies of weights would drift apart
             for reported, whole, after, count in found:

@@ -73,11 +73,11 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
     [
         ({"ring": 4}, "zigzag"),
         pytest.param({"ring": 4}, "striped", marks=pytest.mark.long),
-        ({"ring": 2, "ulysses": 2}, "zigzag"),
+        pytest.param({"ring": 2, "ulysses": 2}, "zigzag", marks=pytest.mark.long),
         pytest.param({"ring": 2, "ulysses": 2, "attention": "ulysses+token_ring"}, "zigzag", marks=pytest.mark.long),
         pytest.param({"ulysses": 4, "attention": "upipe"}, "zigzag", marks=pytest.mark.long),
         ({"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer", "heads_per_stage": 4}, "zigzag"),
-        ({"shard": 2, "ring": 2}, "zigzag"),
+        pytest.param({"shard": 2, "ring": 2}, "zigzag", marks=pytest.mark.long),
         ({"replicate": 2, "ulysses": 2}, "contiguous"),
         pytest.param({"replicate": 2, "shard": 2}, "contiguous", marks=pytest.mark.long),
         ({"tp": 2, "ring": 2}, "zigzag"),
@@ -101,7 +101,7 @@ def test_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, pa
     [
         pytest.param("usp", Checkpointing("none", tiled=True, chunk=9), False, marks=pytest.mark.long),
         ("usp", Checkpointing("layer", offload=True, chunk=16), True),
-        ("usp", Checkpointing("attention_output"), False),
+        pytest.param("usp", Checkpointing("attention_output"), False, marks=pytest.mark.long),
         pytest.param("upipe+ring", Checkpointing("layer", offload=True, chunk=16), False, marks=pytest.mark.long),
         ("upipe+ring", Checkpointing("attention_output", offload=True, prefetch=False, chunk=50), True),
     ],
