@@ -214,7 +214,7 @@ def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
 def test_nothing_goes_to_the_host_that_nobody_will_differentiate(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "armillary.models.activation_checkpoint.policy.OffloadedTensors", lambda *args: made.append(args)
+        "armillary.models.activation_checkpoint.checkpoint.OffloadedTensors", lambda *args: made.append(args)
     )
     model = build(Checkpointing("layer", offload=True), torch.float32)
     with torch.no_grad():

@@ -91,7 +91,7 @@ def test_what_is_dropped_is_waited_for(side):
     del loss
     gc.collect()
     assert side.idle
-    kept = [OffloadedTensors([torch.rand(3)], None) for _ in range(2)]
+    kept = [OffloadedTensors([torch.rand(3)]) for _ in range(2)]
     kept[0].fetch()
     assert not side.idle
     kept.clear()

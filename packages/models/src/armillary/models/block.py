@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import ref
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, compat, label
-from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 
 
 class AttentionFunction(Protocol):
@@ -52,14 +54,14 @@ class Context:
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
     to reach those inside. Cosines in bfloat16 would blur positions.
 
-    `below`, one list for all blocks, has what the block before this one keeps in the host's memory, if it does.
+    `below`, one list for all blocks, has the checkpoint of the block before this one, if it has one.
     """
 
     def __init__(
         self, tokens: int, rotation: RotaryEmbedding | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
-        self.below: list[ref[OffloadedTensors]] = []
+        self.below: list[ref[Checkpoint]] = []
 
     def seen_by(self, block: Any) -> Context:
         """The same for one block, with the mask that it has. Made here, where torch.compile does not trace it."""

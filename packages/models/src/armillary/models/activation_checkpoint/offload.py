@@ -109,11 +109,9 @@ class OffloadedTensors:
 
     Args:
         tensors: to be copied, of one device. Must not be written to while this lives.
-        below: what the layer before keeps, and backward needs next.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], below: OffloadedTensors | None) -> None:
-        self.below = below
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.host = [HostCopy(x) for x in tensors]
         self.coming: Transfer | None = None
         side = side_stream(tensors[0].device)
@@ -136,16 +134,6 @@ class OffloadedTensors:
         self.fetch()
         found, self.coming = self.coming or self.leaving, None
         return found.finish()
-
-    def fetch_below(self) -> None:
-        """Starts bringing back what the layer before keeps."""
-        if self.below is not None:
-            self.below.fetch()
-
-    def release(self) -> None:
-        """Drops the copies."""
-        self.below = None
-        self.host.clear()
 
 
 def each(copy: Callable[[HostCopy, Tensor], None], host: Sequence[HostCopy], tensors: Sequence[Tensor]) -> None:

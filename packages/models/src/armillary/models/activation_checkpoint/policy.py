@@ -5,6 +5,10 @@
     layer               x                       all of it
     attention_output    x, out, lse             all but attention (DistFlashAttention, arXiv 2310.03294)
 
+Fewer blocks may keep x (`inputs`), or out and lse (`outputs`): see `keeping`. A block without x costs what follows the
+attention of the block below once more, and no attention: that result is kept from then on, in memory that blocks above
+have given back.
+
 Under the last two a block is one `autograd.Function`. What surrounds attention is run on a few tokens at a time, q, k
 and v come in stages of heads where the method has some (UPipe), and residuals and gradients are added in place. So of
 tensors as large as x [B, T, E] there are, at a time: in forward x and out, which becomes the result (under
@@ -14,7 +18,7 @@ dx is rounded each time that a stage of heads adds to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -25,12 +29,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import AttentionSpec, Method, Projected, UPipe
-from armillary.core import compat, label
+from armillary.core import label
 from armillary.core.accumulate import Totals
 from armillary.core.observe.ledger import phase
 from armillary.core.recompute import RNGReplay, capture_autocast
+from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
-from armillary.models.activation_checkpoint.offload import OffloadedTensors
+from armillary.models.activation_checkpoint.keeping import Keep, keeps
 from armillary.models.block import Block, Context, Decoder, attend, plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained
@@ -50,9 +55,13 @@ class Checkpointing:
             less and leaves less to hide the copying behind.
         tiled: also under policy "none", run what follows attention in chunks that backward computes again.
         chunk: tokens that norms, projections and MLPs are run on at once; by default as `armillary.core.chunks` has it.
+        inputs: blocks that keep their input, all by default; that of the others is computed again from the block
+            below. layers / n of them keep every n-th block's, nearly.
+        outputs: of "attention_output": the last so many blocks keep attention's result, all by default.
+        on_device: with offload, the last so many blocks keep on the device what they keep.
 
     Raises:
-        ValueError: an unknown policy, or offload where nothing is kept to be offloaded.
+        ValueError: an unknown policy, an option that has no meaning under it, or a count below its least.
     """
 
     policy: Policy = "none"
@@ -60,6 +69,9 @@ class Checkpointing:
     prefetch: bool = True
     tiled: bool = False
     chunk: int | None = None
+    inputs: int | None = None
+    outputs: int | None = None
+    on_device: int = 0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -68,13 +80,47 @@ class Checkpointing:
             raise ValueError("offload keeps checkpoints in the host's memory, and policy 'none' has none to keep")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunks of {self.chunk} tokens: at least 1 is needed")
+        if self.inputs is not None and self.policy == "none":
+            raise ValueError(f"inputs {self.inputs}: under policy 'none' no block's input is computed again")
+        if self.outputs is not None and self.policy != "attention_output":
+            raise ValueError(
+                f"outputs {self.outputs}: only policy 'attention_output' keeps attention's, not {self.policy!r}"
+            )
+        if self.on_device and not self.offload:
+            raise ValueError(f"on_device {self.on_device}: without offload all is on the device")
+        for name, count, least in (
+            ("inputs", self.inputs, 1),
+            ("outputs", self.outputs, 0),
+            ("on_device", self.on_device, 0),
+        ):
+            if count is not None and count < least:
+                raise ValueError(f"{name} {count}: at least {least} is needed")
+
+    def keeps(self, layers: int) -> tuple[Keep, ...]:
+        """What each of so many blocks keeps, under a policy that runs them in parts; the first block first.
+
+        Raises:
+            ValueError: counts that so many blocks do not have.
+        """
+        inputs = layers if self.inputs is None else self.inputs
+        every = layers if self.policy == "attention_output" else 0
+        outputs = every if self.outputs is None else self.outputs
+        for name, count in (("inputs", inputs), ("outputs", outputs), ("on_device", self.on_device)):
+            if count > layers:
+                raise ValueError(f"{name} {count}: the model has {layers} blocks")
+        if self.on_device >= inputs < layers:
+            raise ValueError(
+                f"inputs {inputs}: the last {self.on_device} blocks (on_device) and the first one keep theirs"
+            )
+        return keeps(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
     def apply(self, model: nn.Module) -> None:
         """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again. Before
         torch.compile, which replaces what is set here.
 
         Raises:
-            ValueError: a model of other blocks, or a policy other than "none" on attention that is no armillary method.
+            ValueError: a model of other blocks, counts that it does not have, or a policy other than "none" on
+                attention that is no armillary method.
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks and (self.policy != "none" or self.tiled):
@@ -83,18 +129,18 @@ class Checkpointing:
             if self.policy != "none" and not isinstance(block.attention, Method):
                 kind = type(block.attention).__name__
                 raise ValueError(f"policy {self.policy!r} runs attention in parts; {kind} is no armillary method")
-        for block in blocks:
-            block.run = self.runner()
+        for block, run in zip(blocks, self.runners(len(blocks)), strict=True):
+            block.run = run
         for module in model.modules():
             if isinstance(module, Decoder):
                 module.norm_in_chunks = self.tiled or self.policy != "none"
                 module.chunk = self.chunk
 
-    def runner(self) -> Callable[[Block, Tensor, Context], Tensor]:
-        """How to run a block."""
+    def runners(self, layers: int) -> list[Callable[[Block, Tensor, Context], Tensor]]:
+        """How to run each block."""
         if self.policy == "none":
-            return partial(run_tiled, self.chunk) if self.tiled else plainly
-        return partial(run_checkpointed, self)
+            return [partial(run_tiled, self.chunk) if self.tiled else plainly] * layers
+        return [partial(run_checkpointed, self, keep) for keep in self.keeps(layers)]
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
@@ -104,17 +150,21 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
         return chunked.in_chunks(block.rest, (x, out), block, chunk, block.gathered_ranks)
 
 
-def run_checkpointed(options: Checkpointing, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Keeps what the policy says."""
+def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
+    """Keeps what is to be kept."""
     upipe = UPipe.around(cast(Method, block.attention))
     call = upipe.call_for(
         like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
     )
     params = trained(block)
+    below = context.below[0]() if context.below else None
+    if below is None or not below.is_result(x):
+        keep = replace(keep, x=True)  # from no block of ours, or changed on the way
+    context.below.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
-        options = replace(options, offload=False)  # nothing will be differentiated
-    work = CheckpointedRun(options, block, context, upipe, call)
-    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, x, *params))
+        keep = replace(keep, host=False)  # nothing will be differentiated
+    work = CheckpointedRun(options, keep, block, context, upipe, call)
+    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, below, x, *params))
 
 
 def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
@@ -127,15 +177,16 @@ class CheckpointedRun:
     """One run of a block."""
 
     options: Checkpointing
+    keep: Keep
     block: Block
     context: Context
     upipe: UPipe
     call: AttentionSpec
     draws: RNGReplay = field(default_factory=RNGReplay)
 
-    @property
-    def keeps_attention(self) -> bool:
-        return self.options.policy == "attention_output"
+    def again(self) -> CheckpointedRun:
+        """The same, with the random numbers that it drew."""
+        return replace(self, draws=self.draws.again())
 
     @property
     def gathered_ranks(self) -> int:
@@ -169,7 +220,7 @@ class CheckpointedRun:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the block's result, out, lse). If out need not be kept, the result takes its place, chunk by chunk."""
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
-        if self.keeps_attention or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
+        if self.keep.attended or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.rest(x, out, None), out, lse
         with label("checkpoints"):  # what the next block keeps
@@ -177,15 +228,6 @@ class CheckpointedRun:
         room = y.view(len(y), tokens, heads, -1)
         out, lse = self.attend(x, room)
         return self.rest(x, out, y if out is room else None), out, lse
-
-    def keep(self, tensors: Sequence[Tensor]) -> OffloadedTensors | None:
-        """Puts them into the host's memory, if asked to."""
-        if not self.options.offload:
-            return None
-        below = self.context.below
-        kept = OffloadedTensors(tensors, below[0]() if below else None)
-        below[:] = [ref(kept)]
-        return kept
 
     def differentiate(self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: Totals, wants_dx: bool) -> None:
         """Turns dx, which holds dy at first, into the gradient of x."""
@@ -223,48 +265,29 @@ class CheckpointedBlock(torch.autograd.Function):
     """A block as one step of autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, work: CheckpointedRun, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.work, ctx.autocast = work, capture_autocast(x.device.type)
-        with ctx.autocast():
-            y, out, lse = work.forward(x)
-        kept = (x, out, lse) if work.keeps_attention else (x,)
-        ctx.kept = work.keep(kept)
-        # Parameters are not used from here, but autograd then notices if somebody has changed them meanwhile.
-        ctx.save_for_backward(*params, *(() if ctx.kept else kept))
-        ctx.params = len(params)
+    def forward(ctx: Any, work: CheckpointedRun, below: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
+        checkpoint = Checkpoint(work, work.keep, capture_autocast(x.device.type), below)
+        with checkpoint.autocast():
+            y, *attended = work.forward(x)
+        checkpoint.store(ctx, params, x, attended)
+        checkpoint.gave(y)
+        ctx.checkpoint = checkpoint
+        work.context.below[:] = [ref(checkpoint)]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        work: CheckpointedRun = replace(ctx.work, draws=ctx.work.draws.again())
         with label("gradients"):
             dx = writable(grad_outputs)
+        checkpoint: Checkpoint = ctx.checkpoint
+        work = cast(CheckpointedRun, checkpoint.work).again()
         totals = Totals(trained(work.block))
-        with phase("backward"), ctx.autocast():
-            x, *attended = take(ctx)
-            out, lse = attended or work.attend(x)
-            work.differentiate(x, out, lse, dx, totals, ctx.needs_input_grad[1])
-        finish(ctx)
-        return None, dx if ctx.needs_input_grad[1] else None, *totals.result()
-
-
-def take(ctx: Any) -> Sequence[Tensor]:
-    """What the block has kept, on the device."""
-    saved: Sequence[Tensor] = ctx.saved_tensors[ctx.params :]
-    kept: OffloadedTensors | None = ctx.kept
-    if kept is None:
-        return saved
-    tensors = kept.take()
-    if ctx.work.options.prefetch:
-        kept.fetch_below()
-    return tensors
-
-
-def finish(ctx: Any) -> None:
-    """The block has been differentiated."""
-    kept: OffloadedTensors | None = ctx.kept
-    if kept is not None:
-        kept.fetch_below()
-        if not compat.keeps_graph():
-            kept.release()
+        with phase("backward"), checkpoint.autocast():
+            x = checkpoint.x()
+            out, lse = checkpoint.attended(x)
+            if work.options.prefetch:
+                checkpoint.fetch_below()
+            work.differentiate(x, out, lse, dx, totals, ctx.needs_input_grad[2])
+        checkpoint.finish()
+        return None, None, dx if ctx.needs_input_grad[2] else None, *totals.result()

@@ -60,6 +60,8 @@ def parallelize(
     """
     check(model, mesh, attention, precision, compiler)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if checkpointing is not None:
+        checkpointing.keeps(len(blocks))
     for block in blocks:
         block.attention = block.attention if attention is None else attention
     if checkpointing is not None:

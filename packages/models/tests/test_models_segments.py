@@ -1,0 +1,271 @@
+"""Blocks that keep no input, or not what attention gave, have it again from the blocks below: the same, to the bit."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import ceil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from armillary.attention import Local, UPipe, build_attention
+from armillary.core.testing import mesh, relative_error
+from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models.activation_checkpoint.keeping import Keep, keeps, segments
+from armillary.models.parallel import parallelize
+
+LAYERS = 7
+SIZES = {"vocab_size": 50, "dim": 32, "layers": LAYERS, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
+TOKENS = torch.arange(2 * 37).view(2, 37) % 50
+LAYER, OUTPUT = Checkpointing("layer", chunk=16), Checkpointing("attention_output", chunk=16)
+
+
+def build(options: Checkpointing, layers: int = LAYERS, attention=None) -> Llama:
+    model = Llama(LlamaConfig(**SIZES | {"layers": layers}), Local() if attention is None else attention).double()
+    initialize(model, 0)
+    options.apply(model)
+    return model
+
+
+def gradients(model: Llama | GPT) -> list[Tensor]:
+    loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+# -- who keeps what ---------------------------------------------------------------------------------------------------
+
+
+def test_all_blocks_keep_what_the_policy_says_unless_told_otherwise():
+    assert LAYER.keeps(3) == (Keep(True, False, False),) * 3
+    assert replace(OUTPUT, offload=True).keeps(3) == (Keep(True, True, True),) * 3
+    assert replace(LAYER, inputs=3).keeps(3) == LAYER.keeps(3)
+    found = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).keeps(6)
+    assert [(k.x, k.attended, k.host) for k in found] == [
+        (True, False, True),
+        (False, False, True),
+        (True, False, True),
+        (False, True, True),
+        (True, True, False),
+        (True, True, False),
+    ]
+
+
+def most_held(layers: int, inputs: int, attended: int) -> int:
+    """Inputs and results of attention, by walking through a step: a segment is run again when its last block is due."""
+    start, held, most, without = layers, inputs + attended, inputs + attended, layers - attended
+    for size in reversed(segments(layers, inputs, attended)):
+        start, end = start - size, start
+        most = max(most, held + max(0, size - 2) + sum(i < without for i in range(start, end - 1)))
+        held -= 1 + sum(i >= without for i in range(start, end))
+    assert (start, held) == (0, 0)
+    return most
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7, 32])
+def test_segments_hold_all_blocks_and_no_more_than_they_must(layers):
+    for inputs, attended in product(range(1, layers + 1), (0, layers // 2, layers)):
+        sizes = segments(layers, inputs, attended)
+        assert len(sizes) == inputs and sum(sizes) == layers and min(sizes) >= 1
+        every = ceil(layers / inputs)  # every n-th block's input, n blocks a segment
+        plain = inputs + attended + max(0, every - 2) + min(every - 1, layers - attended)
+        assert inputs + attended <= most_held(layers, inputs, attended) <= plain
+
+
+def test_32_blocks_take_as_little_as_16_inputs_do_without_attending_once_more():
+    assert segments(32, 29, 0) == (1,) * 25 + (2, 2, 2, 1)
+    least = [most_held(32, inputs, 0) - inputs for inputs in range(32, 5, -1)]
+    assert least[:20] == [0] * 20  # memory for what is made again has been given back by blocks above
+    assert min(most_held(32, inputs, 32) for inputs in range(1, 33)) == 32 + 4
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    *(replace(policy, inputs=inputs) for policy in (LAYER, OUTPUT) for inputs in (1, 3, 5)),  # 3 and 5 divide no 7
+    replace(OUTPUT, outputs=3),
+    replace(OUTPUT, inputs=2, outputs=4),
+    replace(LAYER, inputs=4, offload=True, on_device=2),
+    replace(OUTPUT, inputs=3, outputs=5, offload=True, on_device=1, prefetch=False),
+    replace(OUTPUT, offload=True, on_device=LAYERS),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"{o.policy}-{o.inputs}-{o.outputs}-{o.on_device}")
+def test_losses_and_gradients_are_those_with_every_input(options):
+    expected = gradients(build(LAYER))
+    assert same(gradients(build(options)), expected)
+    staged = UPipe.around(Local(), 2)
+    assert same(gradients(build(options, attention=staged)), gradients(build(LAYER, attention=staged)))
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(expected, gradients(build(Checkpointing())), strict=True))
+
+
+def test_gpt_and_dropout_are_computed_again_as_they_were():
+    def found(options: Checkpointing) -> list[Tensor]:
+        model = GPT(GPTConfig(vocab_size=50, dim=32, layers=4, heads=4, max_positions=64)).double()
+        initialize(model, 0)
+        for block in model.transformer.h:
+            block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.5))
+        options.apply(model)
+        torch.manual_seed(0)
+        return gradients(model)
+
+    assert same(found(replace(LAYER, inputs=1)), found(LAYER))
+
+
+def attended(options: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often attention computes forward in a step."""
+    calls, attend = Counter[str](), UPipe.attend
+    monkeypatch.setattr(UPipe, "attend", lambda *args: calls.update(["attend"]) or attend(*args))
+    gradients(build(options))
+    monkeypatch.setattr(UPipe, "attend", attend)
+    return calls["attend"]
+
+
+@pytest.mark.parametrize("inputs", [None, 1, 4])
+def test_attention_is_computed_no_more_often_than_with_every_input(inputs, monkeypatch):
+    options = replace(OUTPUT, inputs=inputs)
+    assert attended(replace(LAYER, inputs=inputs), monkeypatch) == 2 * LAYERS
+    assert attended(options, monkeypatch) == LAYERS
+    assert attended(replace(options, outputs=5), monkeypatch) == 2 * LAYERS - 5
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def saved(options: Checkpointing) -> Counter[tuple[int, ...]]:
+    """Shapes of what blocks keep on the device, but parameters."""
+    model, found = build(options), dict[int, Tensor]()
+    own = {p.data_ptr() for p in model.parameters()}
+    with saved_tensors_hooks(lambda x: found.setdefault(x.data_ptr(), x), lambda x: x):
+        model(TOKENS)
+    return Counter(tuple(x.shape) for x in found.values() if x.data_ptr() not in own and x.ndim > 2)
+
+
+def test_blocks_keep_what_they_are_to_keep():
+    x, out, lse = (2, 37, 32), (2, 37, 4, 8), (2, 37, 4)
+    ends = saved(LAYER)[x] - LAYERS  # of the norm behind the blocks
+    assert saved(replace(LAYER, inputs=3))[x] == 3 + ends
+    found = saved(replace(OUTPUT, inputs=2, outputs=4))
+    assert (found[x] - ends, found[out], found[lse]) == (2, 4, 4)
+    assert saved(replace(OUTPUT, offload=True, inputs=5, outputs=4, on_device=2))[out] == 2
+
+
+def test_an_input_that_a_hook_has_changed_is_kept():
+    """What a hook has made of a block's result is no result of the block, and could not be computed again."""
+
+    def found(options: Checkpointing) -> list[Tensor]:
+        model = build(options)
+        model.model.layers[2].register_forward_hook(lambda module, inputs, out: out * 1.5)
+        model.model.layers[4].register_forward_hook(lambda module, inputs, out: out.add_(0.25))
+        return gradients(model)
+
+    assert same(found(replace(LAYER, inputs=1)), found(LAYER))
+
+
+def test_a_graph_that_is_kept_can_be_differentiated_again():
+    model = build(replace(OUTPUT, inputs=2, outputs=3, offload=True, on_device=1))
+    loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "layers.3", "self_attn", "layers"])
+def test_what_is_frozen_changes_nothing_for_the_rest(frozen):
+    def found(options: Checkpointing) -> list[Tensor]:
+        model = build(options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name and "embed_tokens" not in name)
+        return gradients(model)
+
+    assert same(found(replace(LAYER, inputs=2)), found(LAYER))
+
+
+def test_part_of_a_model_can_be_differentiated():
+    def found(options: Checkpointing) -> list[Tensor]:
+        model, hidden = build(options), list[Tensor]()
+        model.model.layers[3].register_forward_hook(lambda module, inputs, out: hidden.append(out))
+        loss = model(TOKENS, head=F.linear).square().mean()
+        return list(torch.autograd.grad(loss, hidden))
+
+    assert same(found(replace(LAYER, inputs=1)), found(LAYER))
+
+
+# -- on meshes --------------------------------------------------------------------------------------------------------
+
+
+def on_mesh(axes: dict[str, int], name: str, several: list[Checkpointing]) -> list[bool]:
+    """Whether each gives the gradients of the first, to the bit, and has each parameter given back."""
+    over, found = mesh(**axes), list[list[Tensor]]()
+    attend = build_attention(name, over)
+    layout = attend.layout(64)
+    ids = layout.take(torch.arange(128).view(2, 64) % 50, attend.shard)
+    for options in several:
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(**SIZES | {"layers": 4, "head_dim": 8}))
+        parallelize(model, over, attention=attend, checkpointing=options, precision=torch.float64)
+        model.to_empty(device="cpu")
+        initialize(model, 0)
+        total, _ = model(
+            ids, positions=layout.positions(attend.shard), layout=layout, head=partial(linear_token_loss, labels=ids)
+        )
+        total.backward()
+        found.append([p.grad.to_local() for p in model.parameters()])
+    return [same(each, found[0]) for each in found[1:]]
+
+
+@pytest.mark.parametrize(("axes", "name"), [({"ring": 2, "ulysses": 2}, "usp"), ({"tp": 2, "ulysses": 2}, "upipe")])
+def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, name):
+    several = [LAYER, replace(LAYER, inputs=1), replace(OUTPUT, inputs=2, outputs=3, offload=True, on_device=1)]
+    for found in worlds(4).run(on_mesh, axes, name, several):
+        assert found == [True, True]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"policy": "none", "inputs": 2}, "inputs 2: under policy 'none'"),
+        ({"policy": "layer", "outputs": 2}, "outputs 2: only policy 'attention_output'"),
+        ({"policy": "layer", "on_device": 2}, "on_device 2: without offload"),
+        ({"policy": "layer", "inputs": 0}, "inputs 0: at least 1 is needed"),
+        ({"policy": "attention_output", "outputs": -1}, "outputs -1: at least 0 is needed"),
+        ({"policy": "layer", "offload": True, "on_device": -1}, "on_device -1: at least 0 is needed"),
+    ],
+)
+def test_options_without_meaning_are_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        Checkpointing(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (replace(LAYER, inputs=8), "inputs 8: the model has 7 blocks"),
+        (replace(OUTPUT, outputs=9), "outputs 9: the model has 7 blocks"),
+        (replace(LAYER, offload=True, on_device=8), "on_device 8: the model has 7 blocks"),
+        (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3: the last 3 blocks"),
+    ],
+)
+def test_counts_that_a_model_does_not_have_are_refused(options, why):
+    model = build(Checkpointing())
+    before = [block.run for block in model.model.layers]
+    with pytest.raises(ValueError, match=why):
+        options.apply(model)
+    assert [block.run for block in model.model.layers] == before
+
+
+def test_every_block_can_be_told_where_to_keep():
+    assert [k.host for k in keeps(4, 4, 0, 3)] == [True, True, True, False]
+    assert all(k.x for k in keeps(4, 4, 0, 1))
