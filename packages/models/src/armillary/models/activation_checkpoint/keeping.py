@@ -41,6 +41,23 @@ def segments(layers: int, inputs: int, attended: int) -> tuple[int, ...]:
     return found
 
 
+@lru_cache(maxsize=1024)
+def fewest(layers: int, attended: int) -> int:
+    """The number of inputs to keep with which least is held when most is; of several such, the most."""
+    return min(range(layers, 0, -1), key=lambda inputs: most_held(layers, inputs, attended))
+
+
+def most_held(layers: int, inputs: int, attended: int) -> int:
+    """Inputs and results of attention that are held when most are: after forward, or when a segment is run again."""
+    end, held, most = layers, inputs + attended, inputs + attended
+    for size in reversed(segments(layers, inputs, attended)):
+        start = end - size
+        most = max(most, held + sum(made_again(start, end, layers - attended)))
+        held -= 1 + min(size, max(0, end - (layers - attended)))
+        end = start
+    return most
+
+
 def _cut(layers: int, inputs: int, attended: int, limit: int) -> tuple[int, ...] | None:
     """From the last block on, segments as long as may be, holding no more than `limit`; an input is 1, as is an out."""
     sizes, end = list[int](), layers

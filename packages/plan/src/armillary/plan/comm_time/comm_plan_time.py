@@ -41,6 +41,10 @@ class Span:
         """All of it."""
         return self.compute + self.exposed + self.overhead
 
+    def times(self, n: float) -> Span:
+        """n of these."""
+        return Span(n * self.compute, n * self.exposed, n * self.overhead, n * self.exchange)
+
     def __add__(self, other: Span) -> Span:
         return Span(
             self.compute + other.compute,

@@ -73,7 +73,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
     What a block waits for is hidden behind its own computation, as far as that is not hiding attention's exchanges
-    already: parameters are gathered a block ahead, gradients and checkpoints leave meanwhile.
+    already: parameters are gathered a block ahead, gradients and checkpoints leave meanwhile. Checkpoints that are not
+    brought back a block ahead are waited for, and so are those that a segment is run again from, and what it keeps.
 
     Raises:
         ValueError: as `estimate`.
@@ -83,17 +84,20 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     tokens, layers = step.rows * step.tokens, step.model.layers
     dense = 2 * step.model.block * tokens / products
     again, attended_again = recomputed(step, dense, passes.forward)
-    forward, backward = passes.forward, passes.backward + attended_again
-    hiding = (dense + hides(forward), 2 * dense + again + hides(backward))
+    attended = (passes.forward + passes.backward).times(layers)
+    lasts = {segment[-1] for segment in step.segments}
+    hiding = [hidden_by(step, i in lasts, i, dense, passes) for i in range(layers)]
+    waiting = waits(step, cluster)
+    gathered_again, copied_again = running_again(step, cluster)
     return StepTime(
         dense=3 * dense * layers,
-        attention=(forward.compute + passes.backward.compute) * layers,
-        recomputed=(again + attended_again.compute) * layers,
+        attention=attended.compute,
+        recomputed=again + attended_again.compute,
         head=6 * step.model.vocabulary * step.model.dim * tokens / products,
-        exchange=(forward.exposed + backward.exposed) * layers,
-        steps=(forward.overhead + backward.overhead) * layers,
-        parameters=exposed(waits(step, cluster), hiding) * layers + ends(step, cluster),
-        offload=exposed(copies(step, cluster), hiding) * layers,
+        exchange=attended.exposed + attended_again.exposed,
+        steps=attended.overhead + attended_again.overhead,
+        parameters=sum(exposed(waiting, each) for each in hiding) + gathered_again + ends(step, cluster),
+        offload=sum(offloaded(step, i, cluster, each) for i, each in enumerate(hiding)) + copied_again,
         optimizer=update(step, cluster),
     )
 
@@ -109,21 +113,44 @@ def exposed(waiting: tuple[float, float], hiding: tuple[float, float]) -> float:
 
 
 def recomputed(step: StepSizes, dense: float, forward: Span) -> tuple[float, Span]:
-    """What backward computes again of a block: (matrix products, attention).
+    """What backward computes again in all blocks: (matrix products, attention).
 
     What projects in stages does that again in any case. Keeping x alone, all is computed again; keeping attention's
-    results, all but attention; and in pieces, what follows it.
+    results, all but attention; and in pieces, what follows it. For a block that keeps no x, what follows attention in
+    the one below is computed once more.
     """
-    model = step.model
-    rest = model.rest / model.block
-    projecting = (1 - rest) * dense if step.projects_in_stages else 0.0
-    match step.checkpointing.policy:
-        case "layer":
-            return dense, forward
-        case "attention_output":
-            return dense, Span()
-        case _:
-            return projecting + (rest * dense if step.checkpointing.tiled else 0.0), Span()
+    layers, rest = step.model.layers, step.model.rest / step.model.block * dense
+    if step.checkpointing.policy == "none":
+        projecting = dense - rest if step.projects_in_stages else 0.0
+        return layers * (projecting + (rest if step.checkpointing.tiled else 0.0)), Span()
+    without_x, unattended = sum(not keep.x for keep in step.keeps), sum(not keep.attended for keep in step.keeps)
+    return layers * dense + without_x * rest, forward.times(unattended)
+
+
+def hidden_by(step: StepSizes, last: bool, i: int, dense: float, passes: Passes) -> tuple[float, float]:
+    """What block i computes in forward and in backward, beside which it may be waiting for something.
+
+    Args:
+        last: of its segment; attention of the others is computed again when that is run again.
+    """
+    forward, backward, parts = passes.forward, passes.backward, step.checkpointing.policy != "none"
+    if parts and last and not step.keeps[i].attended:
+        backward += forward
+    again = dense if parts else recomputed(step, dense, forward)[0] / step.model.layers
+    return dense + hides(forward), 2 * dense + again + hides(backward)
+
+
+def running_again(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
+    """Waiting when segments are run again: (for parameters, for copies), which nothing hides.
+
+    Parameters are those of each block but the last two, which are gathered in any case then. Copies are of what each
+    block but the last has on the host, and what it keeps there from then on.
+    """
+    moments, gathers, moved = Moments(step), 0, 0.0
+    for segment in step.segments:
+        gathers += len(segment[:-2])
+        moved += sum((moments.kept(segment[:-1], host=True) + moments.made_again(segment[:-1], host=True)).values())
+    return gathers * waits(step, cluster)[0], moved / cluster.accelerator.host_bandwidth
 
 
 def waits(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
@@ -142,12 +169,16 @@ def ends(step: StepSizes, cluster: Cluster) -> float:
     return around(cluster, alone * step.e) + around(cluster, alone * MASTER)
 
 
-def copies(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
-    """What copying checkpoints of a block to the host takes in forward, and back in backward."""
-    if not step.checkpointing.offload:
-        return 0.0, 0.0
-    there = sum(Moments(step).kept_by_block().values()) / cluster.accelerator.host_bandwidth
-    return there, there
+def offloaded(step: StepSizes, i: int, cluster: Cluster, hiding: tuple[float, float]) -> float:
+    """Waiting for checkpoints of block i, on their way to the host in forward and back in backward.
+
+    Back, nothing hides them unless they are brought while the block above is differentiated.
+    """
+    moments, bandwidth = Moments(step), cluster.accelerator.host_bandwidth
+    there = sum(moments.kept([i], host=True).values())
+    back = there + sum(moments.made_again([i], host=True).values())
+    ahead = step.checkpointing.prefetch and i < step.model.layers - 1
+    return exposed((there / bandwidth, back / bandwidth), (hiding[0], hiding[1] if ahead else 0.0))
 
 
 def update(step: StepSizes, cluster: Cluster) -> float:

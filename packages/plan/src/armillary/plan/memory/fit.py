@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from armillary.plan.cluster.cluster import Cluster
@@ -52,6 +52,9 @@ class Room:
 Measure = Callable[[int], StepMemory]
 """From the length of a sequence to what a step takes."""
 
+Outlook = Callable[[int], StepMemory | Estimate]
+"""Likewise, quicker and less exact."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -59,14 +62,14 @@ class Fit:
 
     length: int
     memory: StepMemory
-    longer: StepMemory
+    longer: StepMemory | Estimate
 
     @property
     def longer_length(self) -> int:
         return self.length + 1_000_000
 
 
-def longest(measure: Measure, outlook: Measure, room: Room, step: int, start: int) -> Fit:
+def longest(measure: Measure, outlook: Outlook, room: Room, step: int, start: int) -> Fit:
     """The longest sequence that fits by the outlook, in multiples of `step` tokens, or a shorter one that really does.
 
     Args:
@@ -87,7 +90,7 @@ def longest(measure: Measure, outlook: Measure, room: Room, step: int, start: in
     return Fit(length, memory, outlook(length + 1_000_000))
 
 
-def search(outlook: Measure, room: Room, step: int, start: int, most: int = 8) -> int:
+def search(outlook: Outlook, room: Room, step: int, start: int, most: int = 8) -> int:
     """Where the room is full. Memory grows with the length along a line, nearly: two lengths tell where to look next.
 
     Args:
@@ -104,7 +107,7 @@ def search(outlook: Measure, room: Room, step: int, start: int, most: int = 8) -
     return max(fitting, default=step)
 
 
-def solve(known: dict[int, StepMemory], room: Room) -> int:
+def solve(known: Mapping[int, StepMemory | Estimate], room: Room) -> int:
     """Where the line through the two nearest to full meets it, for whichever of device and host is met first."""
     a, b = sorted(known, key=lambda length: abs(room.share(known[length]) - 1))[:2]
     x, y = known[a], known[b]

@@ -108,7 +108,9 @@ def plan_memory(
     def measure(length: int) -> StepMemory:
         return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
-    def outlook(length: int) -> StepMemory:
+    def outlook(length: int) -> StepMemory | Estimate:
+        if not alike(plan.checkpointing):
+            return estimate(job_of(plan, axes, length))
         return from_few_blocks(job_of(plan, axes, length), partial(progress, f"{length:,} tokens in a few blocks"))
 
     def planned(length: int, memory: StepMemory, fit: Fit | None = None) -> Planned:
@@ -124,6 +126,11 @@ def plan_memory(
         return planned(length, measure(length))
     fit = longest(measure, outlook, room, step=1024 * cluster.ranks, start=length)
     return planned(fit.length, fit.memory, fit)
+
+
+def alike(checkpointing: Checkpointing) -> bool:
+    """Whether all blocks keep the same, so that few of them tell of many."""
+    return (checkpointing.inputs, checkpointing.outputs, checkpointing.on_device) == (None, None, 0)
 
 
 def from_few_blocks(job: Job, progress: Progress) -> StepMemory:

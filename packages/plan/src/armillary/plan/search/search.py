@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,7 +19,11 @@ from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
+from armillary.plan.search.keeping import fitted
 from armillary.train.config.limits import Count, check_limits
+
+AS_FAST = 1e-3
+"""By so much of its time a choice may be slower than another, and be taken because it leaves more memory free."""
 
 
 @dataclass(frozen=True)
@@ -147,23 +152,34 @@ def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int,
 def choose(
     candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, room: Room, passes: Passes
 ) -> Choice:
-    """With the checkpoints that are fastest of those that fit, or fullest least."""
+    """With the checkpoints that are fastest of those that fit, nearly, and leave most memory; or fullest least."""
     found = list[Choice]()
-    for checkpointing, on_host in policies():
+    for policy, on_host in policies():
         job = Job(
             model=model,
             axes=candidate.mesh.axes,
             attention=candidate.attention,
             length=length,
             rows=rows // candidate.mesh.shard,
-            checkpointing=checkpointing,
             on_host=on_host,
         )
-        memory, time = estimate(job), step_time(job, passes, cluster)
-        flops = rows * length * model.flops_per_token(length)
-        mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
-        found.append(Choice(candidate, checkpointing, on_host, time, memory, room.share(memory) <= 1, mfu))
-    return min(found, key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
+
+        @cache
+        def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
+            return estimate(replace(job, checkpointing=checkpointing))
+
+        for checkpointing in fitted(policy, model.layers, memory, room):
+            held, time = memory(checkpointing), step_time(replace(job, checkpointing=checkpointing), passes, cluster)
+            flops = rows * length * model.flops_per_token(length)
+            mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
+            found.append(Choice(candidate, checkpointing, on_host, time, held, room.share(held) <= 1, mfu))
+            if found[-1].fits and time.offload <= AS_FAST * time.seconds:
+                break  # all is kept that the policy wants, or as much as may be, and nothing waits for it
+    if not any(choice.fits for choice in found):
+        return min(found, key=lambda choice: room.share(choice.memory))
+    fastest = min(choice.time.seconds for choice in found if choice.fits)
+    as_fast = [choice for choice in found if choice.fits and choice.time.seconds <= (1 + AS_FAST) * fastest]
+    return min(as_fast, key=lambda choice: room.share(choice.memory))
 
 
 def duration(seconds: float) -> str:

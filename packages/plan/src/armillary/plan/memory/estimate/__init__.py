@@ -53,12 +53,13 @@ def estimate(job: Job) -> Estimate:
 
 
 def host_moments(step: StepSizes) -> list[Held]:
-    """What the host holds when the last block is about to be differentiated, and when the optimizer steps."""
-    model = step.model
-    shard = MASTER / step.sharing if step.on_host else 0
+    """What the host holds at the last block's backward, where a segment is run again, and in the optimizer's step."""
+    model, moments = step.model, Moments(step)
+    shard, last = MASTER / step.sharing if step.on_host else 0, model.layers - 1
     state = Held(parameters=shard * model.all, optimizer=2 * shard * model.all)
-    kept = Moments(step).kept_by_block() if step.checkpointing.offload else Held()
-    return [
-        state + kept.times(model.layers) + Held(gradients=shard * model.head),
-        state + Held(gradients=shard * model.all),
-    ]
+
+    def before(i: int) -> Held:
+        done = Held(gradients=shard * (model.head + (last - i) * model.block))
+        return state + moments.before(i, host=True) + done
+
+    return [*(before(i) for i in {last, *moments.run_again()}), state + Held(gradients=shard * model.all)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from armillary.models.loss.linear_loss import chunk_rows
@@ -22,7 +22,10 @@ class Moments:
         yield "forward: attention", self.forward_attention()
         yield "loss", self.loss()
         yield "loss: backward", self.loss_backward()
-        for i in sorted({0, last}, reverse=True):
+        again = (
+            [] if self.step.checkpointing.offload else self.run_again()
+        )  # on the host, it is no matter for the device
+        for i in sorted({0, last, *again}, reverse=True):
             yield f"backward: mlp of block {i}", self.backward_rest(i)
             yield f"backward: attention of block {i}", self.backward_attention(i)
             yield f"backward: gradients of block {i}", self.backward_end(i)
@@ -67,16 +70,32 @@ class Moments:
 
     # -- what blocks keep ---------------------------------------------------------------------------------------------
 
-    def kept_by_block(self) -> Held:
-        """By policy: x; out and lse too; or all that autograd wants."""
+    def run_again(self) -> list[int]:
+        """The last blocks of segments that are run again."""
+        return [segment[-1] for segment in self.step.segments if len(segment) > 1]
+
+    def kept(self, blocks: Sequence[int], host: bool = False) -> Held:
+        """Of these blocks from forward on, on the device or on the host: by policy, or all that autograd wants."""
         step = self.step
-        match step.checkpointing.policy:
-            case "layer":
-                return Held(checkpoints=step.x)
-            case "attention_output":
-                return Held(checkpoints=step.x + step.out + step.lse)
-            case _:
-                return self.kept_before_rest() + self.kept_by_rest()
+        if step.checkpointing.policy == "none":
+            return (self.kept_before_rest() + self.kept_by_rest()).times(0 if host else len(blocks))
+        keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
+        return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attended for keep in keeps))
+
+    def made_again(self, blocks: Sequence[int], host: bool = False) -> Held:
+        """Of these, what is made and kept when their segment is run again; of its last block, nothing."""
+        keeps = [self.step.keeps[i] for i in blocks if i + 1 < len(self.step.keeps) and not self.step.keeps[i + 1].x]
+        keeps = [keep for keep in keeps if keep.host == host]
+        return self.checkpoints(sum(not keep.x for keep in keeps), sum(not keep.attended for keep in keeps))
+
+    def checkpoints(self, inputs: int, attended: int) -> Held:
+        """So many blocks' inputs, and results of attention."""
+        return Held(checkpoints=inputs * self.step.x + attended * (self.step.out + self.step.lse))
+
+    def before(self, i: int, host: bool) -> Held:
+        """What the device, or the host, holds of blocks when block i is about to be differentiated."""
+        first = next((segment.start for segment in self.step.segments if i in segment), i)
+        return self.kept(range(i + 1), host) + self.made_again(range(first, i), host)
 
     def kept_before_rest(self) -> Held:
         """By autograd: x and x normed, and what attention keeps."""
@@ -94,22 +113,22 @@ class Moments:
         mlp = 2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
         return Held(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
-    def kept(self, blocks: int) -> Held:
-        """Of so many blocks, on the device."""
-        return self.kept_by_block().times(blocks) if not self.step.checkpointing.offload else Held()
-
     def kept_at(self, i: int) -> Held:
-        """When block i is differentiated; offloaded, its own and, if so asked, that of the block below."""
-        if not self.step.checkpointing.offload:
-            return self.kept(i + 1)
-        return self.kept_by_block().times(2 if self.step.checkpointing.prefetch and i else 1)
+        """When block i is differentiated: with what it takes back or has computed again, and if so asked with what the
+        block below has on the host."""
+        step, below = self.step, range(i)[-1:]
+        if step.checkpointing.policy == "none":
+            return self.kept(range(i + 1))
+        keep = step.keeps[i]
+        held = self.before(i, host=False) + self.checkpoints(not keep.x or keep.host, keep.attended and keep.host)
+        return held + (self.kept(below, True) + self.made_again(below, True) if step.checkpointing.prefetch else Held())
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def forward_attention(self) -> Held:
         """In the last block, of which x and room for the result are there; a forward gathers into a copy first."""
         step, model = self.step, self.step.model
-        held = self.always() + self.kept(model.layers - 1)
+        held = self.always() + self.kept(range(model.layers - 1))
         attention = step.out + step.lse + step.attention_forward()
         return held + Held(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
 
@@ -123,7 +142,7 @@ class Moments:
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
         held = Held(parameters=2 * step.e * model.head, other=2 * step.x, loss=gradients + logits)
-        return self.always() + self.kept(model.layers) + held
+        return self.always() + self.kept(range(model.layers)) + held
 
     def loss_backward(self) -> Held:
         """Both gradients once more, scaled and in the compute dtype; the last block is being gathered."""
@@ -131,7 +150,7 @@ class Moments:
         table = model.vocabulary * model.dim
         loss = 2 * step.x + (MASTER + step.e) * table
         held = Held(parameters=step.e * (model.head + model.block), other=step.x, loss=loss)
-        return self.always() + self.kept(model.layers) + held
+        return self.always() + self.kept(range(model.layers)) + held
 
     def backward_rest(self, i: int) -> Held:
         """What follows attention in block i, where the MLP holds most: dy, dx and dout, and the MLP's tensors."""
@@ -143,7 +162,7 @@ class Moments:
         if step.checkpointing.policy == "none":
             held += Held(gradients=step.x)
         shares = max(self.mlp_of_piece() + last_matrix, step.e * model.rest)
-        return held + self.attended() + Held(attention=step.out, mlp=step.total * model.rest + shares)
+        return held + self.attended(i) + Held(attention=step.out, mlp=step.total * model.rest + shares)
 
     def mlp_of_piece(self) -> float:
         """A piece where its MLP holds most: x with out added, that normed, the result, and the MLP's tensors.
@@ -154,9 +173,9 @@ class Moments:
         step, inner = self.step, self.step.model.inner
         return step.tensor(3 * step.model.dim + (6 if step.model.gated else 3) * inner, step.piece)
 
-    def attended(self) -> Held:
-        """Out and lse of the block being differentiated, where they are computed again."""
-        again = self.step.checkpointing.policy == "layer"
+    def attended(self, i: int) -> Held:
+        """Out and lse of block i, which is being differentiated, where they are computed again."""
+        again = self.step.checkpointing.policy != "none" and not self.step.keeps[i].attended
         return Held(attention=self.step.out + self.step.lse if again else 0)
 
     def backward_attention(self, i: int) -> Held:
@@ -164,7 +183,7 @@ class Moments:
         step = self.step
         if step.checkpointing.policy == "none":
             return self.backward_attention_kept(i)
-        held = self.in_backward(i) + self.kept_at(i) + self.attended()
+        held = self.in_backward(i) + self.kept_at(i) + self.attended(i)
         sums = step.total * step.model.rest
         attention = step.out + self.projections_summed() + step.attention_backward()
         return held + Held(gradients=step.x, mlp=sums, attention=attention)
@@ -179,7 +198,7 @@ class Moments:
     def backward_attention_kept(self, i: int) -> Held:
         """Likewise under policy "none": of the block, only what comes before `rest` is left."""
         step, model = self.step, self.step.model
-        held = self.in_backward(i) + self.kept(i) + self.kept_before_rest()
+        held = self.in_backward(i) + self.kept(range(i)) + self.kept_before_rest()
         projecting = step.x + self.projections_summed() if step.projects_in_stages else 0
         work = projecting + step.attention_backward()
         return held + Held(gradients=step.x + step.e * model.rest, attention=step.out + work)
@@ -188,10 +207,10 @@ class Moments:
         """Block i is done: sums of its parameters' gradients, and the same in the compute dtype."""
         step, model = self.step, self.step.model
         if step.checkpointing.policy == "none":
-            return self.in_backward(i) + self.kept(i) + Held(gradients=step.x + step.e * model.block)
+            return self.in_backward(i) + self.kept(range(i)) + Held(gradients=step.x + step.e * model.block)
         rounded = step.e if step.total != step.e else 0
         grads = Held(gradients=step.x + rounded * model.block, mlp=step.total * model.block)
-        return self.in_backward(i) + self.kept_at(i) + self.attended() + grads
+        return self.in_backward(i) + self.kept_at(i) + self.attended(i) + grads
 
     def tables(self) -> Held:
         """The embedding's gradient (with it, a tied head's, and positions'), and then its sum in float32."""

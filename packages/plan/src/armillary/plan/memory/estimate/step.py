@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, starmap
 
 from torch import float32
 
@@ -13,6 +14,7 @@ from armillary.attention.methods import upipe_plan
 from armillary.attention.registry import NamedMethod
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
+from armillary.models.activation_checkpoint.keeping import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulate import Job
@@ -84,7 +86,7 @@ class StepSizes:
         """[B, T, H], in float32."""
         return self.tensor(self.model.heads, size=MASTER)
 
-    @property
+    @cached_property
     def piece(self) -> int:
         """Tokens that what follows attention is run on at once."""
         return chunks(self.tokens, self.checkpointing.chunk)[0].stop
@@ -103,6 +105,17 @@ class StepSizes:
     def projects_in_stages(self) -> bool:
         """Whether attention keeps out and lse alone, and projects again in backward."""
         return self.method.head is not None and self.method.head.projects_in_stages
+
+    @cached_property
+    def keeps(self) -> tuple[Keep, ...]:
+        """What each block keeps, where blocks are run in parts."""
+        return self.checkpointing.keeps(self.model.layers)
+
+    @cached_property
+    def segments(self) -> tuple[range, ...]:
+        """Blocks of which the first alone keeps its input."""
+        firsts = [i for i, keep in enumerate(self.keeps) if keep.x]
+        return tuple(starmap(range, pairwise([*firsts, len(self.keeps)])))
 
     @property
     def attended(self) -> Sizes:
