@@ -66,6 +66,23 @@ def test_it_agrees_with_the_simulation(job):
     assert said.host == pytest.approx(found.host, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        replace(LAYER, inputs=1),  # of 5 blocks, so that what is made again is most
+        replace(LAYER, inputs=1, offload=True, prefetch=False),
+        replace(OUTPUT, inputs=3, outputs=4, offload=True, on_device=1),
+    ],
+    ids=lambda each: f"{each.policy}-{each.inputs}-{each.outputs}-{each.on_device}",
+)
+def test_it_agrees_where_blocks_keep_different_things(checkpointing):
+    narrow = replace(LLAMA, layers=5, vocab_size=512, hidden_dim=4096)  # so that checkpoints are most
+    one = job(narrow, {"ulysses": 2}, "ulysses", 2**17, checkpointing, on_host=False)
+    found, said = simulate(one), estimate(one)
+    assert said.device == pytest.approx(found.device, rel=0.01)
+    assert said.host == pytest.approx(found.host, rel=0.01)
+
+
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
 @pytest.mark.parametrize(
     ("name", "ranks", "team"),
@@ -164,6 +181,24 @@ def test_eight_million_tokens_of_llama_on_eight_ranks_fit_with_upipe_alone():
     options = {"length": 2**23, "checkpointing": replace(LAYER, offload=True, prefetch=False)}
     upipe, ulysses = (estimate(job(LlamaConfig.llama3_8b(), name=name, **options)) for name in ("upipe", "ulysses"))
     assert upipe.device < 75 * 2**30 < ulysses.device
+
+
+def held_by(checkpointing: Checkpointing, length: int) -> tuple[float, float]:
+    """GiB on the device and on the host: LLaMA-3-8B on 8 ranks."""
+    found = estimate(job(LlamaConfig.llama3_8b(), length=length, checkpointing=checkpointing))
+    return found.device / 2**30, found.host / 2**30
+
+
+def test_eight_million_tokens_fit_where_some_blocks_keep_no_input():
+    """A node's 2 TB less 100 GB for eight ranks, and 80 GB less 5 GiB: 221.2 and 74.1 GiB."""
+    every = replace(LAYER, offload=True, prefetch=False)
+    fewer = replace(every, inputs=27, on_device=2)
+    mixed = replace(OUTPUT, offload=True, prefetch=False, inputs=5, outputs=24, on_device=1)
+    assert held_by(every, 8_000_000)[1] == pytest.approx(255.6, rel=1e-3)
+    for each in (fewer, mixed):
+        device, host = held_by(each, 8_000_000)
+        assert device < 74.1 and host < 221.1
+        assert held_by(each, 6_860_000)[0] < device
 
 
 def test_attention_as_data_builds_the_method():

@@ -9,6 +9,7 @@ from typing import Any
 
 from armillary.core.quantity import gib, short
 from armillary.core.table import Column, print_table
+from armillary.models import Checkpointing
 from armillary.plan.memory import StepMemory
 from armillary.plan.memory.fit import Room
 from armillary.plan.memory.plan import Planned
@@ -45,12 +46,25 @@ def heading(planned: Planned) -> list[str]:
     """What was simulated."""
     plan, ranks = planned.plan, planned.axes["ring"] * planned.axes["ulysses"]
     axes = " x ".join(f"{name} {size}" for name, size in planned.axes.items() if size > 1) or "1 rank"
-    keeps = plan.checkpointing.policy + (" on the host" if plan.checkpointing.offload else "")
+    keeps, optimizer = checkpoints(plan.checkpointing), "host" if plan.on_host else "device"
     return [
         f"{plan.model}, {planned.model.parameters() / 1e9:.2f}B parameters, on {planned.cluster.name}",
-        f"{plan.attention} ({axes}), checkpoints: {keeps}, optimizer: on the {'host' if plan.on_host else 'device'}",
+        f"{plan.attention} ({axes}), checkpoints: {keeps}, optimizer: on the {optimizer}",
         f"a sequence of {planned.length:,} tokens, {short(planned.length // ranks)} on a rank",
     ]
+
+
+def checkpoints(kept: Checkpointing) -> str:
+    """Such as "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
+    outputs = "" if kept.outputs is None else f" of {blocks(kept.outputs)}"
+    inputs = "" if kept.inputs is None else f" and {kept.inputs} inputs"
+    here = f", of {blocks(kept.on_device)} on the device" if kept.on_device else ""
+    return f"{kept.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if kept.offload else ''}{here}"
+
+
+def blocks(count: int) -> str:
+    """So many blocks."""
+    return f"{count} block{'' if count == 1 else 's'}"
 
 
 HEADS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (GiB)"))

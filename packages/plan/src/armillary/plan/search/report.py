@@ -12,7 +12,7 @@ from typing import Any
 
 from armillary.core.quantity import gib
 from armillary.core.table import Column, print_table
-from armillary.models import Checkpointing
+from armillary.plan.memory.report import checkpoints
 from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import Choice, SearchResult
 
@@ -104,19 +104,6 @@ def keeps(choice: Choice) -> str:
     tiled = ", chunked MLP" if kept.tiled else ""
     optimizer = ", optimizer on the host" if choice.on_host else ""
     return f"{'no recompute' if kept.policy == 'none' else checkpoints(kept)}{tiled}{optimizer}"
-
-
-def checkpoints(kept: Checkpointing) -> str:
-    """Such as "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
-    outputs = "" if kept.outputs is None else f" of {blocks(kept.outputs)}"
-    inputs = "" if kept.inputs is None else f" and {kept.inputs} inputs"
-    here = f", of {blocks(kept.on_device)} on the device" if kept.on_device else ""
-    return f"{kept.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if kept.offload else ''}{here}"
-
-
-def blocks(count: int) -> str:
-    """So many blocks."""
-    return f"{count} block{'' if count == 1 else 's'}"
 
 
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))

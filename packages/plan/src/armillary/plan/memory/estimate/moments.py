@@ -22,10 +22,11 @@ class Moments:
         yield "forward: attention", self.forward_attention()
         yield "loss", self.loss()
         yield "loss: backward", self.loss_backward()
+        kept = self.step.checkpointing
         again = (
-            [] if self.step.checkpointing.offload else self.run_again()
-        )  # on the host, it is no matter for the device
-        for i in sorted({0, last, *again}, reverse=True):
+            [] if kept.offload and not kept.prefetch else self.run_again()
+        )  # what comes from the host comes one by one
+        for i in sorted({0, max(0, last - 1), last, *again}, reverse=True):
             yield f"backward: mlp of block {i}", self.backward_rest(i)
             yield f"backward: attention of block {i}", self.backward_attention(i)
             yield f"backward: gradients of block {i}", self.backward_end(i)
