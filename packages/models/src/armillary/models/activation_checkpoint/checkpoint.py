@@ -80,8 +80,8 @@ class Checkpoint:
         self, work: Computes, keep: Keep, autocast: Callable[[], AbstractContextManager[Any]], below: Checkpoint | None
     ) -> None:
         self.work, self.keep, self.autocast, self.below = work, keep, autocast, below
-        self.kept: dict[What, Kept] = {}
-        self.made_again: dict[What, Kept] = {}
+        self.kept: dict[tuple[What, ...], Kept] = {}
+        self.made_again: dict[tuple[What, ...], Kept] = {}
         self._result: tuple[ref[torch.UntypedStorage], int] | None = None
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -99,33 +99,23 @@ class Checkpoint:
 
     def store(self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, attended: Sequence[Tensor]) -> None:
         """Keeps what is to be kept, on the device by autograd, which notices if that or a parameter is changed."""
-        wanted: list[tuple[What, Sequence[Tensor]]] = [
-            *([("x", (x,))] if self.keep.x else []),
-            *([("attended", attended)] if self.keep.attended else []),
-        ]
-        saved = list(parameters)
-        for what, tensors in wanted:
-            if self.keep.host:
-                self.kept[what] = OffloadedTensors(tensors)
-                continue
-            self.kept[what] = SavedByAutograd(ctx, slice(len(saved), len(saved) + len(tensors)))
-            saved += tensors
-        ctx.save_for_backward(*saved)
+        wanted: tuple[What, ...] = (*(("x",) if self.keep.x else ()), *(("attended",) if self.keep.attended else ()))
+        tensors = [*((x,) if self.keep.x else ()), *(attended if self.keep.attended else ())]
+        if wanted and self.keep.host:
+            self.kept[wanted] = OffloadedTensors(tensors)
+        elif wanted:
+            self.kept[wanted] = SavedByAutograd(ctx, slice(len(parameters), None))
+        ctx.save_for_backward(*parameters, *([] if self.keep.host else tensors))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def x(self) -> Tensor:
-        """The block's input [B, T, E]: kept, or computed again."""
-        kept = self._find("x")
-        if kept is not None:
-            return kept.take()[0]
-        assert self.below is not None
-        return self.below.result(stays=True)
-
-    def attended(self, x: Tensor) -> Sequence[Tensor]:
-        """out and lse: kept, or computed again."""
-        kept = self._find("attended")
-        return self.work.again().attend(x) if kept is None else kept.take()
+    def recall(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x, out and lse: kept, or computed again."""
+        x = None if self._has("x") else self._from_below(stays=True)
+        found = self._take()
+        x = found["x"][0] if x is None else x
+        out, lse = found.get("attended") or self.work.again().attend(x)
+        return x, out, lse
 
     def result(self, stays: bool) -> Tensor:
         """The block's result, computed again. What that took is kept until the block is differentiated.
@@ -133,18 +123,16 @@ class Checkpoint:
         Args:
             stays: its parameters, which FSDP2 gathers, are needed next.
         """
-        kept = self._find("x")
-        if kept is None:
-            assert self.below is not None
-            x = self.below.result(stays=False)
-            self.made_again["x"] = self._hold([x])
-        else:
-            x = kept.take()[0]
+        made: dict[What, Sequence[Tensor]] = {} if self._has("x") else {"x": (self._from_below(stays=False),)}
+        found = {**self._take(), **made}
+        (x,) = found["x"]
         with gathered(self.work.block, stays), self.autocast():
-            out, lse = self.attended(x)
-            if self._find("attended") is None:
-                self.made_again["attended"] = self._hold([out, lse])
-            return self.work.again().rest(x, out, None)
+            if "attended" not in found:
+                made["attended"] = found["attended"] = self.work.again().attend(x)
+            if made:
+                tensors = [tensor for each in made.values() for tensor in each]
+                self.made_again[tuple(made)] = OffloadedTensors(tensors) if self.keep.host else OnDevice(tensors)
+            return self.work.again().rest(x, found["attended"][0], None)
 
     def fetch(self) -> None:
         """Starts bringing back what is on the host, if nobody has."""
@@ -165,11 +153,20 @@ class Checkpoint:
             self.kept.clear()
             self.below = None
 
-    def _find(self, what: What) -> Kept | None:
-        return self.made_again.get(what) or self.kept.get(what)
+    def _from_below(self, stays: bool) -> Tensor:
+        assert self.below is not None  # or x would have been kept
+        return self.below.result(stays)
 
-    def _hold(self, tensors: Sequence[Tensor]) -> Kept:
-        return OffloadedTensors(tensors) if self.keep.host else OnDevice(tensors)
+    def _has(self, what: What) -> bool:
+        return any(what in several for several in (*self.kept, *self.made_again))
+
+    def _take(self) -> dict[What, Sequence[Tensor]]:
+        """All that there is, on the device."""
+        found: dict[What, Sequence[Tensor]] = {}
+        for several, kept in (self.kept | self.made_again).items():
+            tensors = kept.take()
+            found |= {what: tensors[:1] if what == "x" else tensors[-2:] for what in several}
+        return found
 
 
 @contextmanager

@@ -284,8 +284,7 @@ class CheckpointedBlock(torch.autograd.Function):
         work = cast(CheckpointedRun, checkpoint.work).again()
         totals = Totals(trained(work.block))
         with phase("backward"), checkpoint.autocast():
-            x = checkpoint.x()
-            out, lse = checkpoint.attended(x)
+            x, out, lse = checkpoint.recall()
             if work.options.prefetch:
                 checkpoint.fetch_below()
             work.differentiate(x, out, lse, dx, totals, ctx.needs_input_grad[2])
