@@ -1,12 +1,15 @@
 """Which device a rank has, and how groups are started and connected, with stand-ins for CUDA and NCCL."""
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import Axis, compat, start_process_group
+from armillary.core import Axis, build_mesh, compat, start_process_group
+from armillary.core import mesh as core_mesh
 from armillary.core.mesh import own_device
 from armillary.core.testing import mesh
 
@@ -55,8 +58,9 @@ def test_nccl_alone_is_told_the_device_and_several_backends_are_not(gpus, monkey
     start_process_group("cuda", timedelta(seconds=5))
     start_process_group("cuda", host_too=True)
     start_process_group("cpu", host_too=True)
-    assert [backend for backend, _ in started] == ["nccl", "cpu:gloo,cuda:nccl", "gloo"]
-    assert [options["device_id"] for _, options in started] == [torch.device("cuda", 3), None, None]
+    start_process_group("cuda", bind=False)
+    assert [backend for backend, _ in started] == ["nccl", "cpu:gloo,cuda:nccl", "gloo", "nccl"]
+    assert [options["device_id"] for _, options in started] == [torch.device("cuda", 3), None, None, None]
     assert started[0][1]["timeout"] == timedelta(seconds=5)
 
 
@@ -64,13 +68,88 @@ def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
     reduced = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: reduced.append((x.device.type, group)))
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
-    monkeypatch.setattr(compat, "new_group", lambda ranks, name, timeout: Group(ranks))
+    monkeypatch.setattr(compat, "new_group", lambda ranks, name, timeout, above_others: Group(ranks))
     monkeypatch.setattr(dist, "barrier", None)
     axis = Axis("ring", 1, 3, Group([4, 5, 6]), None, "meta")  # type: ignore[arg-type] - nothing is sent
     copy, part = axis.duplicate(), axis.part([0, 1])
     assert copy.group.ranks == [4, 5, 6] and part.group.ranks == [4, 5] and copy.device == part.device == "meta"
     assert reduced == [("meta", axis.group), ("meta", copy.group), ("meta", part.group)]
     assert axis.duplicate().group is copy.group and len(reduced) == 3
+
+
+class Options:
+    """Of NCCL's groups."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A torch that has NCCL, if only its options."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {"Options": Options}), raising=False)
+
+
+def test_axes_of_high_priority_have_groups_of_their_own_that_are(nccl, monkeypatch):
+    asked = []
+
+    def made(device, sizes, mesh_dim_names, **options):
+        asked.append(options)
+        return {name: SimpleNamespace(get_group=lambda: None) for name in mesh_dim_names}
+
+    monkeypatch.setattr(core_mesh, "init_device_mesh", made)
+    monkeypatch.setattr(core_mesh, "world_size", lambda: 8)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: None)
+    minute = timedelta(minutes=1)
+    build_mesh("cuda", ring=4, ulysses=2, timeout=minute, high_priority=["ring", "tp"])
+    build_mesh("cuda", ulysses=8, high_priority=["ring"])
+    build_mesh("cpu", ring=8, high_priority=["ring"])
+    ring = asked[0]["backend_override"]
+    assert [*ring] == ["ring"] and ring["ring"].is_high_priority_stream and ring["ring"]._timeout == minute
+    assert asked[1:] == [{"backend_override": None}] * 2
+    with pytest.raises(ValueError, match="no axis 'sequence'; known: replicate, shard, ring, ulysses, tp"):
+        build_mesh("cuda", ring=8, high_priority=["sequence"])
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_copies_of_an_axis_have_its_priority(nccl, monkeypatch, above):
+    made = []
+    backend = SimpleNamespace(options=Options(above))
+    group = SimpleNamespace(group_name="ring", _get_backend=lambda device: backend)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(compat, "new_group", lambda *asked: made.append(asked) or group)
+    Axis("ring", 0, 2, Weakable(group), None, "cuda").duplicate()  # type: ignore[arg-type] - nothing is sent
+    assert [asked[3] for asked in made] == [above]
+
+
+def with_priority() -> list[Any]:
+    """What is asked of torch for a group of high priority and of none, on two ranks of gloo, which has no options."""
+    c10d, asked = dist.distributed_c10d, []
+    helper = c10d._new_process_group_helper
+    c10d._new_process_group_helper = lambda *given, **options: asked.append(options) or helper(*given, **options)
+    kind = type("ProcessGroupNCCL", (), {"Options": Options})
+    was, dist.ProcessGroupNCCL = getattr(dist, "ProcessGroupNCCL", None), kind
+    try:
+        for above in (True, False):
+            compat.new_group([0, 1], f"priority {above}", timedelta(seconds=30), above)
+    finally:
+        c10d._new_process_group_helper, dist.ProcessGroupNCCL = helper, was
+    return [None if options["backend_options"] is None else vars(options["backend_options"]) for options in asked]
+
+
+def test_torch_is_asked_for_the_priority_of_a_group(worlds):
+    high = {"is_high_priority_stream": True, "_timeout": timedelta(seconds=30)}
+    assert worlds(2).run(with_priority) == [[high, None]] * 2
+
+
+class Weakable:
+    """Attributes of another object; groups are held weakly."""
+
+    def __init__(self, like: Any) -> None:
+        vars(self).update(vars(like))
 
 
 class Group:

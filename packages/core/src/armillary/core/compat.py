@@ -46,8 +46,27 @@ def group_named(name: str) -> dist.ProcessGroup:
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
 
 
-def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def high_priority(timeout: timedelta) -> Any:
+    """Options of a group whose NCCL communicators run on streams of high priority."""
+    options: Any = cast(Any, dist).ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
+
+
+def is_high_priority(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether a group was made with such options."""
+    if device_type != "cuda":
+        return False
+    options: Any = getattr(cast(Any, group)._get_backend(torch.device("cuda")), "options", None)
+    return bool(getattr(options, "is_high_priority_stream", False))
+
+
+def new_group(
+    ranks: Sequence[int], name: str, timeout: timedelta | None, above_others: bool = False
+) -> dist.ProcessGroup:
     """A process group of some ranks of the world, this one among them, which only these make, under this name.
+
+    With `above_others` its NCCL communicators run on streams of high priority.
 
     `dist.new_group(use_local_synchronization=True)` names a group by how many this rank has made: ranks that have made
     different numbers of groups would wait for each other for ever. Where a device is bound to the default group, torch
@@ -60,11 +79,18 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dis
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, timeout=waiting)
+        options = high_priority(waiting) if above_others else None
+        given = {"backend_options": options, "timeout": waiting}
+        made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **given)
     finally:
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+def set_allocator(settings: str) -> None:
+    """Gives the device's allocator settings as in PYTORCH_ALLOC_CONF, in place of all that it had."""
+    cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)
 
 
 def default_store() -> dist.Store:

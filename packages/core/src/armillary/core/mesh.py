@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Self, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +35,7 @@ def build_mesh(
     ulysses: int = 1,
     tp: int = 1,
     timeout: timedelta = TIMEOUT,
+    high_priority: Sequence[str] = (),
 ) -> DeviceMesh:
     """A `DeviceMesh` with all five axes, in the order of `AXES`.
 
@@ -44,19 +45,26 @@ def build_mesh(
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
         timeout: how long a collective or exchange on any axis may wait before it raises.
+        high_priority: axes, such as "ring", with communicators of their own on CUDA streams of high priority: of two
+            kernels that could start at once, one of theirs does, and attention does not keep it waiting. On "cpu" none.
 
     Raises:
-        ValueError: an axis below 1, axes whose product is not the number of ranks, a device type without a backend, or
-            a timeout that is none. Raised before any communication.
+        ValueError: an axis below 1, axes whose product is not the number of ranks, a device type without a backend,
+            a timeout that is none, or an unknown axis of high priority. Raised before any communication.
     """
     given = dict(zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True))
     sizes = {name: integer(f"axis {name}", size) for name, size in given.items()}
     check_axes(sizes, world_size())
     backend_of(device_type)
     check_timeout(timeout)
+    unknown = [name for name in high_priority if name not in AXES]
+    if unknown:
+        raise ValueError(f"high_priority={tuple(high_priority)}: no axis {unknown[0]!r}; known: {', '.join(AXES)}")
     if not dist.is_initialized():
         start_process_group(device_type, timeout)
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    above = [name for name in high_priority if device_type == "cuda" and sizes[name] > 1]
+    override: dict[int | str, Any] = {name: compat.high_priority(timeout) for name in above}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES, backend_override=override or None)
     for name in AXES:
         compat.set_timeout(timeout, mesh[name].get_group())
     return mesh
@@ -93,11 +101,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too: bool = False) -> None:
+def start_process_group(
+    device_type: str, timeout: timedelta = TIMEOUT, host_too: bool = False, bind: bool = True
+) -> None:
     """Starts the default process group: from torchrun's environment, or one rank alone where there is none.
 
     Args:
         host_too: collectives of tensors in the host's memory will be needed beside those of the device's.
+        bind: NCCL is told this rank's GPU. Then it connects at once, and communicators are split from each other.
+            Not where `host_too`: torch cannot reliably split groups of several backends.
 
     Raises:
         ValueError: a device type without a backend, or without a device here.
@@ -108,7 +120,7 @@ def start_process_group(device_type: str, timeout: timedelta = TIMEOUT, host_too
     device = own_device(device_type)
     both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
     backend = both if host_too and device is not None else alone
-    bound = None if host_too else device  # torch cannot reliably split groups of several backends
+    bound = device if bind and not host_too else None
     start = partial(dist.init_process_group, backend, timeout=timeout, device_id=bound)
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
@@ -233,7 +245,8 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     everyone = axis.ranks()
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
     which = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
-    made = compat.new_group(chosen, f"{axis.group.group_name} {which} {axis.timeout}", axis.timeout)
+    name = f"{axis.group.group_name} {which} {axis.timeout}"
+    made = compat.new_group(chosen, name, axis.timeout, compat.is_high_priority(axis.group, axis.device))
     for used in (axis.group, made) if ranks is None else (made,):
         _connect(used, axis.device)
     return made

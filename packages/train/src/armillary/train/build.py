@@ -22,6 +22,7 @@ from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
 from armillary.train.config.overlay import by_flag
+from armillary.train.cuda_setup import cuda_setup, set_allocator
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
@@ -36,9 +37,12 @@ def process_group(config: Config) -> Generator[torch.device]:
     check(config)
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
+    if device.type == "cuda":
+        set_allocator(cuda_setup(config))
     mine = not dist.is_initialized()
     if mine:
-        start_process_group(device.type, collective_timeout(config), host_too=config.optimizer.cpu_offload)
+        both = config.optimizer.cpu_offload
+        start_process_group(device.type, collective_timeout(config), host_too=both, bind=config.cuda.bind_device)
     yield device
     if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
         dist.destroy_process_group()
@@ -53,7 +57,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     """
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
-    mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config))
+    above = cuda_setup(config).high_priority
+    mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config), high_priority=above)
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.bounded(vocab_size) for store in stores]

@@ -21,6 +21,7 @@ from armillary.plan.search.candidates import Candidate
 from armillary.train.build import collective_timeout, precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
+from armillary.train.cuda_setup import cuda_setup
 from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 
@@ -61,7 +62,8 @@ class Bench:
         """
         config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         check(config)
-        mesh = build_mesh(device.type, **choose_axes(config, world_size()), timeout=collective_timeout(config))
+        axes, above = choose_axes(config, world_size()), cuda_setup(config).high_priority
+        mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config), high_priority=above)
         sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
         model, attention = shard_model(sizes, config, mesh, precision(config, device))
         layout = attention.layout(config.data.sequence_length, config.data.layout)

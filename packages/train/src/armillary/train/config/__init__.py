@@ -141,6 +141,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """What is asked of CUDA and NCCL; nothing on the CPU."""
+
+    expandable_segments: bool = True
+    """The allocator's segments grow instead of leaving gaps; what PYTORCH_ALLOC_CONF says of them comes first."""
+    bind_device: bool = True
+    """NCCL knows the rank's GPU, connects at once, and splits communicators; not with optimizer.cpu-offload."""
+    high_priority: bool = True
+    """The ring's exchanges run on streams of high priority, so that attention does not keep them waiting."""
+    sm_margin: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Multiprocessors that flash_attn_3 leaves to NCCL."""
+
+
+@dataclass(frozen=True)
 class ValidationConfig:
     """Validation between steps: the loss on held-out sequences, and accuracy on synthetic tasks."""
 
@@ -226,6 +240,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    cuda: CudaConfig = field(default_factory=CudaConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)

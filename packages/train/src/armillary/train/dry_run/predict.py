@@ -14,6 +14,7 @@ from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import build_model, precision
 from armillary.train.config import Config
 from armillary.train.config.check import check
+from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import open_stores, vocabulary_size
@@ -35,6 +36,7 @@ class DryRun:
         local_parameters: those that rank 0 holds.
         largest: the largest parameters.
         flops: of a step over all ranks.
+        cuda: what is asked of CUDA and NCCL; None on the CPU.
     """
 
     axes: dict[str, int]
@@ -46,6 +48,7 @@ class DryRun:
     largest: list[Parameter]
     tokens_per_step: int
     flops: float
+    cuda: CudaSetup | None
 
     @property
     def ranks(self) -> int:
@@ -77,6 +80,7 @@ def dry_run(config: Config, ranks: int | None = None) -> DryRun:
         largest=largest_of(model),
         tokens_per_step=tokens,
         flops=tokens * model.config.flops_per_token(config.data.sequence_length),
+        cuda=None if config.train.device == "cpu" else cuda_setup(config),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from armillary.core.table import Column, print_table
 from armillary.models import GPTConfig
 from armillary.train.config import Config
+from armillary.train.cuda_setup import CudaSetup
 from armillary.train.dry_run.predict import DryRun, dry_run
 
 PLANNER = (
@@ -30,6 +31,8 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
         print(json.dumps(asdict(found), indent=2))
     else:
         show(found)
+        if found.cuda is not None:
+            print(f"on CUDA: {asked(found.cuda)}")
         print(f"a step: {found.tokens_per_step:,} tokens, {found.flops:.3g} FLOPs", PLANNER, sep="\n")
 
 
@@ -47,6 +50,18 @@ def show(found: DryRun, where: str = "") -> None:
     print()
     print_table(PARAMETERS, parameters(found))
     print()
+
+
+def asked(cuda: CudaSetup) -> str:
+    """What is asked of CUDA and NCCL, for people."""
+    return ", ".join(
+        (
+            "allocator as in the environment" if cuda.allocator is None else f"allocator {cuda.allocator}",
+            f"device_id {cuda.device_id or 'none'}",
+            f"{', '.join(cuda.high_priority) or 'no'} communicators of high priority",
+            f"sm_margin {cuda.sm_margin}",
+        )
+    )
 
 
 STEP = (Column("one rank, one micro-batch", text=True), Column("shape (numbers)"))
