@@ -5,11 +5,12 @@ from math import prod
 import pytest
 import torch
 
+from armillary.core.peak import peak_flops
 from armillary.data.parsing import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.config.check import check
 from armillary.train.parallel import choose_axes, choose_device
-from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_flops, peak_memory
+from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_memory
 
 
 def parsed(argv: list[str]) -> Config:

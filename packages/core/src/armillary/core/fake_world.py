@@ -16,8 +16,11 @@ from armillary.core.mesh import check_axes
 
 
 @contextmanager
-def fake_world(rank: int = 0, **axes: int) -> Generator[DeviceMesh]:
+def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[DeviceMesh]:
     """The mesh, with these axes, that this rank of as many would have. Received tensors keep what was in them.
+
+    Args:
+        device: type of the device whose tensors go on it.
 
     Enter it before a `FakeTensorMode`, and build attention methods before it too: meshes and groups need real numbers.
 
@@ -34,6 +37,6 @@ def fake_world(rank: int = 0, **axes: int) -> Generator[DeviceMesh]:
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        yield build_mesh("cpu", **cast(Any, axes))
+        yield build_mesh(device, **cast(Any, axes))
     finally:
         dist.destroy_process_group()

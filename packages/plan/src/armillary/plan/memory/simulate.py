@@ -43,7 +43,7 @@ class Job:
         checkpointing: what blocks keep for backward.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
         precision: of forward and backward; master weights, gradients and the optimizer's state are float32.
-        kernel: what attention allocates. With one for the CPU, a `SimulatedStep` can be run on real tensors.
+        kernel: what attention allocates. With a real one, a `SimulatedStep` can be run on real tensors.
     """
 
     model: LlamaConfig | GPTConfig
@@ -98,6 +98,7 @@ class SimulatedStep:
     model: Llama | GPT
     layout: SequenceLayout
     shard: int
+    device: str = "cpu"
 
     @classmethod
     def of(cls, job: Job, mesh: DeviceMesh) -> SimulatedStep:
@@ -106,7 +107,7 @@ class SimulatedStep:
         with torch.device("meta"):
             model = Llama(job.model, method) if isinstance(job.model, LlamaConfig) else GPT(job.model, method)
         parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, cpu_offload=job.on_host)
-        return cls(job, model, method.layout(job.length), method.shard)
+        return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 
     def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _of: None) -> StepMemory:
         """Allocates everything and trains for a step: on fake tensors in a `FakeTensorMode`, else on real ones."""
@@ -141,7 +142,7 @@ class SimulatedStep:
         """Allocates the parameters and what the optimizer keeps of them, so that the first step is like any other."""
         host = self.job.on_host
         with label("parameters", host=host):
-            self.model.to_empty(device="cpu")
+            self.model.to_empty(device="cpu" if host else self.device)
         with label("gradients", host=host):
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -162,8 +163,8 @@ class SimulatedStep:
     def loss(self) -> Tensor:
         """As `armillary.train.trainer.global_loss`."""
         with label("batch"):
-            positions = self.layout.positions(self.shard)
-            tokens = torch.zeros(self.job.rows, len(positions), dtype=torch.long)
+            positions = self.layout.positions(self.shard).to(self.device)
+            tokens = torch.zeros(self.job.rows, len(positions), dtype=torch.long, device=self.device)
             labels = torch.zeros_like(tokens)
 
         def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
-"""Dense bfloat16 FLOP/s, by a part of the device's name."""
-
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -65,14 +62,6 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak in bfloat16 FLOP/s, or None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 class Stopwatch:

@@ -1,0 +1,90 @@
+"""What every check is made of: the setting that it runs in, and the rows that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core import build_mesh
+from armillary.core.fake_world import fake_world
+from gpu.device import Device
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """One thing that was asked.
+
+    Args:
+        bar: what it must be, in words; "-" where it is only told.
+        source: who says so.
+        passed: None where nothing is asked for, or where no GPU was measured.
+    """
+
+    what: str
+    measured: float | str
+    unit: str = ""
+    bar: str = "-"
+    source: str = ""
+    passed: bool | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where checks run.
+
+    Args:
+        fake: a rehearsal without a GPU: sizes are tiny, and what only a GPU could reach is not judged.
+    """
+
+    device: Device
+    fake: bool
+
+    def size(self, real: T, fake: T) -> T:
+        """Of the run, or of the rehearsal."""
+        return fake if self.fake else real
+
+    def at_least(self, what: str, measured: float, bar: float, unit: str, source: str) -> Row:
+        """A speed or a share, which only a GPU can be held to."""
+        return Row(what, measured, unit, f"at least {bar:.4g}", source, None if self.fake else measured >= bar)
+
+    def at_most(self, what: str, measured: float, bar: float, unit: str, source: str) -> Row:
+        """A time or a ratio, likewise."""
+        return Row(what, measured, unit, f"at most {bar:.4g}", source, None if self.fake else measured <= bar)
+
+    @contextmanager
+    def alone(self) -> Generator[DeviceMesh]:
+        """The mesh of one rank, with a process group as a trainer has it."""
+        mesh = build_mesh(self.device.type)
+        try:
+            yield mesh
+        finally:
+            dist.destroy_process_group()
+
+    @contextmanager
+    def one_of(self, **axes: int) -> Generator[DeviceMesh]:
+        """The mesh of rank 0 of several, of which the others are not there: nothing is sent."""
+        with fake_world(0, self.device.type, **axes) as mesh:
+            yield mesh
+
+
+def correct(what: str, error: float, limit: float, source: str) -> Row:
+    """A relative error, which holds anywhere."""
+    return Row(what, error, "", f"at most {limit:.2g}", source, error <= limit)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One of the command's checks: rows come as they are found."""
+
+    name: str
+    title: str
+    run: Callable[[Setting], Iterator[Row]]

@@ -1,0 +1,204 @@
+"""Attention kernels, each by itself: right against float64, and as fast as its authors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Local, reference_attention
+from armillary.attention.kernels import KERNELS, Inputs, Kernel, Scores
+from armillary.core import SequenceLayout
+from armillary.core.testing import relative_error
+from gpu.check import Check, Row, Setting, correct
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q [B, T, H, D], k and v [B, S, K, D], dout [B, T, H, D]."""
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+"""Of the relative error of any tensor against float64. Those of 16 bits are three of its roundings."""
+SOURCE = "float64, relative to the norm"
+
+
+class Shape(NamedTuple):
+    """Of one call: keys are as many as queries unless given."""
+
+    tokens: int
+    head_dim: int
+    mask: AttentionMask
+    batch: int = 1
+    heads: int = 32
+    key_heads: int = 8
+    keys: int | None = None
+
+    def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensors:
+        torch.manual_seed(seed)
+        keys = self.tokens if self.keys is None else self.keys
+        q, dout = (
+            torch.randn(self.batch, self.tokens, self.heads, self.head_dim, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+        k, v = (
+            torch.randn(self.batch, keys, self.key_heads, self.head_dim, dtype=dtype, device=device) for _ in range(2)
+        )
+        return q, k, v, dout
+
+
+def shapes(setting: Setting) -> dict[str, Shape]:
+    """What is tried: every head dim, then what masks, packing and single queries ask of a kernel."""
+    tokens = setting.size(1024, 24)
+    ends = (0, 1, tokens // 5, tokens // 2 + 3, tokens - 7, tokens)
+    masks = {
+        "full": AttentionMask(causal=False),
+        "causal": AttentionMask(),
+        "window": AttentionMask(window=(tokens // 8, 0)),
+        "band": AttentionMask(causal=False, window=(tokens // 4, 3)),
+        "packed documents": AttentionMask(documents=ends),
+    }
+    heads, dims = setting.size((32, 8), (4, 1)), setting.size((64, 128, 256), (128,))
+    found = {f"D {dim}, {name}": Shape(tokens, dim, masks[name], 1, *heads) for dim in dims for name in masks}
+    found["D 128, one query"] = Shape(1, 128, masks["full"], 1, *heads, keys=tokens)
+    found["D 128, batch 3, as many key heads"] = Shape(tokens // 2, 128, masks["causal"], 3, 8, 8)
+    return found
+
+
+def attended(kernel: Kernel, mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
+    """out, lse and gradients by one kernel, called as users call it."""
+    *inputs, dout = tensors
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    layouts = [SequenceLayout.contiguous(x.shape[1], 1) for x in (q, k)]
+    crossed = {} if q.shape[1] == k.shape[1] else {"key_layout": layouts[1]}
+    out, lse = Local()(q, k, v, mask=mask, layout=layouts[0], kernel=kernel, return_lse=True, **crossed)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def exact(mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
+    """The same in float64, by the formula."""
+    *inputs, dout = (x.double() for x in tensors)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    out, lse = reference_attention(q, k, v, mask=mask, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def usable(setting: Setting, dtype: torch.dtype, dim: int) -> list[Kernel]:
+    """The kernels that say that they can run here."""
+    x = torch.empty(1, 1, 1, dim, dtype=dtype, device=setting.device.torch)
+    return [kernel for kernel in KERNELS if kernel.refuses(Inputs.of(x, x)) is None]
+
+
+def check_kernels(setting: Setting) -> Iterator[Row]:
+    for dtype in setting.size((torch.bfloat16, torch.float16, torch.float32), (torch.bfloat16,)):
+        for name, shape in shapes(setting).items():
+            if dtype != torch.bfloat16 and "D 128" not in name:
+                continue
+            tensors = shape.tensors(dtype, setting.device.torch)
+            wanted = exact(shape.mask, tensors)
+            for kernel in usable(setting, dtype, shape.head_dim):
+                what = f"{kernel.name}, {str(dtype).removeprefix('torch.')}, {name}"
+                yield held(what, partial(attended, kernel, shape.mask, tensors), wanted, LIMITS[dtype])
+    yield from check_large(setting)
+
+
+def held(what: str, run: Callable[[], dict[str, Tensor]], wanted: dict[str, Tensor], limit: float) -> Row:
+    """The largest relative error of what is computed, and whose it is. A kernel that raises is one that is wrong."""
+    try:
+        found = run()
+    except (RuntimeError, ValueError) as error:
+        return Row(what, f"{type(error).__name__}: {error}".splitlines()[0], "", f"at most {limit:.2g}", SOURCE, False)
+    error, tensor = max((relative_error(found[name], wanted[name]), name) for name in wanted)
+    return correct(f"{what}: {tensor}", error, limit, SOURCE)
+
+
+def check_large(setting: Setting) -> Iterator[Row]:
+    """More elements than 32 bits count: the last tokens, which lie beyond, against the same tokens alone."""
+    window = setting.size(1023, 7)
+    tokens, tail = setting.size(2**31 // (32 * 128) + 4096, 60), setting.size(512, 16)
+    mask, near = AttentionMask(window=(window, 0)), tail + window
+    q, k, v, dout = Shape(tokens, 128, mask).tensors(torch.bfloat16, setting.device.torch)
+    every = exact(mask, (q[:, -near:], k[:, -near:], v[:, -near:], dout[:, -near:]))
+    wanted = {name: x[:, -tail:] for name, x in every.items()}
+    for kernel in usable(setting, torch.bfloat16, 128):
+        if kernel.name == "dense":  # its time is quadratic
+            continue
+        what = f"{kernel.name}, bfloat16, {q.numel():,} elements of q, the last {tail} tokens"
+        run = partial(ends, kernel, mask, (q, k, v, dout), tail)
+        yield held(what, run, wanted, LIMITS[torch.bfloat16])
+        setting.device.clean()
+
+
+def ends(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int) -> dict[str, Tensor]:
+    """What `attended` gives of so many last tokens."""
+    return {name: x[:, -tail:].clone() for name, x in attended(kernel, mask, tensors).items()}
+
+
+class Published(NamedTuple):
+    """Shares of the peak: forward without a mask, causal, and backward without a mask."""
+
+    full: float
+    causal: float
+    backward: float
+    source: str
+
+
+FA3 = "FlashAttention-3 (arXiv 2407.08608), H100, D 128, 16k"
+PUBLISHED = {
+    "flash_attn_3": Published(648 / 989, 616 / 989, 561 / 989, FA3),
+    "cudnn": Published(595 / 989, 539 / 989, 516 / 989, FA3),
+    "flash_attn_2": Published(370 / 989, 335 / 989, 322 / 989, FA3),
+    "cuda_flash": Published(370 / 989, 335 / 989, 322 / 989, FA3),
+}
+NEAR = 0.9
+"""A kernel that attains less of its published figure is called in a wrong way, or the figure does not hold here."""
+
+
+def published(setting: Setting, kernel: Kernel) -> Published | None:
+    """Of Hopper alone."""
+    hopper = setting.fake or (setting.device.capability or (0, 0))[0] == 9
+    return PUBLISHED.get(kernel.name) if hopper else None
+
+
+def check_throughput(setting: Setting) -> Iterator[Row]:
+    """Each at 32k tokens. The shares of the peak are what the planner's table should have."""
+    tokens = setting.size(32_768, 64)
+    for kernel in usable(setting, torch.bfloat16, 128):
+        if kernel.name == "dense" and not setting.fake:
+            continue
+        for name, band, pairs in (
+            ("full", (None, None), tokens**2),
+            ("causal", (None, 0), tokens * (tokens + 1) // 2),
+        ):
+            yield from paces(setting, kernel, name, band, Shape(tokens, 128, AttentionMask()), pairs)
+
+
+def paces(
+    setting: Setting, kernel: Kernel, name: str, band: tuple[int | None, int | None], shape: Shape, pairs: int
+) -> Iterator[Row]:
+    """Forward and backward of one call, whose queries see so many pairs."""
+    q, k, v, dout = shape.tensors(torch.bfloat16, setting.device.torch)
+    scores = Scores(shape.head_dim**-0.5)
+    out, lse = kernel.forward(q, k, v, band, scores)
+    work = {
+        "forward": (4, partial(kernel.forward, q, k, v, band, scores)),
+        "backward": (10, partial(kernel.backward, dout, q, k, v, out, lse, band, scores)),
+    }
+    peak, known = setting.device.peak_flops, published(setting, kernel)
+    for way, (factor, call) in work.items():
+        rate = factor * pairs * shape.heads * shape.head_dim / setting.device.seconds(call, setting.size(10, 1))
+        share = "" if peak is None else f", {rate / peak:.1%} of peak"
+        what = f"{kernel.name}, {way} {name}, {shape.tokens:,} tokens{share}"
+        bar = None if known is None else known.backward if way == "backward" else getattr(known, name)
+        if bar is None or peak is None or (way, name) == ("backward", "causal"):  # nobody has published that
+            yield Row(what, rate / 1e12, "TFLOP/s", source="" if known is None else known.source)
+        else:
+            yield setting.at_least(what, rate / 1e12, NEAR * bar * peak / 1e12, "TFLOP/s", f"{NEAR} x {known.source}")
+
+
+CHECKS = (
+    Check("kernels", "Attention kernels against float64", check_kernels),
+    Check("throughput", "TFLOP/s of attention kernels", check_throughput),
+)

@@ -1,0 +1,147 @@
+"""Memory: what a step takes against its simulation, what UPipe's stages save, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention import AttentionMask, Method, Projected, Ulysses, UPipe
+from armillary.attention.kernels import Inputs, Kernel, choose_kernel
+from armillary.models.layers.projections import HeadProjections
+from gpu.check import Check, Row, Setting
+from gpu.model import POLICIES, TINY, cut
+
+WITHIN = 0.05
+RESERVE = 5 * 2**30
+DIM = 128
+
+
+def chosen_kernel(setting: Setting, dim: int) -> Kernel:
+    """What is chosen here for bfloat16."""
+    x = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device=setting.device.torch)
+    return choose_kernel(Inputs.of(x, x))
+
+
+def check_memory(setting: Setting) -> Iterator[Row]:
+    """Steps of an 8B cut: simulated, and by the allocator."""
+    from armillary.plan.memory import Job, SimulatedFlash, simulate
+    from armillary.plan.memory.estimate import AttentionChoice, estimate
+
+    config = cut(setting, 4)
+    kernel = chosen_kernel(setting, config.head_dim)
+    simulated = SimulatedFlash(version=3 if kernel.name == "flash_attn_3" else 2)
+    for name, length in product_of(setting):
+        policy = POLICIES[name]
+        job = Job(model=config, axes={}, attention=AttentionChoice("local"), length=length, checkpointing=policy)
+        expected = (estimate(job) if name == "none" else simulate(replace(job, kernel=simulated))).device
+        with setting.alone() as mesh:
+            found = setting.device.peak(partial(one_step, replace(job, kernel=kernel), mesh))
+        what, source = (
+            f"{name}, {length:,} tokens",
+            "closed formulas" if name == "none" else "armillary.plan's simulation",
+        )
+        within = abs(found.allocated / expected - 1) <= WITHIN
+        bar = f"{expected / 2**30:.2f} within {WITHIN:.0%}"
+        yield Row(f"{what}: allocated", found.allocated / 2**30, "GiB", bar, source, None if setting.fake else within)
+        spare = (found.reserved - found.allocated) / 2**30
+        yield setting.at_most(f"{what}: reserved beyond that", spare, RESERVE / 2**30, "GiB", "the planner's reserve")
+
+
+def product_of(setting: Setting) -> list[tuple[str, int]]:
+    """Policies, and lengths of a sequence."""
+    names = ("none", "layer", "attention_output", "layer, offloaded", "attention_output, offloaded")
+    lengths = setting.size((8192, 32_768), (64,))
+    return [(name, length) for length in lengths for name in names[: setting.size(None, 2)]]
+
+
+def one_step(job: Any, mesh: DeviceMesh) -> None:
+    """What the simulation runs, on the device."""
+    from armillary.plan.memory import SimulatedStep
+
+    step = SimulatedStep.of(job, mesh)
+    optimizer = step.start()
+    step.train_step(optimizer)
+
+
+def check_upipe(setting: Setting) -> Iterator[Row]:
+    """q, k, v and out that a forward pass from hidden states holds beyond what stays: UPipe's, beside those of all."""
+    for heads, key_heads, saved in ((64, 8, 0.778), (64, 64, 0.875))[: setting.size(None, 1)]:
+        whole = 2 * heads + 2 * key_heads
+        for name, bar in (("UPipe, stages of 8", saved - 0.01), ("Ulysses", None)):
+            with setting.one_of(ulysses=8) as mesh:
+                axis = mesh["ulysses"]
+                method = Ulysses(axis) if bar is None else UPipe(axis, heads_per_stage=8)
+                held = intermediates(setting, method, heads, key_heads)
+            what = f"{name}, H {heads}, K {key_heads}: {held:.1f} heads at once, saved of {whole}"
+            source = "UPipe (arXiv 2602.21196): (2 S + 2 min(K, S)) / (2 H + 2 K) are left"
+            share = 1 - held / whole
+            yield Row(what, share) if bar is None else setting.at_least(what, share, bar, "", source)
+
+
+def intermediates(setting: Setting, method: Method, heads: int, key_heads: int) -> float:
+    """In heads of a rank's tokens. What stays is left out: x, weights, the full out and lse."""
+    tokens, width, place = setting.size(16_384, 64), 64, {"dtype": torch.bfloat16, "device": setting.device.torch}
+    kept = list[torch.Tensor]()
+    query, key, value = (nn.Linear(width, n * DIM, bias=False, **place) for n in (heads, key_heads, key_heads))
+    source = HeadProjections(query, key, value, heads, key_heads, DIM)
+    x = torch.zeros(1, tokens, width, **place)
+    mask, layout = AttentionMask(), method.layout(8 * tokens)
+
+    def work() -> None:
+        kept.clear()
+        if isinstance(method, UPipe):
+            kept.extend(method.attend(Projected(x, source), method.call_for(x, source, mask=mask, layout=layout)))
+        else:
+            kept.append(method.projected(x, source, mask=mask, layout=layout))
+
+    with torch.no_grad():
+        work()  # what libraries keep for themselves comes with the first call
+        kept.clear()
+        peak = setting.device.peak(work).allocated
+    return (peak - sum(x.nbytes for x in kept)) / (tokens * DIM * 2)
+
+
+def check_length(setting: Setting) -> Iterator[Row]:
+    """LLaMA-3-8B on one rank of eight, all on the device: 95% of the longest sequence that should fit."""
+    from armillary.models import Checkpointing, LlamaConfig
+    from armillary.plan.memory import Job, SimulatedFlash, simulate
+    from armillary.plan.memory.estimate import AttentionChoice, estimate
+    from armillary.plan.memory.fit import Room, longest
+
+    kernel = chosen_kernel(setting, DIM)
+    job = Job(
+        model=setting.size(LlamaConfig.llama3_8b(), TINY),
+        axes={"ulysses": 8},
+        attention=AttentionChoice("upipe"),
+        length=8192,
+        checkpointing=Checkpointing("attention_output"),
+        kernel=SimulatedFlash(version=3 if kernel.name == "flash_attn_3" else 2),
+    )
+    room = Room(setting.size(setting.device.memory - RESERVE, 2**21), 2**50)
+    step, start = setting.size((8192, 2**19), (128, 256))
+
+    def outlook(length: int) -> Any:
+        return estimate(replace(job, length=length))
+
+    fit = longest(lambda length: simulate(replace(job, length=length)), outlook, room, step, start)
+    yield Row("longest by the planner", fit.length, "tokens", source=f"{room.device / 2**30:.4g} GiB")
+    length = int(0.95 * fit.length) // step * step
+    with setting.one_of(ulysses=8) as mesh:
+        found = setting.device.peak(partial(one_step, replace(job, length=length, kernel=kernel), mesh))
+    what = f"a step of {length:,} tokens, 95% of it: reserved"
+    bar = f"at most {setting.device.memory / 2**30:.4g}"
+    fits = found.reserved <= setting.device.memory
+    yield Row(what, found.reserved / 2**30, "GiB", bar, "the device's memory: it did not run out", fits)
+
+
+CHECKS = (
+    Check("memory", "Memory of a step against its simulation", check_memory),
+    Check("upipe-memory", "What UPipe's stages save", check_upipe),
+    Check("length", "The longest sequence that fits one rank's share", check_length),
+)

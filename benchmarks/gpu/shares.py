@@ -1,0 +1,139 @@
+"""One rank's share of eight, whose exchanges cost nothing: host against device, and the trace against a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Method, build_attention
+from armillary.attention.kernels import Kernel
+from armillary.core import Trace, label
+from gpu.check import Check, Row, Setting
+from gpu.memory import chosen_kernel
+
+RANKS = 8
+CROSSING = 4096
+"""Tokens a rank from which attention keeps the device busy: 1.5 ms of host time (Ulysses) to 6 (UPipe) are as long as
+attention of 1.8k to 3.6k."""
+METHODS = {"ring": {"ring": 8}, "ulysses": {"ulysses": 8}, "usp": {"ring": 2, "ulysses": 4}, "upipe": {"ulysses": 8}}
+
+
+@dataclass(eq=False)
+class Recorded(Kernel):
+    """A kernel that takes down its calls, to be made again without anything around them."""
+
+    kernel: Kernel
+    calls: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def refuses(self, inputs: Any) -> str | None:
+        return self.kernel.refuses(inputs)
+
+    def cut(self, tile: Any) -> Any:
+        return self.kernel.cut(tile)
+
+    def forward(self, *args: Any) -> Any:
+        self.calls.append(partial(self.kernel.forward, *args))
+        return self.kernel.forward(*args)
+
+    def backward(self, *args: Any) -> Any:
+        self.calls.append(partial(self.kernel.backward, *args))
+        return self.kernel.backward(*args)
+
+    def again(self) -> None:
+        for call in self.calls:
+            call()
+
+
+@dataclass(frozen=True)
+class Share:
+    """Forward and backward of one rank, as an 8B model's layer has it: 32 heads, 8 for keys, of 128."""
+
+    attend: Method
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    kernel: Kernel
+
+    @classmethod
+    def of(cls, setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Share:
+        attend, place = build_attention(name, mesh), {"dtype": torch.bfloat16, "device": setting.device.torch}
+        q, k, v, dout = (torch.randn(1, tokens, heads, 128, **place) for heads in (32, 8, 8, 32))
+        return cls(attend, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout), kernel)
+
+    def forward(self) -> Tensor:
+        *inputs, _ = self.tensors
+        layout = self.attend.layout(inputs[0].shape[1] * RANKS)
+        return self.attend(*inputs, mask=AttentionMask(), layout=layout, kernel=self.kernel)
+
+    def run(self) -> None:
+        *inputs, dout = self.tensors
+        torch.autograd.grad(self.forward(), inputs, dout)
+
+
+def check_share(setting: Setting) -> Iterator[Row]:
+    """Milliseconds of host and device by tokens, from where on the device is the slower one, and what of it is the
+    bare kernel."""
+    kernel, lengths = chosen_kernel(setting, 128), setting.size([2**n * 1024 for n in range(7)], [8, 16])
+    for name, axes in METHODS.items():
+        crossing = None
+        with setting.one_of(**axes) as mesh:
+            for tokens in lengths:
+                share = Share.of(setting, name, mesh, tokens, kernel)
+                repeats, warmup = setting.size((5, 2), (1, 0))
+                host = 1e3 * setting.device.host_seconds(share.run, repeats, warmup)
+                device = 1e3 * setting.device.seconds(share.run, repeats, warmup)
+                crossing = crossing or (tokens if device > 1.05 * host else None)
+                yield Row(f"{name}, {tokens:,} tokens a rank: device; host {host:.3g}", device, "ms")
+            what, source = f"{name}: the device is slower from", "host.py's microseconds, and a kernel at 500 TFLOP/s"
+            if crossing is None:
+                yield Row(what, "none of these", "", f"at most {CROSSING}", source, None if setting.fake else False)
+            else:
+                yield setting.at_most(what, crossing, CROSSING, "tokens a rank", source)
+            yield bare(setting, name, mesh, setting.size(16_384, 16), kernel)
+
+
+def bare(setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Row:
+    """What of a share's time its kernel calls take, made one after another with nothing around them."""
+    recorded = Recorded(kernel)
+    share = Share.of(setting, name, mesh, tokens, kernel)
+    all_of_it = setting.device.seconds(share.run, setting.size(5, 1), setting.size(2, 0))
+    Share(share.attend, share.tensors, recorded).run()
+    alone = setting.device.seconds(recorded.again, setting.size(5, 1), setting.size(2, 0))
+    what = f"{name}, {tokens:,} tokens a rank: {len(recorded.calls)} kernel calls alone, over all of it"
+    return setting.at_least(what, alone / all_of_it, 0.95, "", "aim: cells lose 5% to merges and copies")
+
+
+def check_trace(setting: Setting) -> Iterator[Row]:
+    """A span of `armillary.core.Trace` against what torch's profiler says of the same label."""
+    kernel, tokens = chosen_kernel(setting, 128), setting.size(32_768, 64)
+    for name in ("ring", "ulysses"):
+        with setting.one_of(**METHODS[name]) as mesh:
+            share = Share.of(setting, name, mesh, tokens, kernel)
+            trace = Trace(setting.device.type)
+            share.forward()
+            profiled = setting.device.labelled(partial(traced, share, trace), "share")
+            spans = [event for event in trace.events() if event.get("name") == "share"]
+            seconds = sum(event["dur"] for event in spans) / 1e6
+            cells = sum(event["dur"] for event in trace.events() if event.get("cat") == "compute") / 1e6
+            what = f"{name}, {tokens:,} tokens a rank: {cells / seconds:.1%} of it in cells; trace over profile, less 1"
+            yield setting.at_most(what, abs(seconds / profiled - 1), 0.02, "", "both are CUDA's clocks")
+
+
+@torch.no_grad()
+def traced(share: Share, trace: Trace) -> None:
+    """Forward alone: a profile does not show what autograd's thread does under this thread's label."""
+    with trace, label("share"):
+        share.forward()
+
+
+CHECKS = (
+    Check("share", "One rank's share of eight: host, device and the bare kernel", check_share),
+    Check("trace", "The trace against torch's profiler", check_trace),
+)

@@ -1,0 +1,88 @@
+"""What is asked of a GPU and is no measurement: kernels, the trainer's step under each policy, waits of the host.
+
+`pytest -m gpu` asks a GPU. Bodies take the device, and run on the CPU too: kernels in the rehearsal of benchmarks/gpu.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import armillary.train
+from armillary.core.placements import local_of
+from armillary.core.testing import relative_error
+from armillary.train import Config, DataConfig, ModelConfig, Run, TrainConfig, prepare, process_group
+from armillary.train.step import backward, train_step
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from gpu.check import Setting
+from gpu.device import CpuDevice, CudaDevice
+from gpu.kernels import check_kernels
+from gpu.model import POLICIES
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = pytest.param(CudaDevice, marks=ON_GPU, id="cuda")
+CPU = pytest.param(CpuDevice, id="cpu")
+LIMITS = {"float32": 1e-4, "bfloat16": 0.03}
+READS = {"cuda": 2, "cpu": 3}
+"""What a step reads of the device: its loss, and the norm of its gradients; the CPU has the batch's labels, too."""
+SMALL = Config(
+    model=ModelConfig(dim=256, layers=2, heads=4, kv_heads=2, hidden_dim=640),
+    data=DataConfig(path=(Path(armillary.train.__file__).parent,), sequence_length=128, global_batch_size=2),
+)
+
+
+@pytest.mark.parametrize("device", [GPU])
+def test_kernels_agree_with_float64(device):
+    """Head dims 64 to 256, 32 query heads on 8, packed documents, windows, one query, over 2^31 elements."""
+    rows = list(check_kernels(Setting(device(), fake=device is CpuDevice)))
+    assert not [row for row in rows if not row.passed]
+
+
+@contextmanager
+def running(device: str, policy: str, precision: str, folder: Path) -> Iterator[Run]:
+    train = TrainConfig(steps=2, device=device, precision=precision, output=folder)
+    config = replace(SMALL, checkpointing=POLICIES[policy], train=train)
+    with process_group(config) as chosen:
+        yield prepare(config, chosen)
+
+
+def gradients(run: Run) -> torch.Tensor:
+    """All of them in a row, on the host."""
+    return torch.cat([local_of(p.grad).cpu().flatten() for p in run.model.parameters()])
+
+
+def policies() -> list:
+    """One of them on the CPU, too, in the suite."""
+    one = "attention_output, offloaded"
+    here = [pytest.param(CpuDevice, p, id=f"cpu-{p}", marks=[pytest.mark.long] * (p != one)) for p in POLICIES]
+    return [*here, *(pytest.param(CudaDevice, p, id=f"cuda-{p}", marks=ON_GPU) for p in POLICIES)]
+
+
+@pytest.mark.parametrize(("device", "policy"), policies())
+def test_a_step_of_the_trainer_is_that_of_the_cpu_in_float32(device, policy, tmp_path):
+    with running("cpu", "none", "float32", tmp_path / "exact") as exact:
+        batch = next(exact.training)
+        weights = [local_of(p).detach().clone() for p in exact.model.parameters()]
+        labelled = torch.tensor(batch.labelled)
+        wanted = float(backward(exact, batch, labelled)), gradients(exact)
+    for precision, limit in LIMITS.items():
+        with running(device.type, policy, precision, tmp_path / precision) as run:
+            with torch.no_grad():
+                for parameter, weight in zip(run.model.parameters(), weights, strict=True):
+                    local_of(parameter).copy_(weight)
+            loss = float(backward(run, batch, labelled.to(run.device)))
+            assert abs(loss / wanted[0] - 1) < limit / 10
+            assert relative_error(gradients(run), wanted[1]) < limit
+            run.optimizer.zero_grad()
+            waits = device().syncs(partial(train_step, run, 1, [batch]))
+            assert len(waits) <= READS[device.type], waits
+
+
+def test_a_gpus_tests_are_collected_and_skipped_where_there_is_none():
+    assert len([each for each in policies() if each.marks == ON_GPU]) == len(POLICIES) == 6
