@@ -301,6 +301,8 @@ STARTED = [
     ("--log.profile 99", "--log.profile: there is no step 99; choose from 1 to 80"),
     ("--log.trace-steps 3", "--log.trace-steps: name the file too"),
     ("--log.memory-snapshot 3", "--log.memory-snapshot: only cuda's allocator keeps a history"),
+    ("--parallel.kernel cudnn", "--parallel.kernel cudnn: no kernel for "),
+    ("--parallel.kernel cudnn", "cudnn: runs on CUDA, not on cpu; what accepts them: cpu_flash, dense"),
     ("--train.device cuda", "cuda"),
 ]
 

@@ -6,10 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from armillary.core.fake_world import fake_world
 from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
+from armillary.train.build import build_model
 from armillary.train.cli import main
+from armillary.train.config.command import read_command
 from armillary.train.dry_run import dry_run
+from armillary.train.dry_run.predict import axes_of
 
 RANKS = {
     "debug": 4,
@@ -65,6 +69,36 @@ def test_a_dry_run_tells_mesh_and_shapes_and_where_memory_and_time_are_told(caps
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
+def kernels(*flags: str, **options) -> list[tuple[str, str | None, dict[str, str]]]:
+    found = dry_run(read_command([*flags, "--model.vocab-size", "257"])[0].run, **options).kernels
+    return [(each.device, each.name, each.others) for each in found]
+
+
+def test_a_dry_run_says_which_kernel_attention_would_run_on_and_why_not_on_a_better_one(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ampere, hopper, blackwell = kernels()
+    assert ampere[:2] == ("compute capability 8.0 (Ampere, Ada)", "cuda_flash")
+    assert hopper[1:] == ("cudnn", {"flash_attn_3": "flash_attn_interface is not installed"})
+    assert blackwell[1:] == ("cudnn", {"flash_attn_4": "flash_attn.cute.interface is not installed"})
+    assert kernels("--train.device", "cpu") == [("cpu", "cpu_flash", {})]
+    ((_, name, others),) = kernels("--data.document-mask", capability=(9, 0))
+    assert name == "cuda_flash" and set(others) == {"flash_attn_3", "flash_attn_2"}
+    assert [name for _, name, _ in kernels("--train.precision", "float32")] == ["efficient"] * 3
+    named = kernels("--parallel.kernel", "cudnn")
+    assert [name for _, name, _ in named] == [None, "cudnn", "cudnn"] and "not 8.0" in named[0][2]["cudnn"]
+    shown = said(capsys, "--model.vocab-size", "257").splitlines()
+    assert (
+        "attention kernel on compute capability 9.0 (Hopper): cudnn (not flash_attn_3: flash_attn_interface is not "
+        "installed)"
+    ) in shown
+
+
+def test_a_run_attends_with_the_kernel_that_is_named():
+    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=2, kernel="dense"))
+    with fake_world(**axes_of(config, 4)) as mesh:
+        assert build_model(config, mesh, 257, torch.float32)[1].kernel == "dense"
+
+
 def test_a_dry_run_for_machines_is_json(capsys):
     flags = ["--model.vocab-size", "257", "--parallel.shard", "4", "--ranks", "16", "--json"]
     found = json.loads(said(capsys, *flags))
@@ -102,6 +136,10 @@ def test_torchruns_ranks_are_taken_and_the_first_speaks(capsys, monkeypatch):
         ("--data.path nowhere", "nowhere"),
         ("--model.pretrained nowhere", "cannot read nowhere/config.json"),
         ("--optimizer.lr -1", "--optimizer.lr -1.0: must be above 0"),
+        (
+            "--parallel.kernel flash",
+            "--parallel.kernel flash: known are cpu_flash, flash_attn_3, flash_attn_4, cudnn, ",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(capsys, flags, message):

@@ -23,6 +23,7 @@ from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
 from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup, set_allocator
+from armillary.train.kernels import check_kernel
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
@@ -39,6 +40,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
         set_allocator(cuda_setup(config))
+    check_kernel(config, precision(config, device), device)
     mine = not dist.is_initialized()
     if mine:
         both = config.optimizer.cpu_offload
@@ -107,6 +109,7 @@ def shard_model(
         team=parallel.team,
         placement=parallel.placement,
     )
+    attention.kernel = parallel.kernel
     model = meta_model(sizes).to(accumulation_dtype(precision))
     parallelize(
         model,

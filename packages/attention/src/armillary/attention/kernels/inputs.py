@@ -42,11 +42,19 @@ class Inputs:
     activated: str | None = None
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, softcap: float | None = None, mask: AttentionMask | None = None) -> Inputs:
-        """Of a call on this machine."""
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        softcap: float | None = None,
+        mask: AttentionMask | None = None,
+        device: torch.device | None = None,
+    ) -> Inputs:
+        """Of a call on this machine, or on a device of it that the tensors are not on."""
+        device = device or q.device
         windowed, documents = (False, False) if mask is None else (mask.window is not None, mask.documents is not None)
-        shape = (q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
-        return cls(*shape, *_machine(q.device), windowed=windowed, documents=documents, activated=_activated())
+        shape = (device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
+        return cls(*shape, *_machine(device), windowed=windowed, documents=documents, activated=_activated())
 
     def __str__(self) -> str:
         cap = "" if self.softcap is None else f", softcap {self.softcap:g}"

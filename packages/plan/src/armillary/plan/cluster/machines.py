@@ -10,11 +10,21 @@ from armillary.plan.cluster.node import Accelerator, Node
 GB, GiB, TB = 10**9, 2**30, 10**12
 
 H100 = Accelerator(
-    name="H100 80 GB", memory=int(79.1 * GiB), flops=989e12, memory_bandwidth=3.35e12, host_bandwidth=50e9
+    name="H100 80 GB",
+    memory=int(79.1 * GiB),
+    flops=989e12,
+    memory_bandwidth=3.35e12,
+    host_bandwidth=50e9,
+    capability=9.0,
 )
 H200 = replace(H100, name="H200 141 GB", memory=int(139.7 * GiB), memory_bandwidth=4.8e12)
 A100_80 = Accelerator(
-    name="A100 80 GB", memory=int(79.2 * GiB), flops=312e12, memory_bandwidth=2.0e12, host_bandwidth=22e9
+    name="A100 80 GB",
+    memory=int(79.2 * GiB),
+    flops=312e12,
+    memory_bandwidth=2.0e12,
+    host_bandwidth=22e9,
+    capability=8.0,
 )
 A100_40 = replace(A100_80, name="A100 40 GB", memory=int(39.4 * GiB), memory_bandwidth=1.55e12)
 L20 = Accelerator(
@@ -23,6 +33,7 @@ L20 = Accelerator(
     flops=119.5e12,
     memory_bandwidth=864e9,
     host_bandwidth=17.5e9,
+    capability=8.9,
     attention=0.85,
     attention_backward=0.7,
 )

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf
 
+import torch
+
+from armillary.attention.kernels import Inputs, efficiency, rulings
 from armillary.core.quantity import LARGEST
 from armillary.plan.cluster.network import Link
+
+USUAL = (0.55, 0.45)
+"""Shares of the peak where nothing is published: forward, backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +25,10 @@ class Accelerator:
         flops: dense FLOP/s in bfloat16, the peak that MFU is counted by.
         memory_bandwidth: bytes a second of its own memory.
         host_bandwidth: bytes a second to and from the machine's memory, each way.
-        matmul, attention, attention_backward: shares of the peak that large products and attention kernels attain.
+        matmul: share of the peak that large products attain.
+        capability: compute capability of a CUDA device, such as 9.0; with it, attention's shares of the peak are those
+            published of the kernel that runs (`armillary.attention.kernels.efficiency`).
+        attention, attention_backward: those shares, measured or fitted, in place of published ones.
         step: seconds that each step of a method costs beside its kernels: launches and merges.
 
     Raises:
@@ -32,17 +41,43 @@ class Accelerator:
     memory_bandwidth: float
     host_bandwidth: float
     matmul: float = 0.65
-    attention: float = 0.55
-    attention_backward: float = 0.45
+    capability: float | None = None
+    attention: float | None = None
+    attention_backward: float | None = None
     step: float = 60e-6
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("name", "step") and not 0 < value < inf:
+            if value is not None and each.name not in ("name", "step") and not 0 < value < inf:
                 raise ValueError(f"accelerator {self.name}: {each.name}={value} must be above 0, and finite")
         if not 0 <= self.step < inf:
             raise ValueError(f"accelerator {self.name}: step={self.step} must not be below 0, and finite")
+
+    def attention_shares(self, kernel: str | None = None, shards: int = 1) -> tuple[float, float]:
+        """What attention attains of the peak: (forward, backward).
+
+        Args:
+            kernel: by name; unless given, the fastest that torch ships.
+            shards: of the sequence: the more, the fewer pieces are causal.
+        """
+        known = efficiency(kernel or self.kernel or "", self.compute_capability)
+        forward, backward = USUAL if known is None else (known.forward(shards), known.backward)
+        return self.attention or forward, self.attention_backward or backward
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """(9, 0) of 9.0."""
+        return None if self.capability is None else divmod(round(10 * self.capability), 10)
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel of long sequences in 16 bits that needs no other package than torch; None: not known."""
+        if self.compute_capability is None:
+            return None
+        inputs = Inputs("cuda", torch.bfloat16, 128, 128, capability=self.compute_capability)
+        found = (each for each in rulings(inputs) if each.kernel.limits.module is None and each.refused is None)
+        return next(found).kernel.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _of
         ValueError: a configuration that could not be trained, or no such cluster.
     """
     machines = cluster_of(cluster)
-    found = dry_run(config, machines.ranks)
+    found = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
     job = job_of(config, found.axes, found.model, precision_of(config))
     alone = found.axes["tp"] == 1
     return Prediction(
@@ -124,7 +124,7 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     assert isinstance(job.attention, AttentionChoice)
     mesh = Mesh(job.axes["shard"], job.axes["ring"], job.axes["ulysses"])
     rows = job.rows * mesh.shard
-    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows)
+    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, config.parallel.kernel)
     parts, once = config.train.accumulation, step_time(job, passes, cluster)
     times = {name: parts * seconds for name, seconds in once.parts().items()}
     return StepTime(**times | {"optimizer": once.optimizer})

@@ -35,7 +35,7 @@ def config_of(found: SearchResult, choice: Choice) -> Config:
     return replace(
         recipe,
         model=sizes_of(found.model),
-        parallel=ParallelConfig(**choice.candidate.parallel),
+        parallel=ParallelConfig(**choice.candidate.parallel, kernel=found.plan.kernel),
         checkpointing=choice.checkpointing,
         data=DataConfig(sequence_length=found.length, global_batch_size=found.plan.rows),
         optimizer=replace(recipe.optimizer, cpu_offload=choice.on_host),

@@ -20,6 +20,7 @@ from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
 from armillary.plan.search.keeping import fitted
+from armillary.train.config.check import check_kernel_name
 from armillary.train.config.limits import Count, check_limits
 
 AS_FAST = 1e-3
@@ -49,6 +50,8 @@ class SearchPlan:
     """Sequences of a step, over all ranks."""
     attention: tuple[str, ...] = ()
     """Only these methods, as --parallel.attention has them."""
+    kernel: str | None = None
+    """Attention kernel, as --parallel.kernel has it; by default the fastest that torch ships."""
     best: Count = 10
     """Number of candidates to show."""
     reserve: Quantity = RESERVE
@@ -116,6 +119,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
         ValueError: an unknown name, a length or rows that no candidate takes.
     """
     check_limits(plan)
+    check_kernel_name("--kernel", plan.kernel)
     cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
@@ -128,14 +132,16 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     choices = list[Choice]()
     for i, candidate in enumerate(wanted):
         progress(i, len(wanted))
-        passes = passes_of(candidate, model, cluster, length, plan.rows)
+        passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel)
         choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes))
     choices.sort(key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
     return SearchResult(plan, model, cluster, room, length, choices)
 
 
-def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int) -> Passes:
-    """Attention of a block, on causal zigzag sequences."""
+def passes_of(
+    candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, kernel: str | None = None
+) -> Passes:
+    """Attention of a block, on causal zigzag sequences; by the fastest kernel that torch ships, or the one named."""
     mesh, attention = candidate.mesh, candidate.attention
     work = AttentionShape.of(
         attention.layout(length, mesh.ring),
@@ -146,7 +152,8 @@ def passes_of(candidate: Candidate, model: Model, cluster: Cluster, length: int,
         dtype=torch.bfloat16,
         batch=rows // mesh.shard,
     )
-    return Passes.of(attention.comm_plan(work, mesh.ring, mesh.ulysses), cluster, model.head_dim, copies=mesh.shard)
+    plan = attention.comm_plan(work, mesh.ring, mesh.ulysses)
+    return Passes.of(plan, cluster, model.head_dim, mesh.shard, mesh.ring, kernel)
 
 
 def choose(

@@ -96,7 +96,7 @@ def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Can
     def predict(candidate: Candidate) -> CandidatePrediction:
         mesh, attention = candidate.mesh, candidate.attention
         mine = replace(job, axes=mesh.axes, attention=attention, rows=job.rows // mesh.shard)
-        passes = passes_of(candidate, job.model, cluster, job.length, job.rows)
+        passes = passes_of(candidate, job.model, cluster, job.length, job.rows, config.parallel.kernel)
         memory, taken = estimate(mine), step_time(mine, passes, cluster)
         return CandidatePrediction(candidate, taken.seconds, missing(memory, room) if room.share(memory) > 1 else None)
 

@@ -76,6 +76,8 @@ class ParallelConfig:
     """wallfacer: ranks of a team (C), whose square divides ring; by default the largest that fits."""
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """wallfacer: whether neighbouring ranks make a team, or a ring."""
+    kernel: str | None = None
+    """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default none."""
 

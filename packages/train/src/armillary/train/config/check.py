@@ -7,6 +7,7 @@ from math import isfinite
 
 import torch
 
+from armillary.attention.kernels import KERNELS
 from armillary.attention.registry import names
 from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.config.limits import check_limits
@@ -50,10 +51,11 @@ def check_data(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """The method's name, and sequences long enough for their shards."""
+    """The names of method and kernel, and sequences long enough for their shards."""
     parallel, length = config.parallel, config.data.sequence_length
     if parallel.attention not in names():
         raise ValueError(f"no attention method {parallel.attention!r}; known: {', '.join(names())}")
+    check_kernel_name("--parallel.kernel", parallel.kernel)
     if parallel.cp is not None and (parallel.ring, parallel.ulysses) != (None, None):
         raise ValueError(
             f"--parallel.cp {parallel.cp} is split into ring and ulysses; give either it, or --parallel.ring and "
@@ -65,6 +67,13 @@ def check_parallel(config: Config) -> None:
             f"--data.sequence-length {length}: a sequence of {length} tokens is shorter than its {shards} shards; make "
             "it longer, or use fewer ranks on ring and ulysses"
         )
+
+
+def check_kernel_name(flag: str, name: str | None) -> None:
+    """Refuses what is no kernel's name."""
+    names = [kernel.name for kernel in KERNELS]
+    if name not in (None, *names):
+        raise ValueError(f"{flag} {name}: known are {', '.join(names)}")
 
 
 def check_tasks(config: Config) -> None:

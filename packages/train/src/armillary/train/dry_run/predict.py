@@ -16,6 +16,7 @@ from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
+from armillary.train.kernels import Capability, ChosenKernel, kernels_of
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens
@@ -37,6 +38,7 @@ class DryRun:
         largest: the largest parameters.
         flops: of a step over all ranks.
         cuda: what is asked of CUDA and NCCL; None on the CPU.
+        kernels: which one attention runs on, by device.
     """
 
     axes: dict[str, int]
@@ -49,17 +51,19 @@ class DryRun:
     tokens_per_step: int
     flops: float
     cuda: CudaSetup | None
+    kernels: list[ChosenKernel]
 
     @property
     def ranks(self) -> int:
         return prod(self.axes.values())
 
 
-def dry_run(config: Config, ranks: int | None = None) -> DryRun:
+def dry_run(config: Config, ranks: int | None = None, capability: Capability | None = None) -> DryRun:
     """Shards and shapes of a run. Needs no process group, no GPU and, with a given vocabulary, no data.
 
     Args:
         ranks: by default torchrun's, else what the axes multiply to.
+        capability: compute capability of their accelerators; by default this machine's, or one of each family.
 
     Raises:
         ValueError: a configuration that could not be trained on so many ranks.
@@ -81,6 +85,7 @@ def dry_run(config: Config, ranks: int | None = None) -> DryRun:
         tokens_per_step=tokens,
         flops=tokens * model.config.flops_per_token(config.data.sequence_length),
         cuda=None if config.train.device == "cpu" else cuda_setup(config),
+        kernels=kernels_of(config, model.config, dtype, capability),
     )
 
 

@@ -12,6 +12,7 @@ from armillary.models import GPTConfig
 from armillary.train.config import Config
 from armillary.train.cuda_setup import CudaSetup
 from armillary.train.dry_run.predict import DryRun, dry_run
+from armillary.train.kernels import ChosenKernel
 
 PLANNER = (
     "memory and time of a step: armillary-plan run, with these flags and --cluster 8xh100 (pip install armillary-plan)"
@@ -37,7 +38,7 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
 
 
 def show(found: DryRun, where: str = "") -> None:
-    """Prints model and mesh, shapes of a step, and parameters.
+    """Prints model and mesh, shapes of a step, parameters, and attention's kernel.
 
     Args:
         where: on which machines.
@@ -49,7 +50,7 @@ def show(found: DryRun, where: str = "") -> None:
     print_table(STEP, ([name, shown(shape)] for name, shape in found.shapes.items()))
     print()
     print_table(PARAMETERS, parameters(found))
-    print()
+    print("", *map(kernel_line, found.kernels), "", sep="\n")
 
 
 def asked(cuda: CudaSetup) -> str:
@@ -76,6 +77,13 @@ def parameters(found: DryRun) -> Iterator[list[str]]:
         yield [parameter.name, str(parameter.count), shown(parameter.shape), shown(parameter.local)]
     yield []
     yield ["all", "", f"{found.parameters:,}", f"{found.local_parameters:,}"]
+
+
+def kernel_line(kernel: ChosenKernel) -> str:
+    """The kernel on a device, and why it is not another."""
+    why = "; ".join(f"{name}: {reason}" for name, reason in kernel.others.items())
+    not_others = f" (not {why})" if why else ""
+    return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{not_others}"
 
 
 def shown(shape: tuple[int, ...]) -> str:

@@ -1,0 +1,81 @@
+"""Which attention kernel a run uses: on its device, or, before there is one, on accelerators of each family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from armillary.attention.kernels import Inputs, choose_kernel, rulings
+from armillary.attention.kernels.limits import FAMILIES
+from armillary.models import GPTConfig, LlamaConfig
+from armillary.train.config import Config
+from armillary.train.model import model_config
+
+Capability = tuple[int, int]
+EACH: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities for which a dry run tells it where no GPU is at hand."""
+
+
+@dataclass(frozen=True)
+class ChosenKernel:
+    """The kernel of a run on one kind of device.
+
+    Args:
+        device: for people.
+        name: of the kernel; None: what was asked for by name is refused there.
+        others: why not those that would stand before it, or why what was asked for is refused.
+    """
+
+    device: str
+    name: str | None
+    others: dict[str, str]
+
+
+def kernels_of(
+    config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, capability: Capability | None = None
+) -> list[ChosenKernel]:
+    """On the CPU if the configuration asks for it, else on this capability, this machine's GPU, or each family's.
+
+    What is installed is that of this machine.
+    """
+    if config.train.device == "cpu":
+        return [chosen(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
+    inputs = inputs_of(config, model, dtype, torch.device("cuda"))
+    known = inputs.capability if capability is None else capability
+    return [chosen(replace(inputs, capability=each), config.parallel.kernel) for each in ([known] if known else EACH)]
+
+
+def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses a kernel that cannot do what the run is about to ask of it on this device. Communicates nothing.
+
+    Raises:
+        ValueError: names the flag, the reason, and kernels that can.
+    """
+    model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
+    try:
+        choose_kernel(inputs_of(config, model, dtype, device), config.parallel.kernel)
+    except ValueError as error:
+        raise ValueError(f"--parallel.kernel {config.parallel.kernel}: {error}") from error
+
+
+def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """What layers ask of a kernel on a device of this machine; of one without a GPU, what its torch would say."""
+    head = torch.empty(model.head_dim, dtype=dtype, device="meta")
+    windowed = isinstance(model, LlamaConfig) and model.window is not None
+    return replace(Inputs.of(head, head, device=device), windowed=windowed, documents=config.data.document_mask)
+
+
+def chosen(inputs: Inputs, wanted: str | None) -> ChosenKernel:
+    """The kernel for these inputs, and why not a better one."""
+    where = inputs.device
+    if inputs.capability is not None:
+        number = ".".join(map(str, inputs.capability))
+        where = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
+    found = [each for each in rulings(inputs) if each.kernel.limits.device in (None, inputs.device)]
+    if wanted is not None:
+        refused = next((each.refused for each in found if each.kernel.name == wanted), "of another device")
+        return ChosenKernel(where, wanted if refused is None else None, {wanted: refused} if refused else {})
+    name = choose_kernel(inputs).name
+    before = found[: [each.kernel.name for each in found].index(name)]
+    return ChosenKernel(where, name, {each.kernel.name: each.why_not for each in before})
