@@ -52,7 +52,8 @@ class Order(Source):
     def measured_run(self) -> Config:
         """The run, stripped of what does not matter to measurements."""
         parallel = self.run.parallel
-        kept = ParallelConfig(replicate=parallel.replicate, tp=parallel.tp, compiler=parallel.compiler)
+        same = {"compiler": parallel.compiler, "kernel": parallel.kernel}
+        kept = ParallelConfig(replicate=parallel.replicate, tp=parallel.tp, **same)
         return replace(self.run, parallel=kept, log=LogConfig())
 
     @property
