@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, reference_attention
-from armillary.attention.kernels import KERNELS, Inputs, Kernel, Scores
+from armillary.attention.kernels import KERNELS, Inputs, Kernel, Scores, efficiency
 from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
 from gpu.check import Check, Row, Setting, correct
@@ -136,30 +136,8 @@ def ends(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int) -> di
     return {name: x[:, -tail:].clone() for name, x in attended(kernel, mask, tensors).items()}
 
 
-class Published(NamedTuple):
-    """Shares of the peak: forward without a mask, causal, and backward without a mask."""
-
-    full: float
-    causal: float
-    backward: float
-    source: str
-
-
-FA3 = "FlashAttention-3 (arXiv 2407.08608), H100, D 128, 16k"
-PUBLISHED = {
-    "flash_attn_3": Published(648 / 989, 616 / 989, 561 / 989, FA3),
-    "cudnn": Published(595 / 989, 539 / 989, 516 / 989, FA3),
-    "flash_attn_2": Published(370 / 989, 335 / 989, 322 / 989, FA3),
-    "cuda_flash": Published(370 / 989, 335 / 989, 322 / 989, FA3),
-}
 NEAR = 0.9
 """A kernel that attains less of its published figure is called in a wrong way, or the figure does not hold here."""
-
-
-def published(setting: Setting, kernel: Kernel) -> Published | None:
-    """Of Hopper alone."""
-    hopper = setting.fake or (setting.device.capability or (0, 0))[0] == 9
-    return PUBLISHED.get(kernel.name) if hopper else None
 
 
 def check_throughput(setting: Setting) -> Iterator[Row]:
@@ -186,7 +164,8 @@ def paces(
         "forward": (4, partial(kernel.forward, q, k, v, band, scores)),
         "backward": (10, partial(kernel.backward, dout, q, k, v, out, lse, band, scores)),
     }
-    peak, known = setting.device.peak_flops, published(setting, kernel)
+    peak = setting.device.peak_flops
+    known = efficiency(kernel.name, (9, 0) if setting.fake else setting.device.capability)
     for way, (factor, call) in work.items():
         rate = factor * pairs * shape.heads * shape.head_dim / setting.device.seconds(call, setting.size(10, 1))
         share = "" if peak is None else f", {rate / peak:.1%} of peak"

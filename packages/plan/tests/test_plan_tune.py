@@ -101,10 +101,10 @@ def test_a_block_is_measured_as_the_trainer_has_it(worlds):
         assert found == (1, (2, 25), 50, "torch.float64")
 
 
-def test_replicate_and_tp_stay_as_they_are(tmp_path):
+def test_replicate_tp_and_the_kernel_stay_as_they_are(tmp_path):
     flags = ["--parallel.tp", "2", "--parallel.replicate", "2", "--parallel.ring", "7", "--parallel.attention", "ring"]
-    kept = read_order(flags).measured_run.parallel
-    assert kept == ParallelConfig(tp=2, replicate=2)
+    kept = read_order([*flags, "--parallel.kernel", "dense"]).measured_run.parallel
+    assert kept == ParallelConfig(tp=2, replicate=2, kernel="dense")
     config = replace(SMALL, parallel=kept)
     assert all_candidates(replace(order(tmp_path, config), attention=()), 16) == list(
         candidates(heads=2, ranks=4, rows=2)

@@ -52,8 +52,9 @@ class Order(Source):
     def measured_run(self) -> Config:
         """The run, stripped of what does not matter to measurements."""
         parallel = self.run.parallel
-        same = {"compiler": parallel.compiler, "kernel": parallel.kernel}
-        kept = ParallelConfig(replicate=parallel.replicate, tp=parallel.tp, **same)
+        kept = ParallelConfig(
+            replicate=parallel.replicate, tp=parallel.tp, kernel=parallel.kernel, compiler=parallel.compiler
+        )
         return replace(self.run, parallel=kept, log=LogConfig())
 
     @property
