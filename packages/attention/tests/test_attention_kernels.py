@@ -39,7 +39,7 @@ from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.spec import AttentionSpec
 from armillary.attention.tiling.block import BlockAttention
-from armillary.attention.tiling.merge import Merge, Sum
+from armillary.attention.tiling.merge import Merge, Sum, TilePart
 from armillary.attention.tiling.tiles import Tile
 from armillary.core import SequenceLayout
 
@@ -152,7 +152,7 @@ def softmax_parts(q, k, v, seen, more, scores, dout):
 def pieces_of(kernel, tile: Tile):
     for piece in kernel.cut(tile):
         rows, columns = (slice(piece.q0, piece.q1), slice(piece.k0, piece.k1))
-        yield (slice(None), rows, slice(None)), (slice(None), columns, slice(None)), piece.offsets
+        yield TilePart(slice(None), rows, slice(None)), TilePart(slice(None), columns, slice(None)), piece.offsets
 
 
 def run_kernel(kernel, tile, q, k, v, dout, out, lse, scores):

@@ -26,7 +26,7 @@ from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.steps import Returning, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.spec import AttentionSpec, Saved
-from armillary.attention.tiling.merge import ALL, Merge, Sum
+from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
 from armillary.core import Axis
 
 
@@ -52,7 +52,7 @@ class TokenRing(Method):
         ring, merged = self.ring(spec), Merge.of(q, v)
 
         def merge(tokens: range, share: Shares) -> None:
-            merged.add((ALL, slice(tokens.start, tokens.stop), ALL), *share)
+            merged.add(TilePart(ALL, slice(tokens.start, tokens.stop), ALL), *share)
 
         returns = DirectReduce(ring, merge)
         for hand in ring.rotate(q):  # the next queries are under way meanwhile

@@ -89,17 +89,21 @@ class RingReduce:
 
     def _outgoing(self, step: int, shares: Shares) -> dict[int, FlatBuffer]:
         """The sums for the shard that was in hand: those that go on after it, and those that are complete."""
-        origin, send = self.ring.origin(step), dict[int, FlatBuffer]()
+        origin, passing, send = self.ring.origin(step), self.passing, dict[int, FlatBuffer]()
         held, onward = self.needed[origin][step : step + 2]
-        sums = shares
-        if self.passing:
-            sums = self.passing.tensors
-            _add(sums, shares)
+        if passing:
+            _add(passing.tensors, shares)
+
+        def of(pieces: list[range]) -> FlatBuffer:
+            if passing and len(pieces) == 1:
+                return passing.part(pieces[0].start - held.start, len(pieces[0]))
+            sums = passing.tensors if passing else shares
+            return FlatBuffer.of([tokens_of(x, held, piece) for piece in pieces for x in sums])
+
         if onward:
-            same = self.passing if onward == held else None
-            send[self.ring.ahead(1)] = same or FlatBuffer.of([tokens_of(x, held, onward) for x in sums])
-        if complete := [tokens_of(x, held, piece) for piece in _left_out(held, onward) for x in sums]:
-            send[self.ring.topology.ranks[origin]] = FlatBuffer.of(complete)
+            send[self.ring.ahead(1)] = passing if passing and onward == held else of([onward])
+        if complete := _left_out(held, onward):
+            send[self.ring.topology.ranks[origin]] = of(complete)
         return send
 
     def _wait(self) -> None:

@@ -87,19 +87,27 @@ class Rotation:
 
     def rotate(self, *tensors: Tensor) -> Iterator[InFlight]:
         """What is in hand at each step, at first `tensors`; the next shard is under way meanwhile."""
-        shard, sent, (behind, ahead) = tensors, None, self.neighbours
+        shard, held, (behind, ahead) = tensors, None, self.neighbours
         for step in self.steps:
             hand = InFlight(step.step, step.query, step.key, step.held, shard)
-            if sent is None or step.leaving != step.held:  # at first, or where less goes on than came
-                sent = FlatBuffer.of(hand.part(step.leaving)) if step.leaving else None
+            sent = self._sent(step, held, hand) if step.leaving else None
             received = FlatBuffer.like(tensors, len(step.coming)) if step.coming else None
             send, receive = {ahead: sent} if sent else {}, {behind: received} if received else {}
             exchange = start_exchange(self.axis, send, receive)
             yield hand
             exchange.wait()
             hand.tensors = ()  # two shards are alive at a time, not three
-            sent, shard = received, received.tensors if received else ()
-            del exchange, send, receive
+            held, shard = received, received.tensors if received else ()
+            del exchange, send, receive, sent
+
+    @staticmethod
+    def _sent(step: RingStep, held: FlatBuffer | None, hand: InFlight) -> FlatBuffer:
+        """What goes on: as it came, or where less goes on than came, or at first, a copy of what does."""
+        if held is None:
+            return FlatBuffer.of(hand.part(step.leaving))
+        if step.leaving == step.held:
+            return held
+        return held.part(step.leaving.start - step.held.start, len(step.leaving))
 
     @cached_property
     def place(self) -> int:

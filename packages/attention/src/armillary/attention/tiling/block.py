@@ -11,11 +11,11 @@ from torch import Tensor
 from armillary.attention.kernels import Backward, Forward, Kernel, Scores, in_rows
 from armillary.attention.mask import Window
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.merge import Merge, Part, Sum
+from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
 from armillary.core import span
 
-KernelCall = tuple[Part, Part, Window]
-"""Part of the queries, part of the keys, band."""
+KernelCall = tuple[TilePart, TilePart, Window]
+"""TilePart of the queries, part of the keys, band."""
 
 
 class HeadRun(NamedTuple):
@@ -47,7 +47,7 @@ class BlockAttention(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, into: Merge) -> None:
         """Merges the block's partial result into `into`. Nothing visible, nothing done."""
         q, k, v = in_rows(q if self.turn == 1 else q * self.turn), in_rows(k), in_rows(v)
-        pieces = [Forward(q[rows], k[columns], v[columns], band) for rows, columns, band in self.calls]
+        pieces = [Forward(rows.of(q), columns.of(k), columns.of(v), band) for rows, columns, band in self.calls]
         kernel, scores = self.kernel, self.scores
         with span(f"forward q{self.query} k{self.key}", query=self.query, key=self.key):
             for first, *others in kernel.groups(pieces):
@@ -71,7 +71,7 @@ class BlockAttention(NamedTuple):
             in_rows(out),
         )
         pieces = [
-            Backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], band)
+            Backward(rows.of(dout), rows.of(q), columns.of(k), columns.of(v), rows.of(out), rows.of(lse), band)
             for rows, columns, band in self.calls
         ]
         kernel, scores = self.kernel, self.scores
@@ -102,13 +102,13 @@ def kernel_calls(
         first_query, first_key: the first tokens of the shards that are at hand; what is seen begins no earlier.
     """
     for row in grid.rows:
-        rows = slice(row, row + 1) if grid.mask.per_row else slice(None)
+        rows = slice(row, row + 1) if grid.mask.per_row else ALL
         for whole in grid.tiles(query, key, row):
             for tile in kernel.cut(whole):
                 for run in heads:
                     yield (
-                        (rows, slice(tile.q0 - first_query, tile.q1 - first_query), slice(run.q0, run.q1)),
-                        (rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
+                        TilePart(rows, slice(tile.q0 - first_query, tile.q1 - first_query), slice(run.q0, run.q1)),
+                        TilePart(rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
                         tile.offsets,
                     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +11,23 @@ from torch import Tensor
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.merge import merge_
 
-Part = tuple[slice, slice, slice]
-"""Rows of the batch, tokens and heads that a partial result is about."""
-
 ALL = slice(None)
+
+
+class TilePart(NamedTuple):
+    """Rows of the batch, tokens and heads that a partial result is about."""
+
+    rows: slice
+    tokens: slice
+    heads: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """The part of x [B, T, H, ..]: x itself where that is all of it, else a view."""
+        rows, tokens, heads = self
+        _, held, count, *_ = x.shape
+        if rows is ALL and heads.start == tokens.start == 0 and tokens.stop == held and heads.stop == count:
+            return x
+        return x[rows, tokens, heads]
 
 
 @dataclass
@@ -34,15 +48,13 @@ class Merge:
         """Nothing yet, for these queries [B, T, H, D] and values [B, S, K, Dv]."""
         return cls((*q.shape[:3], v.shape[3]), q.dtype, q.device)
 
-    def add(self, part: Part, out: Tensor, lse: Tensor) -> None:
+    def add(self, part: TilePart, out: Tensor, lse: Tensor) -> None:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`."""
         if self.out is None and out.shape == self.shape:
             self.out, self.lse = out, lse
             return
         whole_out, whole_lse = self.start()
-        if out.shape != self.shape:
-            whole_out, whole_lse = whole_out[part], whole_lse[part]
-        merge_(whole_out, whole_lse, out, lse)
+        merge_(part.of(whole_out), part.of(whole_lse), out, lse)
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The accumulators, in the accumulation dtype, made when they are first needed."""
@@ -75,12 +87,11 @@ class Sum:
     def like(cls, x: Tensor) -> Sum:
         return cls(tuple(x.shape), accumulation_dtype(x.dtype), x.device)
 
-    def add(self, part: Part, gradient: Tensor) -> None:
+    def add(self, part: TilePart, gradient: Tensor) -> None:
         if self.total is None and gradient.shape == self.shape:
             self.total = gradient
             return
-        total = self.value()
-        (total if gradient.shape == self.shape else total[part]).add_(gradient)
+        part.of(self.value()).add_(gradient)
 
     def value(self) -> Tensor:
         """The sum in the accumulation dtype."""

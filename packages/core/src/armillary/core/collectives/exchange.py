@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -22,35 +23,47 @@ ALIGNED = 16
 class FlatBuffer:
     """Tensors that travel as one message: contiguous views of one buffer, without gaps.
 
-    Those of one shape and dtype are stacked in it; it is flat and of bytes for others.
+    Args:
+        buffer: tensors of one shape and dtype, stacked; or for others a flat one of bytes.
+        views: the tensors, where they are not stacked.
     """
 
     buffer: Tensor
-    tensors: tuple[Tensor, ...]
+    views: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.views or self.buffer.unbind(0)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> FlatBuffer:
         """A buffer with these values: copies, but for a contiguous tensor on its own."""
-        if len(tensors) == 1:
-            alone = tensors[0].detach().contiguous()
+        values = [x.detach() if x.requires_grad else x for x in tensors]
+        if len(values) == 1:
+            alone = values[0].contiguous()
             return cls(alone, (alone,))
-        flat, values = cls.like(tensors), [x.detach() if x.requires_grad else x for x in tensors]
-        if flat.buffer.dtype == values[0].dtype and flat.buffer.ndim > 1:
-            torch.stack(values, out=flat.buffer)
-            return flat
-        for into, x in zip(flat.tensors, values, strict=True):
+        if _alike(values):
+            return cls(torch.stack(values).contiguous())  # stack takes over strides that all have
+        flat = cls._of_bytes(values, None)
+        for into, x in zip(flat.views, values, strict=True):
             into.copy_(x)
         return flat
 
     @classmethod
     def like(cls, tensors: Sequence[Tensor], tokens: int | None = None) -> FlatBuffer:
         """An empty buffer for tensors like these, on one device; with `tokens`, so many of them on dim 1."""
-        first, *others = tensors
-        if all(x.shape == first.shape and x.dtype == first.dtype for x in others):
-            shape = first.shape if tokens is None else (first.shape[0], tokens, *first.shape[2:])
-            buffer = first.new_empty((len(tensors), *shape))
-            return cls(buffer, buffer.unbind(0))
-        return cls._of_bytes(tensors, tokens)
+        if not _alike(tensors):
+            return cls._of_bytes(tensors, tokens)
+        first = tensors[0]
+        shape = first.shape if tokens is None else (first.shape[0], tokens, *first.shape[2:])
+        buffer = first.new_empty(shape if len(tensors) == 1 else (len(tensors), *shape))
+        return cls(buffer, (buffer,) if len(tensors) == 1 else ())
+
+    def part(self, start: int, tokens: int) -> FlatBuffer:
+        """A buffer with `tokens` tokens of each tensor, from `start` on, on their dim 1."""
+        if self.views:
+            return FlatBuffer.of([x.narrow(1, start, tokens) for x in self.views])
+        return FlatBuffer(self.buffer.narrow(2, start, tokens).contiguous())
 
     @classmethod
     def _of_bytes(cls, tensors: Sequence[Tensor], tokens: int | None) -> FlatBuffer:
@@ -64,6 +77,12 @@ class FlatBuffer:
             views[i] = buffer[at : at + sizes[i]].view(tensors[i].dtype).view(shapes[i])
             at += sizes[i]
         return cls(buffer, tuple(views[i] for i in range(len(sizes))))
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all have one shape and dtype."""
+    first = tensors[0]
+    return all(x.shape == first.shape and x.dtype == first.dtype for x in tensors[1:])
 
 
 FlatBuffers = Mapping[int, FlatBuffer]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Inputs, Scores, choose_kernel, in_rows
-from armillary.attention.tiling.merge import ALL, Merge
+from armillary.attention.tiling.merge import ALL, Merge, TilePart
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout
 from armillary.core.layout import Spans
@@ -129,7 +129,9 @@ class CachedAttention:
         for tile in tiles((newest,), self.holdings.spans, mask):
             assert self.k is not None and self.v is not None  # whoever holds a token has been given it
             seen = slice(tile.k0, tile.k1)
-            found.add((ALL, ALL, ALL), *kernel.forward(q, self.k[:, seen], self.v[:, seen], tile.offsets, scores))
+            found.add(
+                TilePart(ALL, ALL, ALL), *kernel.forward(q, self.k[:, seen], self.v[:, seen], tile.offsets, scores)
+            )
         return found.result()
 
     def _keep(self, k: Tensor, v: Tensor, at: int) -> None:
