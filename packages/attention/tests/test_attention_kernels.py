@@ -34,6 +34,7 @@ from armillary.attention.kernels import (
     efficient,
 )
 from armillary.attention.kernels.installed import found, parameters
+from armillary.attention.kernels.packing import lengths
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
@@ -610,3 +611,17 @@ def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, modul
     for name, function in vars(stub).items():
         taken = [p.name for p in parameters(getattr(real, name))]
         assert taken[: len(parameters(function))] == [p.name for p in parameters(function)]
+
+
+def test_lengths_of_packed_pieces_are_sent_once_and_fake_ones_stay_in_their_mode():
+    def pieces(*sizes):
+        tensors = [torch.zeros(2, size, 1, 8) for size in sizes]
+        return [Forward(x, x, x, (None, None)) for x in tensors]
+
+    first, again, other = lengths(pieces(3, 5)), lengths(pieces(3, 5)), lengths(pieces(5, 3))
+    assert first.queries is first.keys is again.queries and other.queries is not first.queries
+    assert first.queries.tolist() == [0, 3, 6, 11, 16] and first.queries.dtype == torch.int32
+    for _ in range(2):
+        with FakeTensorMode(), torch.device("cuda"):
+            assert lengths(pieces(3, 5)).queries.device.type == "cuda"
+    assert lengths(pieces(3, 5)).queries is first.queries

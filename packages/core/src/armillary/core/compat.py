@@ -190,6 +190,12 @@ def transformed(x: Tensor) -> bool:
     return cast(Any, forward_ad)._current_level >= 0 and cast(Any, forward_ad.unpack_dual(x)).tangent is not None
 
 
+def fakes_tensors() -> bool:
+    """Whether new tensors are fake ones."""
+    private: Any = cast(Any, torch)._C
+    return private._get_dispatch_mode(private._TorchDispatchModeKey.FAKE) is not None
+
+
 def no_view(x: Tensor) -> Tensor:
     """`x` as a tensor that autograd does not take for a view, of the same memory."""
     private: Any = cast(Any, torch)._C

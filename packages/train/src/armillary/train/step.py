@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from armillary.core.gradients import clip_gradients
 from armillary.core.placements import local_of
+from armillary.core.to_device import to_device
 from armillary.data import Batch
 from armillary.models import linear_token_loss
 from armillary.train.lr_schedule import learning_rate
@@ -84,9 +85,10 @@ def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
     """`head(hidden, weight, labels=...)` on the model's hidden states: this rank's part, or its shares of sums."""
-    tokens, labels = (run.placed(x.to(run.device), batch.layout) for x in (batch.tokens, batch.labels))
+    tokens, labels = (run.placed(to_device(x, run.device), batch.layout) for x in (batch.tokens, batch.labels))
     # Counted from the start of the row they are the same in each.
-    positions = (batch.positions if run.config.data.reset_positions else batch.positions[0]).to(run.device)
+    positions = batch.positions if run.config.data.reset_positions else batch.positions[0]
+    positions = to_device(positions, run.device)
     head = partial(head, labels=labels)
     found = run.model(tokens, positions=positions, mask=run.mask(batch), layout=batch.layout, head=head)
     return pytree.tree_map_only(DTensor, local_of, found)
@@ -94,5 +96,6 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
 
 def summed(run: Run, value: Tensor | int) -> Tensor:
     """`value`, of which all ranks that hold tokens have a share, summed over them."""
-    share = torch.as_tensor(value, device=run.device).detach()
+    # Filled in there: made here and copied, it would have the host wait for the device.
+    share = value.detach() if isinstance(value, Tensor) else torch.full((), value, device=run.device)
     return DTensor.from_local(share, run.data.mesh, [Partial()], run_check=False).full_tensor()

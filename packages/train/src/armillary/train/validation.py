@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 import torch
 
+from armillary.core.to_device import to_device
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import accuracy
 from armillary.models import linear_argmax
@@ -32,7 +33,7 @@ def mean_loss(run: Run) -> float:
 def right_answers(run: Run, rows: Batches) -> float:
     """Of all ranks' questions, the share to which the likeliest token is the answer."""
     found = [
-        torch.stack(accuracy(forward(run, batch, linear_argmax), batch.labels.to(run.device)))
+        torch.stack(accuracy(forward(run, batch, linear_argmax), to_device(batch.labels, run.device)))
         for batch in batches_of(run, rows)
     ]
     right, asked = summed(run, torch.stack(found).sum(0)).tolist()

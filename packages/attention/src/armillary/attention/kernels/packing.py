@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from armillary.attention.kernels.kernel import Backward, Forward
 from armillary.attention.kernels.windows import window_of
+from armillary.core import compat
+from armillary.core.to_device import to_device
 
 ALONE = 4096
 """Tokens from which a piece is a call of its own."""
@@ -64,8 +67,8 @@ def window(piece: Forward | Backward) -> tuple[int, int]:
 
 def lengths(pieces: Sequence[Forward] | Sequence[Backward]) -> Lengths:
     """Of the packed pieces: each row of a piece's batch is a sequence."""
-    queries = [piece.q.shape[1] for piece in pieces for _ in range(piece.q.shape[0])]
-    keys = [piece.k.shape[1] for piece in pieces for _ in range(piece.q.shape[0])]
+    queries = tuple(piece.q.shape[1] for piece in pieces for _ in range(piece.q.shape[0]))
+    keys = tuple(piece.k.shape[1] for piece in pieces for _ in range(piece.q.shape[0]))
     device = pieces[0].q.device
     return Lengths(_ends(queries, device), _ends(keys, device), max(queries), max(keys))
 
@@ -81,8 +84,14 @@ def unpacked(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.unflatten(0, x.shape[:2]) for part, x in zip(parts, like, strict=True)]
 
 
-def _ends(counts: list[int], device: torch.device) -> Tensor:
-    """On the device without waiting for it, hence from pinned memory."""
-    ends = torch.zeros(len(counts) + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
-    torch.cumsum(torch.tensor(counts, dtype=torch.int32), 0, dtype=torch.int32, out=ends[1:])
-    return ends.to(device, non_blocking=True)
+def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once for all layers, forward and backward, that pack alike; fake tensors belong to their mode."""
+    return _sent(counts, device) if compat.fakes_tensors() else _kept(counts, device)
+
+
+def _sent(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = torch.tensor((0, *counts), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return to_device(ends, device)
+
+
+_kept = lru_cache(maxsize=256)(_sent)

@@ -1,0 +1,96 @@
+"""No file that a training step runs through has lines for which the host would wait for a GPU. Read from the source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "packages"
+RUN_BY_A_STEP = [
+    "core/src/armillary/core/collectives",
+    "core/src/armillary/core/accumulate.py",
+    "core/src/armillary/core/gradients.py",
+    "core/src/armillary/core/recompute.py",
+    "attention/src/armillary/attention/kernels",
+    "attention/src/armillary/attention/methods",
+    "attention/src/armillary/attention/rotation",
+    "attention/src/armillary/attention/tiling",
+    "attention/src/armillary/attention/autograd.py",
+    "attention/src/armillary/attention/calls.py",
+    "attention/src/armillary/attention/compiled.py",
+    "attention/src/armillary/attention/sources.py",
+    "models/src/armillary/models/activation_checkpoint",
+    "models/src/armillary/models/layers",
+    "models/src/armillary/models/loss",
+    "models/src/armillary/models/parallel/sharded_modules.py",
+    "models/src/armillary/models/block.py",
+    "models/src/armillary/models/gpt.py",
+    "models/src/armillary/models/llama.py",
+    "train/src/armillary/train/run.py",
+    "train/src/armillary/train/step.py",
+]
+METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "masked_select"}
+
+ALLOWED = {
+    "core/recompute.py: tolist": "states of random numbers, which are the host's",
+    "attention/compiled.py: tolist": "ends of documents, which are the host's",
+    "attention/compiled.py: item": "a module's number, which is the host's",
+    "attention/compiled.py: tensor": "a module's number, which is the host's",
+    "attention/kernels/packing.py: tensor": "made on the host, and sent from pinned memory",
+    "train/step.py: item": "the metrics",
+}
+
+
+def waits(tree: ast.AST) -> Iterator[str]:
+    """What a file has that would wait: such a method, an index that is a list, a tensor made of numbers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, owner = node.func.attr, node.func.value
+            made = name in ("tensor", "as_tensor") and isinstance(owner, ast.Name) and owner.id == "torch"
+            if name in METHODS or made:
+                yield name
+        if isinstance(node, ast.Subscript):
+            inside = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if any(is_list(part) for part in inside) and not isinstance(node.ctx, ast.Del) and not is_type(node):
+                yield "index by a list"
+
+
+def is_list(node: ast.AST) -> bool:
+    return isinstance(node, ast.List | ast.ListComp) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "list"
+    )
+
+
+def is_type(node: ast.Subscript) -> bool:
+    """Such as Callable[[int], str]."""
+    return isinstance(node.value, ast.Name) and node.value.id[0].isupper()
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("x[list(heads)]", ["index by a list"]),
+        ("x[:, [0, 1]] = y", ["index by a list"]),
+        ("f: Callable[[int], str]", []),
+        ("torch.tensor(heads, device=x.device).item()", ["item", "tensor"]),
+        ("x[:, heads]", []),
+    ],
+)
+def test_what_is_looked_for(line, found):
+    assert sorted(waits(ast.parse(line))) == found
+
+
+def test_nothing_that_a_step_runs_has_the_host_wait():
+    files = [
+        file
+        for name in RUN_BY_A_STEP
+        for file in ([ROOT / name] if name[-3:] == ".py" else (ROOT / name).rglob("*.py"))
+    ]
+    found = {f"{short(file)}: {what}" for file in files for what in waits(ast.parse(file.read_text()))}
+    assert found == set(ALLOWED)
+
+
+def short(file: Path) -> str:
+    """Such as "core/recompute.py"."""
+    return file.relative_to(ROOT).as_posix().partition("armillary/")[2]
