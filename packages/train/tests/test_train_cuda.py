@@ -7,10 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from armillary.attention.kernels import Dense, FlashAttn3
 from armillary.core import compat
-from armillary.train import Config, OptimizerConfig, build
+from armillary.models import LlamaConfig
+from armillary.models.block import Block
+from armillary.train import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
 from armillary.train.cli import main
 from armillary.train.config import CudaConfig
+from armillary.train.config.check import check
 from armillary.train.cuda_setup import cuda_setup
 
 CONFIGS = {
@@ -85,6 +89,28 @@ def test_the_allocator_takes_what_it_is_given():
     compat.set_allocator("expandable_segments:True")
     with pytest.raises(Exception, match="expandable_segment"):
         compat.set_allocator("expandable_segment:True")
+
+
+@pytest.mark.parametrize(("found", "margin"), [(FlashAttn3(), 4), (FlashAttn3(), 0), (Dense(), 4)])
+def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, found, margin):
+    monkeypatch.setattr(kernels, "choose_kernel", lambda inputs, named: found)
+    config = Config(cuda=CudaConfig(sm_margin=margin), parallel=ParallelConfig(kernel="some"))
+    given = kernels.kernel_with_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"))
+    assert given == (FlashAttn3(sm_margin=4) if margin and isinstance(found, FlashAttn3) else "some")
+
+
+def test_a_run_attends_with_the_kernel_that_was_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "kernel_with_margin", lambda *_: "dense")
+    config = Config(train=TrainConfig(device="cpu", output=tmp_path), data=DataConfig(task="copy", sequence_length=64))
+    with build.process_group(config) as device:
+        run = build.prepare(config, device)
+    assert {block.attention.kernel for block in run.model.modules() if isinstance(block, Block)} == {"dense"}
+
+
+def test_a_compiled_graph_has_no_kernel_with_a_margin():
+    config = Config(cuda=CudaConfig(sm_margin=4), parallel=ParallelConfig(compiler="eager"))
+    with pytest.raises(ValueError, match=r"--cuda\.sm-margin 4: a compiled graph finds kernels by name"):
+        check(config)
 
 
 def said(capsys, *flags):

@@ -23,7 +23,7 @@ from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
 from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup, set_allocator
-from armillary.train.kernels import check_kernel
+from armillary.train.kernels import check_kernel, kernel_with_margin
 from armillary.train.model import fill, meta_model, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
@@ -65,6 +65,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.bounded(vocab_size) for store in stores]
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
+    attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device)
     check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     task = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)

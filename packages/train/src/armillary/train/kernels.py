@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from armillary.attention.kernels import Inputs, choose_kernel, rulings
+from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, rulings
 from armillary.attention.kernels.limits import FAMILIES
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
@@ -57,6 +57,16 @@ def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> No
         choose_kernel(inputs_of(config, model, dtype, device), config.parallel.kernel)
     except ValueError as error:
         raise ValueError(f"--parallel.kernel {config.parallel.kernel}: {error}") from error
+
+
+def kernel_with_margin(
+    config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device
+) -> str | Kernel | None:
+    """What to give the method as its kernel: what the configuration names, or, where FlashAttention-3 is what would run
+    and is to leave multiprocessors to NCCL, that one."""
+    named, margin = config.parallel.kernel, config.cuda.sm_margin
+    found = choose_kernel(inputs_of(config, model, dtype, device), named) if margin else None
+    return replace(found, sm_margin=margin) if isinstance(found, FlashAttn3) else named
 
 
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:

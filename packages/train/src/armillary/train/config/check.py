@@ -56,6 +56,11 @@ def check_parallel(config: Config) -> None:
     if parallel.attention not in names():
         raise ValueError(f"no attention method {parallel.attention!r}; known: {', '.join(names())}")
     check_kernel_name("--parallel.kernel", parallel.kernel)
+    if config.cuda.sm_margin and parallel.compiler is not None:
+        raise ValueError(
+            f"--cuda.sm-margin {config.cuda.sm_margin}: a compiled graph finds kernels by name, and none has a margin; "
+            "leave it out, or --parallel.compiler"
+        )
     if parallel.cp is not None and (parallel.ring, parallel.ulysses) != (None, None):
         raise ValueError(
             f"--parallel.cp {parallel.cp} is split into ring and ulysses; give either it, or --parallel.ring and "
