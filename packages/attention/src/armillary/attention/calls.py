@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -68,14 +67,17 @@ class AttentionCall:
     def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """The results."""
         method, spec, (q, k, v) = self.method, self.spec, tensors
-        run = partial(method.forward_prefetched, self.started.pop()) if self.started else method.forward
         with outside_autocast(q.device.type):
-            out, saved = run(q, k, v, spec)
-            # The lse of own tokens costs communication where inputs are redistributed: only when it is needed.
-            lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else saved.lse.new_empty(0)
+            if self.started:
+                out, saved = method.forward_prefetched(self.started.pop(), q, k, v, spec)
+            else:
+                out, saved = method.forward(q, k, v, spec)
+            lse, moved = saved.lse, method.redistributes_inputs
+            if moved:  # then the lse of own tokens costs communication: only when it is needed
+                lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else lse.new_empty(0)
             if sinks is not None:
                 out, lse, saved = self._sunk(out, lse, saved, sinks)
-            return [alone(x) for x in ((out, lse, *saved) if method.redistributes_inputs else (out, lse))]
+            return [alone(x) for x in ((out, lse, *saved) if moved else (out, lse))]
 
     def _sunk(self, out: Tensor, lse: Tensor, saved: Saved, sinks: Tensor) -> tuple[Tensor, Tensor, Saved]:
         heads = self.method.heads(range(len(sinks)))

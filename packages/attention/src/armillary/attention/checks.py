@@ -49,6 +49,15 @@ def check_layout(name: str, layout: SequenceLayout | None) -> None:
         )
 
 
+def are_plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Whether all are dense tensors of torch's own class; refuses what `check_are_tensors` does."""
+    plain = sinks is None and type(q) is type(k) is type(v) is Tensor
+    if plain and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested):
+        return True
+    check_are_tensors(q, k, v, sinks)
+    return False
+
+
 def check_are_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Refuses arrays, lists and tensors that are not dense."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -23,7 +23,7 @@ from armillary.attention.autograd import (
     check_transforms,
 )
 from armillary.attention.calls import AttendsInStages, AttentionCall
-from armillary.attention.checks import check_are_tensors, check_hidden, check_tensors, in_one_dtype
+from armillary.attention.checks import are_plain, as_autocast, check_hidden, check_tensors, in_one_dtype
 from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.kernels.inputs import is_deterministic
@@ -57,13 +57,13 @@ class Method(ABC):
 
     number: int
     """By which a compiled graph finds the method."""
-    _specs: dict[Any, AttentionSpec]
+    _specs: list[tuple[tuple[Any, ...], AttentionOptions, AttentionSpec]]
     """Calls that were checked before, by what was checked."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         method = super().__new__(cls)
         method.number = compiled.number(method)
-        method._specs = {}
+        method._specs = []
         return method
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,13 +208,14 @@ class Method(ABC):
             ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them; an argument of
                 another type; tensors that torch.func or forward-mode AD follows. Raised before any communication.
         """
-        check_are_tensors(q, k, v, sinks)
+        plain = are_plain(q, k, v, sinks)
         options = AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse).checked()
-        if any(given is not None and compat.is_dtensor(given) for given in (q, k, v, sinks)):
+        if not plain and any(given is not None and compat.is_dtensor(given) for given in (q, k, v, sinks)):
             from armillary.attention.parallel import attend_dtensors
 
             return attend_dtensors(self, q, k, v, sinks, options)
-        q, k, v = in_one_dtype(q, k, v)
+        if not q.dtype == k.dtype == v.dtype:
+            q, k, v = as_autocast(q, k, v)
         if torch.compiler.is_compiling():
             out, lse = attend_compiled(self, q, k, v, sinks, options)
         else:
@@ -292,17 +293,17 @@ class Method(ABC):
         if options.kernel is None:
             options = options._replace(kernel=self.kernel)
         tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+        key = (is_deterministic(), *[(x.shape, x.dtype, x.device) for x in tensors])
         try:
-            key = (options, is_deterministic(), *[(x.shape, x.dtype, x.device) for x in tensors])
-            known = self._specs.get(key)
-        except TypeError:  # sizes are symbolic, or the kernel cannot be hashed
+            hash(key)
+        except TypeError:  # sizes are symbolic
             return self._checked(q, k, v, sinks, options)
-        if known is None:
-            known = self._checked(q, k, v, sinks, options)
-            if len(self._specs) == SPECS:
-                del self._specs[next(iter(self._specs))]
-            self._specs[key] = known
-        return known
+        for known, asked, spec in self._specs:  # an object is equal to itself: masks are not looked into
+            if known == key and asked == options:
+                return spec
+        spec = self._checked(q, k, v, sinks, options)
+        self._specs = [*self._specs[1 - SPECS :], (key, options, spec)]
+        return spec
 
     def _checked(
         self,

@@ -80,7 +80,8 @@ class Ring(Method):
 
     def ring(self, moving: Moving, spec: AttentionSpec) -> Rotation:
         """All ranks of the axis, each with its own shard."""
-        return Rotation.of_all(self.axis, self.return_axis, moving, spec)
+        axes = self.axis, self.return_axis
+        return spec.once((moving, id(self.axis)), lambda: Rotation.of_all(*axes, moving, spec.grid))
 
 
 def check_backward(backward: Backward) -> Backward:

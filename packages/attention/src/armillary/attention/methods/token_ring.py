@@ -73,7 +73,8 @@ class TokenRing(Method):
 
     def ring(self, spec: AttentionSpec) -> Rotation:
         """All ranks of the axis, each with its own shard."""
-        return Rotation.of_all(self.axis, self.return_axis, "queries", spec)
+        axes = self.axis, self.return_axis
+        return spec.once(("queries", id(self.axis)), lambda: Rotation.of_all(*axes, "queries", spec.grid))
 
 
 def pass_queries_backward(

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from armillary.attention.rotation.topology import Moving, RingTopology
-from armillary.attention.spec import AttentionSpec
 from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, start_exchange
 
@@ -79,11 +78,9 @@ class Rotation:
         return cls(axis, return_axis, topology.shorter_way(grid), grid)
 
     @classmethod
-    def of_all(cls, axis: Axis, return_axis: Axis, moving: Moving, spec: AttentionSpec) -> Rotation:
-        """All ranks of the axis in a ring, each with its own shard; the same for all calls of a spec."""
-        return spec.once(
-            (moving, id(axis)), lambda: cls.of(axis, return_axis, RingTopology.of_all(axis.size, moving), spec.grid)
-        )
+    def of_all(cls, axis: Axis, return_axis: Axis, moving: Moving, grid: Grid) -> Rotation:
+        """All ranks of the axis in a ring, each with its own shard."""
+        return cls.of(axis, return_axis, RingTopology.of_all(axis.size, moving), grid)
 
     def rotate(self, *tensors: Tensor) -> Iterator[InFlight]:
         """What is in hand at each step, at first `tensors`; the next shard is under way meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from armillary.attention.mask import Window
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
 from armillary.core import span
+from armillary.core.observe.trace import IDLE, Trace
 
 KernelCall = tuple[TilePart, TilePart, Window]
 """TilePart of the queries, part of the keys, band."""
@@ -49,7 +51,7 @@ class BlockAttention(NamedTuple):
         q, k, v = in_rows(q if self.turn == 1 else q * self.turn), in_rows(k), in_rows(v)
         pieces = [Forward(rows.of(q), columns.of(k), columns.of(v), band) for rows, columns, band in self.calls]
         kernel, scores = self.kernel, self.scores
-        with span(f"forward q{self.query} k{self.key}", query=self.query, key=self.key):
+        with IDLE if Trace.current is None else self._span("forward"):
             for first, *others in kernel.groups(pieces):
                 if others:
                     group = [first, *others]
@@ -82,7 +84,7 @@ class BlockAttention(NamedTuple):
             dk.add(columns, shares[1])
             dv.add(columns, shares[2])
 
-        with span(f"backward q{self.query} k{self.key}", query=self.query, key=self.key):
+        with IDLE if Trace.current is None else self._span("backward"):
             for first, *others in kernel.groups(pieces):
                 if others:
                     group = [first, *others]
@@ -91,6 +93,9 @@ class BlockAttention(NamedTuple):
                         add(i, *shares)
                 else:
                     add(first, *kernel.backward(*pieces[first], scores))
+
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        return span(f"{name} q{self.query} k{self.key}", query=self.query, key=self.key)
 
 
 def kernel_calls(

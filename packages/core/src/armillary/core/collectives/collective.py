@@ -57,7 +57,8 @@ def start_parts(axis: Axis, packed: Tensor, send: Sequence[int], receive: Sequen
     others = len(send) - send.count(0) - (mine > 0)
     under_way = record(axis.name, kind, packed.nbytes - mine * packed.itemsize, others)
     work = dist.all_to_all_single(buffer, packed.view(-1), list(receive), list(send), group=axis.group, async_op=True)
-    return PartsInFlight(packed, buffer, watched([cast(dist.Work, work)], under_way))
+    works = (cast(dist.Work, work),)
+    return PartsInFlight(packed, buffer, works if under_way is None else watched(works, under_way))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

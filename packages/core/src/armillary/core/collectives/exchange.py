@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import record, span, watched
+from armillary.core.observe.trace import IDLE, Trace, record, span, watched
 
 ALIGNED = 16
 """Bytes: kernels on CUDA read rows that begin at multiples of it."""
@@ -135,7 +135,7 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     sent = {peer: flat.buffer for peer, flat in send.items()}
     under_way = record(axis.name, "p2p", sum([x.nbytes for x in sent.values()]), len(sent))
     works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, sent)
-    return Exchange(axis, send, receive, watched(works, under_way))
+    return Exchange(axis, send, receive, tuple(works) if under_way is None else watched(works, under_way))
 
 
 def finish(works: Sequence[dist.Work], axis: Axis, waiting: Callable[[], str]) -> None:
@@ -143,7 +143,7 @@ def finish(works: Sequence[dist.Work], axis: Axis, waiting: Callable[[], str]) -
     if not works:
         return
     try:
-        with span(f"wait {axis.name}", "wait"):
+        with IDLE if Trace.current is None else span(f"wait {axis.name}", "wait"):
             for work in works:
                 work.wait() if axis.timeout is None else work.wait(axis.timeout)
     except RuntimeError as error:

@@ -48,17 +48,17 @@ class CommLedger:
     sends: Counter[Key] = field(default_factory=Counter[Key])
     """Messages, likewise."""
 
-    _open: ClassVar[list[CommLedger]] = []
+    opened: ClassVar[list[CommLedger]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __enter__(self) -> Self:
         with self._lock:
-            self._open.append(self)
+            self.opened.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._open[:] = [ledger for ledger in self._open if ledger is not self]
+            self.opened[:] = [ledger for ledger in self.opened if ledger is not self]
 
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
         """Bytes sent on one axis, by one kind, in one phase ("forward", "backward"); None: all.
@@ -97,7 +97,7 @@ class CommLedger:
     def add(cls, axis: str, kind: str, sent: int, messages: int = 1) -> None:
         key = axis, kind, current_phase()
         with cls._lock:
-            for ledger in cls._open:
+            for ledger in cls.opened:
                 ledger.entries[key] += sent
                 ledger.sends[key] += messages
 

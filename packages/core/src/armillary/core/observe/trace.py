@@ -165,13 +165,18 @@ def span(name: str, category: str = COMPUTE, **facts: object) -> AbstractContext
     return trace.begin(COMPUTE, name, category, facts)
 
 
+IDLE: AbstractContextManager[None] = nullcontext()
+"""In the place of a `span` whose name nobody would read, where no trace is open: what calls all the time asks first."""
+
+
 def record(axis: str, kind: str, sent: int, messages: int) -> TraceSpan | None:
     """Called by each primitive just before it starts to send so many bytes, in so many messages, to other ranks.
 
     Returns:
         where a trace is open, what `watched` is to be given.
     """
-    CommLedger.add(axis, kind, sent, messages)
+    if CommLedger.opened:
+        CommLedger.add(axis, kind, sent, messages)
     if Trace.current is None:
         return None
     return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": sent})
