@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from gpu import command
 from gpu.check import Check, Row, Setting, correct
-from gpu.device import CpuDevice
+from gpu.device import CpuDevice, CudaDevice, Peak
 
 SLOW = ("compile", "length", "memory", "offload", "upipe-memory")
 """Checks whose rehearsal takes seconds: compilers, simulations and many steps."""
@@ -86,3 +87,55 @@ def test_the_stand_in_for_a_device_sees_reads_and_labels():
 
     assert 0 < device.labelled(labelled, "here") < 60
     assert device.labelled(labelled, "elsewhere") == 0
+
+
+class Event:
+    """Of a GPU on which everything takes 3 ms."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.now += 3
+        self.at = Event.now
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What of torch.cuda a `CudaDevice` asks, answered without one: 5 bytes are held, 9 at most."""
+    answers = {
+        "get_device_name": "NVIDIA H100",
+        "get_device_capability": (9, 0),
+        "mem_get_info": (1, 80),
+        "Event": Event,
+    }
+    answers |= {"memory_allocated": 5, "memory_reserved": 6, "max_memory_allocated": 9, "max_memory_reserved": 20}
+    answers |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode"))
+    asked = list[object]()
+    for name, answer in answers.items():
+        stub = answer if answer is Event else lambda *args, answer=answer: (asked.append(args), answer)[1]
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    return asked
+
+
+def test_a_gpu_is_asked_for_time_memory_and_waits(cuda):
+    device = CudaDevice()
+    assert cuda[0] == "expandable_segments:True"
+    assert (device.capability, device.memory, device.peak_flops) == ((9, 0), 80, 989e12)
+    assert device.name.startswith("NVIDIA H100") and device.torch.type == "cuda"
+    assert device.times(lambda: None, 2) == [0.003, 0.003] and device.seconds(lambda: None) == 0.003
+    assert device.peak(lambda: None) == Peak(4, 14)
+
+    def waits() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    found = device.syncs(waits)
+    assert len(found) == 1 and "test_gpu_checks.py" in found[0]
+    assert [args for args in cuda if args in [("warn",), ("default",)]] == [("warn",), ("default",)]

@@ -18,9 +18,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.core import compat
 from armillary.core.peak import peak_flops
 
 Work = Callable[[], object]
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Peak(NamedTuple):
@@ -103,6 +105,8 @@ class CudaDevice(Device):
     type, activity, profiled = "cuda", ProfilerActivity.CUDA, DeviceType.CUDA
 
     def __init__(self) -> None:
+        if not any("expandable" in os.environ.get(name, "") for name in ALLOCATOR):
+            compat.set_allocator("expandable_segments:True")  # as the trainer has it
         self.name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         self.capability, self.peak_flops = torch.cuda.get_device_capability(), peak_flops(self.torch)
 

@@ -85,10 +85,11 @@ def exact(mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def usable(setting: Setting, dtype: torch.dtype, dim: int) -> list[Kernel]:
+def usable(setting: Setting, dtype: torch.dtype, dim: int, mask: AttentionMask) -> list[Kernel]:
     """The kernels that say that they can run here."""
     x = torch.empty(1, 1, 1, dim, dtype=dtype, device=setting.device.torch)
-    return [kernel for kernel in KERNELS if kernel.refuses(Inputs.of(x, x)) is None]
+    inputs = Inputs.of(x, x, None, mask)
+    return [kernel for kernel in KERNELS if kernel.refuses(inputs) is None]
 
 
 def check_kernels(setting: Setting) -> Iterator[Row]:
@@ -98,7 +99,7 @@ def check_kernels(setting: Setting) -> Iterator[Row]:
                 continue
             tensors = shape.tensors(dtype, setting.device.torch)
             wanted = exact(shape.mask, tensors)
-            for kernel in usable(setting, dtype, shape.head_dim):
+            for kernel in usable(setting, dtype, shape.head_dim, shape.mask):
                 what = f"{kernel.name}, {str(dtype).removeprefix('torch.')}, {name}"
                 yield held(what, partial(attended, kernel, shape.mask, tensors), wanted, LIMITS[dtype])
     yield from check_large(setting)
@@ -115,25 +116,34 @@ def held(what: str, run: Callable[[], dict[str, Tensor]], wanted: dict[str, Tens
 
 
 def check_large(setting: Setting) -> Iterator[Row]:
-    """More elements than 32 bits count: the last tokens, which lie beyond, against the same tokens alone."""
-    window = setting.size(1023, 7)
-    tokens, tail = setting.size(2**31 // (32 * 128) + 4096, 60), setting.size(512, 16)
-    mask, near = AttentionMask(window=(window, 0)), tail + window
-    q, k, v, dout = Shape(tokens, 128, mask).tensors(torch.bfloat16, setting.device.torch)
-    every = exact(mask, (q[:, -near:], k[:, -near:], v[:, -near:], dout[:, -near:]))
-    wanted = {name: x[:, -tail:] for name, x in every.items()}
-    for kernel in usable(setting, torch.bfloat16, 128):
-        if kernel.name == "dense":  # its time is quadratic
+    """More elements than 32 bits count, in one sequence and in a batch: the last of them, against these alone."""
+    tokens, window, short = setting.size((2**31 // (32 * 128) + 4096, 1023, 2048), (60, 7, 4))
+    windowed, causal = AttentionMask(window=(window, 0)), AttentionMask()
+    tail, heads = setting.size(512, 16), setting.size((32, 8), (4, 1))
+    long = Shape(tokens, 128, windowed, 1, *heads)
+    near = (slice(-1, None), slice(-tail - window, None))
+    yield from last(setting, "one sequence", long, near, tail)
+    rows = Shape(short, 128, causal, tokens // short, *heads)
+    yield from last(setting, "a batch", rows, (slice(-1, None), slice(None)), short)
+
+
+def last(setting: Setting, name: str, shape: Shape, near: tuple[slice, slice], tail: int) -> Iterator[Row]:
+    """The last tokens of the last row, which see and are seen by those that are `near` alone."""
+    tensors = shape.tensors(torch.bfloat16, setting.device.torch)
+    q, k, v, dout = (x[near] for x in tensors)
+    wanted = {name: x[:, -tail:] for name, x in exact(shape.mask, (q, k, v, dout)).items()}
+    for kernel in usable(setting, torch.bfloat16, 128, shape.mask):
+        inputs = Inputs.of(q, v, None, shape.mask)
+        if kernel.hesitates(inputs) or kernel.name == "dense":  # their time is quadratic, or they cut a window up
             continue
-        what = f"{kernel.name}, bfloat16, {q.numel():,} elements of q, the last {tail} tokens"
-        run = partial(ends, kernel, mask, (q, k, v, dout), tail)
-        yield held(what, run, wanted, LIMITS[torch.bfloat16])
+        what = f"{kernel.name}, bfloat16, {tensors[0].numel():,} elements of q in {name}"
+        yield held(what, partial(ends, kernel, shape.mask, tensors, tail), wanted, LIMITS[torch.bfloat16])
         setting.device.clean()
 
 
 def ends(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int) -> dict[str, Tensor]:
-    """What `attended` gives of so many last tokens."""
-    return {name: x[:, -tail:].clone() for name, x in attended(kernel, mask, tensors).items()}
+    """What `attended` gives of so many last tokens of the last row."""
+    return {name: x[-1:, -tail:].clone() for name, x in attended(kernel, mask, tensors).items()}
 
 
 NEAR = 0.9
@@ -143,7 +153,7 @@ NEAR = 0.9
 def check_throughput(setting: Setting) -> Iterator[Row]:
     """Each at 32k tokens. The shares of the peak are what the planner's table should have."""
     tokens = setting.size(32_768, 64)
-    for kernel in usable(setting, torch.bfloat16, 128):
+    for kernel in usable(setting, torch.bfloat16, 128, AttentionMask()):
         if kernel.name == "dense" and not setting.fake:
             continue
         for name, band, pairs in (
@@ -164,8 +174,8 @@ def paces(
         "forward": (4, partial(kernel.forward, q, k, v, band, scores)),
         "backward": (10, partial(kernel.backward, dout, q, k, v, out, lse, band, scores)),
     }
-    peak = setting.device.peak_flops
-    known = efficiency(kernel.name, (9, 0) if setting.fake else setting.device.capability)
+    named = "cudnn" if setting.fake else kernel.name
+    peak, known = setting.device.peak_flops, efficiency(named, setting.device.capability)
     for way, (factor, call) in work.items():
         rate = factor * pairs * shape.heads * shape.head_dim / setting.device.seconds(call, setting.size(10, 1))
         share = "" if peak is None else f", {rate / peak:.1%} of peak"

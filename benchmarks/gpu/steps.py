@@ -87,15 +87,13 @@ def check_offload(setting: Setting) -> Iterator[Row]:
 def there(setting: Setting, x: torch.Tensor) -> float:
     """Seconds until a copy on the host is complete; pinned memory is there after the first."""
 
-    def copy() -> None:
-        OffloadedTensors([x], None).take()  # its stream goes on to bring it back, so that is taken off again
-
-    return max(setting.device.seconds(copy, 3) - back(setting, x), 1e-9)
+    return setting.device.seconds(lambda: OffloadedTensors([x]).leaving.finish(), 3)
 
 
 def back(setting: Setting, x: torch.Tensor) -> float:
     """Seconds from there to the device."""
-    kept = OffloadedTensors([x], None)
+    kept = OffloadedTensors([x])
+    kept.leaving.finish()  # else it is here still
     return setting.device.seconds(kept.take, 3)
 
 
