@@ -23,7 +23,7 @@ from armillary.attention import (
     WallFacer,
     reference_attention,
 )
-from armillary.attention.kernels import CpuFlash, CudaFlash, Dense, FlashAttn2, FlashAttn3, Scores, in_rows
+from armillary.attention.kernels import CpuFlash, CudaFlash, Dense, FlashAttn2, FlashAttn3, FlashAttn4, Scores, in_rows
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 
@@ -131,7 +131,7 @@ def test_every_kernel_takes_every_memory_order(kernel, kind, dtype):
 
 @pytest.mark.parametrize("kind", [*ORDERS, *SAME])
 @pytest.mark.parametrize(
-    "kernel", [CpuFlash(), CudaFlash(), FlashAttn2(), FlashAttn3()], ids=lambda kernel: kernel.name
+    "kernel", [CpuFlash(), CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4()], ids=lambda kernel: kernel.name
 )
 def test_kernels_are_called_with_rows_that_are_whole(monkeypatch, kernel, kind):
     """Whatever comes in: the head dim contiguous, rows apart, and where a kernel wants it, aligned."""

@@ -51,7 +51,7 @@ def usp_forward(cluster: Cluster, length: int, split: int) -> float:
     sent, seen = steps(causal=False), steps(causal=True)
     device = cluster.accelerator
     both = [Step(all_.moves, some.pairs) for all_, some in zip(sent, seen, strict=True)]
-    return spent(both, cluster, FORWARD * 128 / (device.flops * device.attention_shares()[0])).seconds
+    return spent(both, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0])).seconds
 
 
 L20 = {8192: (57.1, 152.2, 454.9, 362.0), 32768: (14.3, 32.8, 62.8, 58.4), 131072: (2.59, 4.24, 5.48, 5.19)}
@@ -187,7 +187,7 @@ def test_what_is_kept_is_not_computed_again():
     none, layer = times(Checkpointing("none")), times(Checkpointing("layer"))
     attention = times(Checkpointing("attention_output"))
     assert none.recomputed == 0 and attention.recomputed == pytest.approx(none.dense / 3)
-    forward, backward = Cluster.named("8xh100").accelerator.attention_shares()
+    forward, backward = Cluster.named("8xh100").accelerator.attention_shares(131_072)
     again = none.attention * (4 / forward) / (4 / forward + 10 / backward)
     assert layer.recomputed == pytest.approx(none.dense / 3 + again, rel=1e-6)
     assert layer.exchange > none.exchange == attention.exchange
@@ -259,7 +259,7 @@ def test_mfu_of_long_sequences_is_that_of_attention():
     """At a million tokens the rest is little: model FLOPs by the time of kernels at their shares of the peak, which in
     backward compute five products for four that the model counts."""
     found = search(SearchPlan(tokens="1Mi", attention=("ulysses",)))
-    best, (forward, backward) = found.fitting[0], found.cluster.accelerator.attention_shares()
+    best, (forward, backward) = found.fitting[0], found.cluster.accelerator.attention_shares(2**20)
     assert best.checkpointing.policy == "attention_output"
     assert best.mfu == pytest.approx(12 / (4 / forward + 10 / backward), rel=0.02)
 
@@ -267,13 +267,13 @@ def test_mfu_of_long_sequences_is_that_of_attention():
 def test_shares_of_the_peak_are_those_published_of_the_kernel_unless_a_file_says_others():
     h100, a100, l20 = (Cluster.named(name).accelerator for name in ("8xh100", "8xa100-80", "8xl20"))
     assert (h100.kernel, a100.kernel, l20.kernel) == ("cudnn", "cuda_flash", "cuda_flash")
-    assert h100.attention_shares() == pytest.approx((539 / 989, 516 / 989))
-    assert h100.attention_shares(shards=2**40) == pytest.approx((595 / 989, 516 / 989))
-    assert h100.attention_shares("flash_attn_3", shards=2)[0] == pytest.approx(2 / (989 / 648 + 989 / 616))
-    assert h100.attention_shares("flash_attn_2") == h100.attention_shares("cuda_flash")
-    assert a100.attention_shares() == pytest.approx((0.73, 0.63)) and l20.attention_shares() == (0.85, 0.7)
-    assert h100.attention_shares("dense") == replace(h100, capability=None).attention_shares() == (0.55, 0.45)
-    assert replace(h100, attention=0.4).attention_shares() == pytest.approx((0.4, 516 / 989))
+    assert h100.attention_shares(4096) == h100.attention_shares(2**14) == pytest.approx((539 / 989, 516 / 989))
+    assert h100.attention_shares(2**50) == pytest.approx((595 / 989, 516 / 989))
+    assert h100.attention_shares(2**15, "flash_attn_3")[0] == pytest.approx(2 / (989 / 648 + 989 / 616))
+    assert h100.attention_shares(2**20, "flash_attn_2") == h100.attention_shares(2**20, "cuda_flash")
+    assert a100.attention_shares(2**20) == pytest.approx((0.73, 0.63)) and l20.attention_shares(1) == (0.85, 0.7)
+    assert h100.attention_shares(1, "dense") == replace(h100, capability=None).attention_shares(1) == (0.55, 0.45)
+    assert replace(h100, attention=0.4).attention_shares(1) == pytest.approx((0.4, 516 / 989))
 
 
 def test_a_slower_kernel_takes_longer_and_is_what_the_trainer_is_told():

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+TOKENS = 16 * 1024
+"""Of the sequences with which kernels were timed."""
+
 
 class Efficiency(NamedTuple):
     """Shares of the peak.
@@ -24,9 +27,13 @@ class Efficiency(NamedTuple):
     backward: float
     source: str
 
-    def forward(self, shards: int) -> float:
-        """Of a causal sequence over so many balanced shards: of a shard's pairs, 1 in `shards` is of causal pieces."""
-        return 1 / ((1 - 1 / shards) / self.full + 1 / shards / self.causal)
+    def forward(self, tokens: int) -> float:
+        """Of a causal sequence of so many tokens.
+
+        What causal pieces lose, they lose along the diagonal: in proportion to tokens, where pairs grow by the square.
+        So it does not matter over how many shards the sequence is.
+        """
+        return 1 / (1 / self.full + (1 / self.causal - 1 / self.full) * min(1, TOKENS / tokens))
 
 
 _H100, _B200 = 989, 2250

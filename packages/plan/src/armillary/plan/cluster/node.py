@@ -54,15 +54,14 @@ class Accelerator:
         if not 0 <= self.step < inf:
             raise ValueError(f"accelerator {self.name}: step={self.step} must not be below 0, and finite")
 
-    def attention_shares(self, kernel: str | None = None, shards: int = 1) -> tuple[float, float]:
-        """What attention attains of the peak: (forward, backward).
+    def attention_shares(self, tokens: int, kernel: str | None = None) -> tuple[float, float]:
+        """What attention attains of the peak over a causal sequence of so many tokens: (forward, backward).
 
         Args:
             kernel: by name; unless given, the fastest that torch ships.
-            shards: of the sequence: the more, the fewer pieces are causal.
         """
         known = efficiency(kernel or self.kernel or "", self.compute_capability)
-        forward, backward = USUAL if known is None else (known.forward(shards), known.backward)
+        forward, backward = USUAL if known is None else (known.forward(tokens), known.backward)
         return self.attention or forward, self.attention_backward or backward
 
     @property

@@ -62,15 +62,15 @@ class Passes:
 
     @classmethod
     def of(
-        cls, plan: CommPlan, cluster: Cluster, head_dim: int, copies: int, shards: int = 1, kernel: str | None = None
+        cls, plan: CommPlan, cluster: Cluster, head_dim: int, copies: int, tokens: int, kernel: str | None = None
     ) -> Passes:
         """Of `copies` groups of ranks side by side.
 
         Args:
-            shards, kernel: as of `Accelerator.attention_shares`.
+            tokens, kernel: as of `Accelerator.attention_shares`.
         """
         device = cluster.accelerator
-        forward_share, backward_share = device.attention_shares(kernel, shards)
+        forward_share, backward_share = device.attention_shares(tokens, kernel)
         forward = FORWARD * head_dim / (device.flops * forward_share)
         backward = BACKWARD * head_dim / (device.flops * backward_share)
         return cls(spent(plan.forward, cluster, forward, copies), spent(plan.backward, cluster, backward, copies))

@@ -153,7 +153,7 @@ def passes_of(
         batch=rows // mesh.shard,
     )
     plan = attention.comm_plan(work, mesh.ring, mesh.ulysses)
-    return Passes.of(plan, cluster, model.head_dim, mesh.shard, mesh.ring, kernel)
+    return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel)
 
 
 def choose(
