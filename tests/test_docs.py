@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from armillary.attention.kernels import EFFICIENCY, KERNELS
 from armillary.core.testing.accelerated import accelerated
 
 ROOT = Path(__file__).parent.parent
@@ -163,3 +164,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
         html = written.read_text()
         for name in re.findall(r"^::: (\S+)", (DOCS / page).read_text(), re.M):
             assert f'id="{name}"' in html, f"{page}: {name}"
+
+
+def test_the_page_of_kernels_has_each_with_its_published_figures():
+    rows = dict(re.findall(r"^\| `(\w+)` (.*)", (DOCS / "kernels.md").read_text(), re.M))
+    assert set(rows) == {kernel.name for kernel in KERNELS} and "as `flash_attn_2`" in rows["cuda_flash"]
+    for (name, _), figures in EFFICIENCY.items():
+        row = rows["flash_attn_2" if name == "cuda_flash" else name]
+        assert all(f"{share:.0%}" in row for share in (figures.full, figures.causal, figures.backward))

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.kernels import (
+    EFFICIENCY,
     KERNELS,
     Backward,
     CpuFlash,
@@ -535,6 +536,16 @@ PREFERRED = [
 def test_the_fastest_kernel_that_is_there_and_accepts_the_inputs_is_chosen(monkeypatch, versions, inputs, name):
     flash_stub.install(monkeypatch, *versions)
     assert choose_kernel(inputs).name == name
+
+
+def test_figures_are_of_kernels_that_are_there_and_run_on_such_accelerators(monkeypatch):
+    flash_stub.install(monkeypatch, *ALL)
+    known = {kernel.name: kernel for kernel in KERNELS}
+    for (name, major), figures in EFFICIENCY.items():
+        assert known[name].refuses(on_cuda(capability=(major, 0))) is None and "arXiv" in figures.source
+        assert 0 < figures.causal <= figures.full < 1 and 0 < figures.backward < 1
+        assert figures.forward(2**10) == pytest.approx(figures.causal)
+        assert figures.causal <= figures.forward(2**15) <= figures.forward(2**30) <= figures.full
 
 
 def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(monkeypatch):
