@@ -545,7 +545,7 @@ def test_figures_are_of_kernels_that_are_there_and_run_on_such_accelerators(monk
         assert known[name].refuses(on_cuda(capability=(major, 0))) is None and "arXiv" in figures.source
         assert 0 < figures.causal <= figures.full < 1 and 0 < figures.backward < 1
         assert figures.forward(2**10) == pytest.approx(figures.causal)
-        assert figures.causal <= figures.forward(2**15) <= figures.forward(2**30) <= figures.full
+        assert figures.forward(2**10) <= figures.forward(2**15) <= figures.forward(2**30) <= figures.full + 1e-9
 
 
 def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(monkeypatch):
