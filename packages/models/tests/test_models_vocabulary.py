@@ -202,6 +202,27 @@ def test_neither_all_hidden_states_nor_all_logits_of_a_part_are_made(worlds):
         assert largest < min(case.B * case.T * case.E, case.B * case.T * case.V // ranks)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_parts_in_bfloat16_are_as_exact_as_the_whole_in_bfloat16(worlds, z_loss):
+    """Against float64. What makes up the hidden states' gradient is rounded on each rank, and summed."""
+    case = Case(2, 64, 90, 16, chunk=32, z_loss=z_loss, dtype=torch.bfloat16)
+    expected, parts = exact(case), whole(worlds(2).run(by_part, case))
+    alone = whole([by_part_alone(case)])
+    got, usual = (
+        [relative_error(g, e) for g, e in zip(found, expected, strict=True) if not isinstance(e, int)]
+        for found in (parts, alone)
+    )
+    assert all(g < 1.5 * u + 1e-6 for g, u in zip(got, usual, strict=True)), (got, usual)
+
+
+def by_part_alone(case):
+    """The same on one rank, without an axis."""
+    *tensors, labels = case.inputs()
+    leaves = leaves_of(case, *tensors)
+    total, count = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], chunk=case.chunk, z_loss=case.z_loss)
+    return total.detach(), count.item(), *gradients(total, leaves), {}
+
+
 def masked_rows():
     """A padded vocabulary: the bias of what one rank has is -inf throughout."""
     case, axis = Case(2, 8, 8), axis_of()

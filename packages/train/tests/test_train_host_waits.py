@@ -35,6 +35,11 @@ SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecuti
 """Ops whose results' sizes, or that themselves, are numbers of the device."""
 
 
+TELLS = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 makes tensors of numbers where no mode sees it"
+)
+
+
 class Waits(TorchDispatchMode):
     """Counts what would have the host wait: (what, the line of ours that asked for it)."""
 
@@ -83,8 +88,8 @@ def ends_of(name, args, kwargs):
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("made of numbers", lambda x: x[[0, 2]]),
-        ("made of numbers", lambda x: torch.tensor([1, 2], device=x.device)),
+        pytest.param("made of numbers", lambda x: x[[0, 2]], marks=TELLS),
+        pytest.param("made of numbers", lambda x: torch.tensor([1, 2], device=x.device), marks=TELLS),
         ("item", lambda x: float(x[0])),
         ("item", lambda x: bool(x[0] > 0)),
         ("from cpu to meta", lambda x: torch.zeros(3).to(x.device)),
