@@ -28,6 +28,8 @@ def fitted(policy: Checkpointing, layers: int, memory: Memory, room: Room) -> It
     if policy.offload:
         wide = replace(room, host=1 << 62)
         here = largest(0, layers, lambda n: wide.share(memory(replace(policy, on_device=n))) <= 1)
+        if here == layers:  # then it need not be offloaded
+            return
         policy = replace(policy, on_device=here or 0)
         yield policy
     if room.share(memory(policy)) > 1:
@@ -44,7 +46,7 @@ def with_counts(
     def given(outputs: int, inputs: int | None = None) -> Checkpointing:
         least = above + fewest(layers - above, max(0, outputs - above)) if above < layers else layers
         count = layers if every else least if inputs is None else inputs
-        counts = {"outputs": outputs} if policy.policy == "attention_output" else {}
+        counts = {"outputs": None if outputs == layers else outputs} if most else {}
         return replace(policy, inputs=None if count == layers else count, **counts)
 
     most = layers if policy.policy == "attention_output" else 0

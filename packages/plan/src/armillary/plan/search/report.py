@@ -12,6 +12,7 @@ from typing import Any
 
 from armillary.core.quantity import gib
 from armillary.core.table import Column, print_table
+from armillary.plan.memory.fit import missing
 from armillary.plan.memory.report import checkpoints
 from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import Choice, SearchResult
@@ -61,8 +62,11 @@ def show(found: SearchResult) -> None:
         print("nothing fits: give more accelerators, or shorter sequences")
         return
     print_table(HEADS, rows(found, best))
+    print("\nMFU: the model's FLOPs, of pairs that the mask shows and without what is computed again, over the peak")
     print("\nwhere the time of the first goes\n")
     print_table(PARTS, parts(best[0]))
+    print("\nwhat its blocks might keep instead\n")
+    print_table(KEEPING, keeping(found))
     print(f"\n{rest(found)}\n\n{command_line(found, best[0], found.plan.out)}")
 
 
@@ -115,6 +119,27 @@ def parts(choice: Choice) -> Iterator[list[str]]:
     for name, seconds in choice.time.parts().items():
         if seconds > 0:
             yield [name, f"{100 * seconds / total:.1f}", f"{1000 * seconds:,.1f}"]
+
+
+KEEPING = (
+    Column("keeps", text=True),
+    *map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")),
+    Column("fits", text=True),
+)
+
+
+def keeping(found: SearchResult) -> Iterator[list[str]]:
+    """The first choice's mesh and method with each policy, at its best; those that do not fit come last."""
+    told = set[tuple[str, bool, bool]]()
+    for choice in found.others:
+        kept = choice.checkpointing
+        kind = kept.policy, kept.offload, choice.fits
+        if kind in told or (kept.policy, kept.offload, True) in told:
+            continue
+        told.add(kind)
+        sizes = gib(choice.memory.device), gib(choice.memory.host)
+        fits = "yes" if choice.fits else f"no: {missing(choice.memory, found.room)}"
+        yield [keeps(choice), f"{choice.time.seconds:,.4g}", f"{100 * choice.mfu:.1f}", *sizes, fits]
 
 
 def rest(found: SearchResult) -> str:

@@ -89,6 +89,8 @@ class SearchResult:
     room: Room
     length: int
     choices: list[Choice] = field(default_factory=list[Choice])
+    others: list[Choice] = field(default_factory=list[Choice])
+    """The first choice's mesh and method with all else that blocks may keep, the same way."""
 
     @property
     def fitting(self) -> list[Choice]:
@@ -129,13 +131,18 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
             f"{' '.join(plan.attention) or 'of any kind'}"
         )
-    choices = list[Choice]()
+    found = list[list[Choice]]()
     for i, candidate in enumerate(wanted):
         progress(i, len(wanted))
         passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel)
-        choices.append(choose(candidate, model, cluster, length, plan.rows, room, passes))
-    choices.sort(key=lambda c: (not c.fits, c.time.seconds if c.fits else room.share(c.memory)))
-    return SearchResult(plan, model, cluster, room, length, choices)
+        found.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes))
+
+    def rank(choice: Choice) -> tuple[bool, float]:
+        return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
+
+    found.sort(key=lambda several: rank(best_of(several, room)))
+    choices = [best_of(several, room) for several in found]
+    return SearchResult(plan, model, cluster, room, length, choices, sorted(found[0], key=rank))
 
 
 def passes_of(
@@ -156,10 +163,10 @@ def passes_of(
     return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel)
 
 
-def choose(
+def choices_of(
     candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, room: Room, passes: Passes
-) -> Choice:
-    """With the checkpoints that are fastest of those that fit, nearly, and leave most memory; or fullest least."""
+) -> list[Choice]:
+    """A candidate with all that blocks may keep, and as much of it as fits."""
     found = list[Choice]()
     for policy, on_host in policies():
         job = Job(
@@ -180,8 +187,13 @@ def choose(
             flops = rows * length * model.flops_per_token(length)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
             found.append(Choice(candidate, checkpointing, on_host, time, held, room.share(held) <= 1, mfu))
-            if found[-1].fits and time.offload <= AS_FAST * time.seconds:
-                break  # all is kept that the policy wants, or as much as may be, and nothing waits for it
+            if checkpointing == policy and found[-1].fits and time.offload <= AS_FAST * time.seconds:
+                break  # all is kept, and nothing waits for it
+    return found
+
+
+def best_of(found: list[Choice], room: Room) -> Choice:
+    """The fastest that fits, or one nearly as fast that leaves more memory; if none fits, what is fullest least."""
     if not any(choice.fits for choice in found):
         return min(found, key=lambda choice: room.share(choice.memory))
     fastest = min(choice.time.seconds for choice in found if choice.fits)
