@@ -1,6 +1,6 @@
 """Memory of training steps, by simulation: what UPipe's stages save, and the longest sequences that fit.
 
-    python benchmarks/memory.py                         all of it, about 20 minutes on 2 cores
+    python benchmarks/memory.py                         all of it, about 40 minutes on 2 cores
     python benchmarks/memory.py --only stages wallfacer
 
 Nothing here needs a GPU. Figures are bytes of live tensors on rank 0 of a fake process group, in a real training step.
@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.plan.memory import attention_intermediates, before_attention
+from armillary.plan.memory import attention_intermediates, before_attention, simulate
 from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.search.report import keeps
+from armillary.plan.search.search import SearchPlan, search
 
 Row = dict[str, Any]
 
@@ -137,6 +139,34 @@ def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
     return rows
 
 
+def planned(console: Console) -> list[Row]:
+    """What the planner chooses for lengths at which no node's host has room for an input of every block, simulated."""
+    rows: list[Row] = []
+    for cluster, tokens in (("8xh100", "8M"), ("8xh100", "12M"), ("16xh100", "16M")):
+        found = search(SearchPlan(cluster=cluster, tokens=tokens, attention=("upipe+ring",)))
+        best = found.fitting[0]
+        with console.status(f"{cluster} {tokens}"):
+            memory = simulate(best.job(found))
+        rows.append(
+            {
+                "cluster": found.cluster.name,
+                "tokens, M": found.length / 1e6,
+                "attention": str(best.candidate),
+                "keeps": keeps(best),
+                "device GiB": memory.device / 2**30,
+                "of": found.room.device / 2**30,
+                "planned": best.memory.device / 2**30,
+                "host GiB a rank": memory.host / 2**30,
+                "of it": found.room.host / 2**30,
+                "planned host": best.memory.host / 2**30,
+                "MFU, predicted": f"{best.mfu:.1%}",
+                "s": round(memory.seconds),
+            }
+        )
+        console.print(rows[-1], memory.device_breakdown, memory.host_breakdown)
+    return rows
+
+
 def policies() -> list[Row]:
     """LLaMA-3-8B, 1M tokens, 8 ranks: what each policy holds, by UPipe and by USP."""
     rows: list[Row] = []
@@ -176,6 +206,7 @@ def main() -> None:
             ["paper: L + 1 activations as checkpoints and 3 C for q, k, v; counted: L inputs and the gradient"],
         ),
         "policies": ("Checkpoint policies, LLaMA-3-8B, 1M tokens on 8 H100", policies, []),
+        "planned": ("Longer than every block's input fits, LLaMA-3-8B", lambda: planned(console), []),
         "contexts": ("Longest sequences, LLaMA-3-8B", lambda: longest(PLANS["contexts"], console), []),
         "node": ("Longest sequences, LLaMA-3-8B on 8 H100", lambda: longest(NODE, console), []),
         "models": ("Longest sequences, other models and machines", lambda: longest(PLANS["models"], console), []),

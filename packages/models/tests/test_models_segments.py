@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import ceil
+from weakref import ref
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from armillary.attention import Local, UPipe, build_attention
 from armillary.core.testing import mesh, relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
-from armillary.models.activation_checkpoint.keeping import Keep, keeps, segments
+from armillary.models.activation_checkpoint import checkpoint
+from armillary.models.activation_checkpoint.checkpoint import OnDevice
+from armillary.models.activation_checkpoint.keeping import Keep, fewest, keeps, most_held, segments
 from armillary.models.parallel import parallelize
 
 LAYERS = 7
@@ -59,7 +62,7 @@ def test_all_blocks_keep_what_the_policy_says_unless_told_otherwise():
     ]
 
 
-def most_held(layers: int, inputs: int, attended: int) -> int:
+def walked(layers: int, inputs: int, attended: int) -> int:
     """Inputs and results of attention, by walking through a step: a segment is run again when its last block is due."""
     start, held, most, without = layers, inputs + attended, inputs + attended, layers - attended
     for size in reversed(segments(layers, inputs, attended)):
@@ -77,14 +80,16 @@ def test_segments_hold_all_blocks_and_no_more_than_they_must(layers):
         assert len(sizes) == inputs and sum(sizes) == layers and min(sizes) >= 1
         every = ceil(layers / inputs)  # every n-th block's input, n blocks a segment
         plain = inputs + attended + max(0, every - 2) + min(every - 1, layers - attended)
-        assert inputs + attended <= most_held(layers, inputs, attended) <= plain
+        most = most_held(layers, inputs, attended)
+        assert most == walked(layers, inputs, attended) and inputs + attended <= most <= plain
 
 
-def test_32_blocks_take_as_little_as_16_inputs_do_without_attending_once_more():
+def test_of_32_blocks_many_can_do_without_an_input_for_no_memory_later():
+    """What is made again takes what blocks above have given back: without attention's results, with 13 inputs or more;
+    with all of them, four inputs are enough."""
     assert segments(32, 29, 0) == (1,) * 25 + (2, 2, 2, 1)
-    least = [most_held(32, inputs, 0) - inputs for inputs in range(32, 5, -1)]
-    assert least[:20] == [0] * 20  # memory for what is made again has been given back by blocks above
-    assert min(most_held(32, inputs, 32) for inputs in range(1, 33)) == 32 + 4
+    assert [most_held(32, inputs, 0) - inputs for inputs in range(32, 12, -1)] == [0] * 20
+    assert fewest(32, 32) == 4 and most_held(32, 4, 32) == 32 + 4
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -157,6 +162,23 @@ def test_blocks_keep_what_they_are_to_keep():
     found = saved(replace(OUTPUT, inputs=2, outputs=4))
     assert (found[x] - ends, found[out], found[lse]) == (2, 4, 4)
     assert saved(replace(OUTPUT, offload=True, inputs=5, outputs=4, on_device=2))[out] == 2
+
+
+def test_what_is_computed_again_is_given_back_at_once(monkeypatch):
+    """Not when the graph goes, which has the whole step's."""
+    held = list[ref[Tensor]]()
+
+    class Noted(OnDevice):
+        def __init__(self, tensors):
+            super().__init__(tensors)
+            held.extend(map(ref, tensors))
+
+    monkeypatch.setattr(checkpoint, "OnDevice", Noted)
+    model, alive = build(replace(LAYER, inputs=2)), list[int]()
+    model.model.layers[0].register_full_backward_hook(lambda *_: alive.append(sum(x() is not None for x in held)))
+    loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
+    loss.backward()
+    assert len(held) == 3 * (LAYERS - 2) - 2 and alive[-1] == 0
 
 
 def test_an_input_that_a_hook_has_changed_is_kept():

@@ -78,6 +78,10 @@ class Choice:
     fits: bool
     mfu: float
 
+    def job(self, found: SearchResult) -> Job:
+        """The step that was planned, to be simulated."""
+        return job_of(self.candidate, found.model, found.length, found.plan.rows, self.on_host, self.checkpointing)
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -169,14 +173,7 @@ def choices_of(
     """A candidate with all that blocks may keep, and as much of it as fits."""
     found = list[Choice]()
     for policy, on_host in policies():
-        job = Job(
-            model=model,
-            axes=candidate.mesh.axes,
-            attention=candidate.attention,
-            length=length,
-            rows=rows // candidate.mesh.shard,
-            on_host=on_host,
-        )
+        job = job_of(candidate, model, length, rows, on_host, policy)
 
         @cache
         def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
@@ -190,6 +187,21 @@ def choices_of(
             if checkpointing == policy and found[-1].fits and time.offload <= AS_FAST * time.seconds:
                 break  # all is kept, and nothing waits for it
     return found
+
+
+def job_of(
+    candidate: Candidate, model: Model, length: int, rows: int, on_host: bool, checkpointing: Checkpointing
+) -> Job:
+    """A candidate's step on one rank."""
+    return Job(
+        model=model,
+        axes=candidate.mesh.axes,
+        attention=candidate.attention,
+        length=length,
+        rows=rows // candidate.mesh.shard,
+        checkpointing=checkpointing,
+        on_host=on_host,
+    )
 
 
 def best_of(found: list[Choice], room: Room) -> Choice:
