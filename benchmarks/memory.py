@@ -159,7 +159,6 @@ def planned(console: Console) -> list[Row]:
                 "host GiB a rank": memory.host / 2**30,
                 "of it": found.room.host / 2**30,
                 "planned host": best.memory.host / 2**30,
-                "MFU, predicted": f"{best.mfu:.1%}",
                 "s": round(memory.seconds),
             }
         )
