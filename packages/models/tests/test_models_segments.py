@@ -19,6 +19,7 @@ from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, 
 from armillary.models.activation_checkpoint import checkpoint
 from armillary.models.activation_checkpoint.checkpoint import OnDevice
 from armillary.models.activation_checkpoint.keeping import Keep, fewest, keeps, most_held, segments
+from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.parallel import parallelize
 
 LAYERS = 7
@@ -179,6 +180,13 @@ def test_what_is_computed_again_is_given_back_at_once(monkeypatch):
     loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
     loss.backward()
     assert len(held) == 3 * (LAYERS - 2) - 2 and alive[-1] == 0
+
+
+def test_what_is_computed_again_is_on_the_host_alone_before_a_block_is_differentiated(monkeypatch):
+    settled = list[OffloadedTensors]()
+    monkeypatch.setattr(OffloadedTensors, "settle", lambda kept: settled.append(kept))
+    gradients(build(replace(LAYER, inputs=2, offload=True)))
+    assert len(settled) == LAYERS - 2
 
 
 def test_an_input_that_a_hook_has_changed_is_kept():

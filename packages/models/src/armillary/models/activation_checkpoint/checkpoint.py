@@ -132,7 +132,11 @@ class Checkpoint:
             if made:
                 tensors = [tensor for each in made.values() for tensor in each]
                 self.made_again[tuple(made)] = OffloadedTensors(tensors) if self.keep.host else OnDevice(tensors)
-            return self.work.again().rest(x, found["attended"][0], None)
+            y = self.work.again().rest(x, found["attended"][0], None)
+        for kept in self.made_again.values():
+            if isinstance(kept, OffloadedTensors):
+                kept.settle()  # the block above is differentiated next, which holds most
+        return y
 
     def fetch(self) -> None:
         """Starts bringing back what is on the host, if nobody has."""

@@ -123,6 +123,10 @@ class OffloadedTensors:
         else:
             side.leaving = ref(self.leaving)
 
+    def settle(self) -> None:
+        """Has the current stream wait until the copies are made, and holds the tensors themselves no longer."""
+        self.leaving.finish()
+
     def fetch(self) -> None:
         """Starts bringing the tensors back, if nobody has, and if they are not here still."""
         if self.coming is None and not self.leaving.tensors:
