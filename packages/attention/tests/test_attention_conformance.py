@@ -816,7 +816,7 @@ def test_the_command_names_what_failed_and_says_so_to_the_shell(monkeypatch, cap
     assert re.search(r"^FAILED --seed 7 --case 1: .*: RuntimeError: no$", said, re.M)
 
 
-def judge_badly(chunk):
+def judge_badly(chunk, device):
     """The second of the cases makes a rank raise."""
     if dist.get_rank() and any(trial.number == 1 for trial in chunk):
         raise RuntimeError("no")
