@@ -1,5 +1,6 @@
 """LLaMA and GPT as plain single-device modules: attention is handed in, positions are explicit."""
 
+from armillary.core.labels import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.generation.decoding import Decoding
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpointing",
     "Decoding",
     "GPTConfig",
+    "LabelTriples",
     "LinearScaling",
     "Llama",
     "Llama3Scaling",

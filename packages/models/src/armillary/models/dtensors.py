@@ -10,6 +10,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from armillary.attention import Method
 from armillary.attention.parallel_checks import check_tokens, over_all_ranks
 from armillary.core import Axis, SequenceLayout
+from armillary.core.labels import LabelTriples
 from armillary.core.placements import (
     check_placement,
     describe,
@@ -76,7 +78,8 @@ def sums_dtensors(loss: F) -> F:
     """A loss of `labels` [B, N] as DTensors too, of its first argument (hidden states or logits) on the same mesh.
 
     That argument may be local, as a model hands hidden states to a `head`; else it is placed as `labels`, and logits
-    are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, the last on `axis`.
+    are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, the last on `axis`. `LabelTriples` are
+    those of this rank's tokens: with them a first argument that is local stays so, and sums are placed by another's.
 
     What has tokens is returned placed as `labels`, and sums as `Partial` wherever these are sharded. Errors as above.
     """
@@ -90,14 +93,15 @@ def sums_dtensors(loss: F) -> F:
         first, labels = next(iter(parameters.parameters)), given["labels"]
         if not isinstance(given[first], DTensor) and not isinstance(labels, DTensor):
             return loss(*args, **options)
-        if not isinstance(labels, DTensor):
+        like = tokens_of(given[first]) if isinstance(labels, LabelTriples) else labels
+        if not isinstance(like, DTensor):
             raise ValueError(f"{first} is {describe(given[first])} and labels are local; pass both as DTensors")
-        check_loss(first, given[first], labels, None if given.get("axis") is None else Axis.of(given["axis"]))
+        check_loss(first, given[first], like, None if given.get("axis") is None else Axis.of(given["axis"]))
         if isinstance(given[first], DTensor):
             if first == "logits" and given.get("axis") is not None:
                 given.setdefault("vocabulary", given[first].shape[2])
             given[first] = local_of(given[first])
-        return placed_as(labels, loss(**given | {"labels": local_of(labels)}))
+        return placed_as(like, loss(**given | {"labels": labels if labels is not like else local_of(like)}))
 
     return cast(F, local_or_placed)
 
@@ -171,6 +175,14 @@ def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> Non
     check_alike(first, x, "labels", labels, wanted)
     if x.shape[:2] != labels.shape:
         raise ValueError(f"{first} is {describe(x)} and labels are {describe(labels)}: other rows or tokens")
+
+
+def tokens_of(x: DTensor) -> DTensor:
+    """A DTensor [B, N] of zeros for the tokens of x [B, N, ...], placed as those are."""
+    placements = [found if found in (Shard(0), Shard(1)) else Replicate() for found in x.placements]
+    local = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.to_local().shape[:2])
+    stride = (x.shape[1], 1)
+    return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape[:2], stride=stride)
 
 
 def check_alike(name: str, x: DTensor, other: str, like: DTensor, wanted: Sequence[Placement]) -> None:

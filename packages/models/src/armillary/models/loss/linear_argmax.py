@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, all_gather_interleaved
 from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.models.dtensors import sums_dtensors
+from armillary.models.loss.chunk_labels import token_labels
 from armillary.models.loss.linear_loss import check, chunk_rows
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -38,7 +38,7 @@ def linear_argmax(
             before any communication.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    check(hidden, weight, pad_to_multiple(labels, ranks, ignore) if labels.ndim == 2 else labels, None, None, ranks)
+    check(hidden, weight, token_labels(labels, ignore, ranks).shape, None, None, ranks)
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
     asked = labels != ignore
     if not rows.alone:

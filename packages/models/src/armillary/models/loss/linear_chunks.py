@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.models.loss.vocabulary_shard import VocabularyShard, at_least_one, cross_entropy_
+from armillary.models.loss.chunk_labels import TokenLabels
+from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_
+from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 @dataclass(frozen=True)
 class LinearLossSpec:
-    """What to do with hidden states [t, E], this rank's of T: the labels [T], and how."""
+    """What to do with hidden states [t, E], this rank's of T: the labels of all T, and how."""
 
-    labels: Tensor
-    ignore: int
+    labels: TokenLabels
     chunk: int
     dtype: torch.dtype  # of the matmuls
     z_loss: float
@@ -32,14 +33,11 @@ class LinearLossSpec:
         return torch.promote_types(self.dtype, torch.float32)
 
     def parts(self) -> list[slice]:
-        """Which of its hidden states a rank takes at a time."""
-        ranks = self.vocabulary.axis.size
+        """Which of its hidden states a rank takes at a time; none where the host knows that there are no labels."""
+        ranks, (rows, tokens) = self.vocabulary.axis.size, self.labels.shape
         step = max(1, self.chunk // ranks)
-        return [slice(start, start + step) for start in range(0, len(self.labels) // ranks, step)]
-
-    def labels_of(self, part: slice) -> Tensor:
-        """The labels [C] of these hidden states of all ranks, rank by rank."""
-        return self.labels.view(-1, self.vocabulary.axis.size)[part].T.flatten()
+        parts = (slice(start, start + step) for start in range(0, rows * tokens // ranks, step))
+        return [part for part in parts if self.labels.any_of(part)]
 
 
 def loss_and_gradients(
@@ -48,7 +46,7 @@ def loss_and_gradients(
     """The sum, and its gradients by those of hidden [t, E], weight [V_r, E] and bias [V_r] that are `wanted`."""
     gradients = Gradients.room(hidden, weight, spec.wide, wanted)
     weight, bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
-    losses = hidden.new_empty(len(hidden), dtype=spec.wide)
+    losses = hidden.new_zeros(len(hidden), dtype=spec.wide)
     for part, gathered in chunks(hidden, spec):
         losses[part] = add_chunk(part, gathered, weight, bias, spec, gradients)
     return spec.vocabulary.total(losses), gradients
@@ -77,9 +75,8 @@ def add_chunk(
     losses = cross_entropy_(
         logits.to(spec.wide),
         logits,
-        spec.labels_of(part),
+        spec.labels.of_chunk(part, spec.vocabulary, spec.wide),
         spec.vocabulary,
-        ignore=spec.ignore,
         z_loss=spec.z_loss,
         gradient=logits if gradients.wanted else None,
     )
@@ -99,7 +96,7 @@ class Gradients:
     @classmethod
     def room(cls, hidden: Tensor, weight: Tensor, wide: torch.dtype, wanted: Sequence[bool]) -> Gradients:
         return cls(
-            torch.empty_like(hidden) if wanted[0] else None,
+            torch.zeros_like(hidden) if wanted[0] else None,
             torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
             weight.new_zeros(len(weight), dtype=wide) if wanted[2] else None,
         )

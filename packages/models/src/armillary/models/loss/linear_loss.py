@@ -6,7 +6,7 @@ For 5M tokens on 8 ranks those of LLaMA-3-8B would take 157 GiB in bfloat16, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -16,10 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
-from armillary.core.collectives.interleaved import pad_to_multiple
+from armillary.core.labels import LabelTriples
 from armillary.models.dtensors import sums_dtensors
+from armillary.models.loss.chunk_labels import OneEach, token_labels
+from armillary.models.loss.cross_entropy import scaled
 from armillary.models.loss.linear_chunks import LinearLossSpec, loss_and_gradients
-from armillary.models.loss.vocabulary_shard import VocabularyShard, scaled
+from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 Backend = Literal["own", "torch"]
 
@@ -28,7 +30,7 @@ Backend = Literal["own", "torch"]
 def linear_token_loss(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    labels: Tensor | LabelTriples,
     *,
     bias: Tensor | None = None,
     ignore: int = -100,
@@ -56,7 +58,8 @@ def linear_token_loss(
         weight: [V, E], whole: a linear layer's or an embedding's, under FSDP2 within `forward`; with an axis [V_r, E],
             as `torch.chunk` and DTensor's `Shard(0)` cut it: ceil(V / R) rows each while there are any.
         labels: integers [B, T], shifted already: `labels[b, t]` is what the hidden state of token t of row b predicts.
-            With an axis too those of all tokens, the same on all its ranks.
+            With an axis too those of all tokens, the same on all its ranks. Or `LabelTriples` of those tokens, of which
+            a position may have several labels, with weights; chunks without any are not computed.
         bias: [V]; with an axis [V_r].
         ignore: the label that is not counted.
         chunk: how many tokens at a time, over all rows; `chunk_rows` of these shapes unless given. With an axis those
@@ -75,7 +78,8 @@ def linear_token_loss(
 
     Returns:
         The sum of the cross entropies, in nats, a scalar in float32 (float64 for float64), and the count of valid
-        labels, an integer scalar on the same device. With no valid label the sum is 0, with zero gradients.
+        labels, an integer scalar on the same device. With no valid label the sum is 0, with zero gradients. Of triples
+        both count weights: the sum of weight times cross entropy, and the sum of weights, in float64.
 
         With an axis both are those of all its tokens, to the bit the same on all its ranks. It is one loss of which
         each rank has a copy, not R losses: each rank calls backward with the same upstream gradient, and gets that
@@ -87,15 +91,16 @@ def linear_token_loss(
             nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    count, labels = (labels != ignore).sum(), pad_to_multiple(labels, ranks, ignore) if labels.ndim == 2 else labels
-    check(hidden, weight, labels, bias, chunk, ranks)
+    found = token_labels(labels, ignore, ranks)
+    check(hidden, weight, found.shape, bias, chunk, ranks)
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
     run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
-    chunk = chunk or chunk_rows(labels.numel(), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
-    rows.check_labels(labels, ignore)
-    spec = LinearLossSpec(labels.flatten().long(), ignore, chunk, dtype, z_loss, rows)
-    total = run(hidden.flatten(0, 1), weight, bias, spec)
-    return total, count
+    if backend == "torch" and isinstance(labels, LabelTriples):
+        raise ValueError(f"torch's takes one label to a token; got {labels}, which backend='own' takes")
+    chunk = chunk or chunk_rows(prod(found.shape), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
+    found.check(rows)
+    spec = LinearLossSpec(found, chunk, dtype, z_loss, rows)
+    return run(hidden.flatten(0, 1), weight, bias, spec), found.count
 
 
 def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
@@ -121,14 +126,15 @@ LossBackend = Callable[[Tensor, Tensor, Tensor | None, LinearLossSpec], Tensor]
 
 def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """The sum by `F.linear_cross_entropy`."""
+    labels = cast(OneEach, spec.labels)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=spec.chunk, chunking_method=None, allow_retain_graph=True)
     total = F.linear_cross_entropy(
         hidden.to(spec.dtype),
         weight.to(spec.dtype),
-        spec.labels,
+        labels.labels.flatten().long(),
         linear_bias=None if bias is None else bias.to(spec.dtype),
         reduction="sum",
-        ignore_index=spec.ignore,
+        ignore_index=labels.ignore,
         options=options,
     )
     return total.to(spec.wide)
@@ -184,17 +190,20 @@ def autocasts(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk: int | None, ranks: int) -> None:
+def check(
+    hidden: Tensor, weight: Tensor, tokens: tuple[int, ...], bias: Tensor | None, chunk: int | None, ranks: int
+) -> None:
     """Refuses what does not fit together, as far as it can be seen without waiting for a GPU."""
-    tokens = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
-    wanted = tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
-    got = labels.shape, weight.shape, weight.shape[:1] if bias is None else bias.shape
+    held = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
+    wanted = held, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
+    got = tokens, weight.shape, weight.shape[:1] if bias is None else bias.shape
     if hidden.ndim != 3 or got != wanted:
         over = f"B, ceil(T / {ranks}), E], of this rank's part of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
-        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, labels, bias) if x is not None)
+        given = [x.shape for x in (hidden, weight)], [tokens], [] if bias is None else [bias.shape]
+        shapes = ", ".join(str(tuple(shape)) for part in given for shape in part)
         raise ValueError(f"hidden [{over}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
     if not autocasts(hidden) and len({*dtypes}) > 1:
         raise ValueError(f"hidden, weight and bias need one dtype outside of autocast; got {dtypes}")
-    if labels.is_floating_point() or (chunk is not None and chunk < 1):
-        raise ValueError(f"labels must be integers and a chunk 1 token at least; got {labels.dtype} and {chunk}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"a chunk must be 1 token at least; got {chunk}")

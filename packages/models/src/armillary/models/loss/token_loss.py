@@ -12,14 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
+from armillary.core.labels import LabelTriples
 from armillary.models.dtensors import sums_dtensors
-from armillary.models.loss.vocabulary_shard import VocabularyShard, at_least_one, cross_entropy_, scaled
+from armillary.models.loss.chunk_labels import TokenLabels, token_labels
+from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scaled
+from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 @sums_dtensors
 def token_loss(
     logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | LabelTriples,
     *,
     ignore: int = -100,
     z_loss: float = 0.0,
@@ -35,7 +38,7 @@ def token_loss(
         logits: [B, T, V]; with an axis [B, T, V_r], this rank's part of the vocabulary, cut as `torch.chunk` and
             DTensor's `Shard` cut: ceil(V / R) of it each while there is any.
         labels: integers [B, T], shifted already: `labels[b, t]` is what `logits[b, t]` predict. With an axis the same
-            on all its ranks.
+            on all its ranks. Or `LabelTriples` of the tokens, of which a position may have several labels.
         ignore: the label that is not counted.
         z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
         axis: a 1-D mesh of R ranks, over which the vocabulary is cut. All must make the same call, and all want
@@ -47,6 +50,7 @@ def token_loss(
 
     Returns:
         The sum, a scalar in float32 (float64 for float64 logits), and the count, an integer scalar on the same device.
+        Of triples both count weights: the sum of weight times cross entropy, and the sum of weights, in float64.
 
         With an axis both are the same on all its ranks, to the bit. It is one loss of which each rank has a copy, not
         R losses: each rank calls backward with the same upstream gradient, and gets that loss's by its own logits.
@@ -60,13 +64,13 @@ def token_loss(
         raise ValueError(
             f"logits [B, T, V] and labels [B, T] are needed; got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
-    rows = VocabularyShard.of(logits.shape[-1], axis, vocabulary)
-    if rows.alone:
-        return whole_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), (labels != ignore).sum()
-    rows.check_labels(labels, ignore)
+    rows, found = VocabularyShard.of(logits.shape[-1], axis, vocabulary), token_labels(labels, ignore)
+    if rows.alone and isinstance(labels, Tensor):
+        return whole_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), found.count
+    found.check(rows)
     wanted = logits.requires_grad and torch.is_grad_enabled()
-    total = PartLoss.apply(logits.flatten(0, 1), labels.flatten().long(), rows, ignore, z_loss, wanted)
-    return cast(Tensor, total), (labels != ignore).sum()
+    total = PartLoss.apply(logits.flatten(0, 1), found, rows, z_loss, wanted)
+    return cast(Tensor, total), found.count
 
 
 def whole_loss(logits: Tensor, labels: Tensor, ignore: int, z_loss: float) -> Tensor:
@@ -81,12 +85,13 @@ class PartLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, ignore: int, z_loss: float, wanted: bool
+        ctx: Any, logits: Tensor, labels: TokenLabels, vocabulary: VocabularyShard, z_loss: float, wanted: bool
     ) -> Tensor:
         mine = at_least_one(logits)
         gradient = mine.to(accumulation_dtype(logits.dtype), copy=True)
         into = gradient if wanted else None
-        losses = cross_entropy_(gradient, mine, labels, vocabulary, ignore=ignore, z_loss=z_loss, gradient=into)
+        chunk = labels.of_chunk(slice(0, len(mine)), vocabulary, gradient.dtype)
+        losses = cross_entropy_(gradient, mine, chunk, vocabulary, z_loss=z_loss, gradient=into)
         ctx.save_for_backward(gradient.narrow(1, 0, logits.shape[1]) if wanted else None)
         ctx.dtype = logits.dtype
         return vocabulary.total(losses)
@@ -94,4 +99,4 @@ class PartLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return scaled(ctx.saved_tensors[0], grads[0], ctx.dtype), *[None] * 5
+        return scaled(ctx.saved_tensors[0], grads[0], ctx.dtype), *[None] * 4

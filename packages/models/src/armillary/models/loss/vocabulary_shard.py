@@ -1,4 +1,4 @@
-"""The vocabulary cut over the ranks of an axis, and the cross entropy of logits that are cut likewise.
+"""The vocabulary cut over the ranks of an axis, and what its ranks tell each other of logits that are cut likewise.
 
 Each rank has a few rows of the head's weight, so its logits [C, V_r] of C tokens. Of them it makes three numbers for
 each token: their log-sum-exp, its label's logit if that is among them, and later, from the log-sum-exp over all of
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,16 +95,14 @@ class VocabularyShard:
         moving = start_reduce_scatter(x, self.axis, self.shares(len(x)), 0)
         return lambda: into.copy_(moving.wait())
 
-    def merged(self, lse: Tensor, chosen: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-        """Each rank's log-sum-exp and, where it is `here`, the chosen logit, [C, 1] -> those of all rows, [c, 1].
+    def merged(self, lse: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Each rank's log-sum-exp and its part of the chosen logits, [C, 1] -> those of all rows, [c, 1].
 
         Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter".
         """
         if self.alone:
             return lse, chosen
-        parts = start_scatter_parts(
-            torch.cat([lse, chosen.where(here, 0)], 1), self.axis, self.shares(len(lse)), 0
-        ).wait()
+        parts = start_scatter_parts(torch.cat([lse, chosen], 1), self.axis, self.shares(len(lse)), 0).wait()
         lses, chosens = torch.stack(parts).unsqueeze(-1).unbind(2)  # [R, c, 1] each
         return lses.logsumexp(0), chosens.sum(0)
 
@@ -141,61 +138,3 @@ def cut(vocabulary: int, axis: Axis) -> slice:
     """The rank's part of V rows, as `torch.chunk` cuts them."""
     each = ceil(vocabulary / axis.size)
     return slice(axis.rank * each, (axis.rank + 1) * each)
-
-
-def at_least_one(logits: Tensor) -> Tensor:
-    """Logits [C, V_r] themselves; without a row, [C, 1] of -inf, which weigh nothing."""
-    return logits if logits.shape[1] else F.pad(logits, (0, 1), value=-torch.inf)
-
-
-def cross_entropy_(
-    wide: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    vocabulary: VocabularyShard,
-    *,
-    ignore: int,
-    z_loss: float,
-    gradient: Tensor | None,
-) -> Tensor:
-    """The losses [c] of this rank's own tokens, with `z_loss` times their squared log-sum-exps.
-
-    Of C V_r logits 16 bytes are read and written in float32, two reads and two writes: `wide` was written, becomes
-    softmax, and is read for the gradient. Nothing as large is made.
-
-    Args:
-        wide: the logits in the dtype of sums, [C, V_r] of all ranks' tokens, one row at least. Overwritten.
-        logits: the same numbers, maybe narrower, whose largest are found with fewer bytes. May be `wide`.
-        labels: [C], the same on all ranks.
-        gradient: becomes that of the losses of all C tokens, in its own dtype, if given. May be either of the two.
-
-    Bytes sent, in a dtype of w bytes: 2 w for each of the other ranks' tokens, kind "reduce_scatter"; with a gradient,
-    (R - 1) w for each of this rank's own (or of the largest share), kind "all_gather".
-    """
-    valid = (labels != ignore).unsqueeze(1)
-    places, here = vocabulary.find(labels.unsqueeze(1), valid)
-    chosen, (peak, top) = wide.gather(1, places), logits.max(1, keepdim=True)
-    peak = peak.to(wide.dtype)
-    if not vocabulary.alone:
-        # A rank whose logits are all -inf weighs nothing: with the least number there softmax is 0 and 1, not NaN.
-        wide.scatter_(1, top, peak.clamp_(min=torch.finfo(wide.dtype).min))
-    # In place: on CPU and CUDA each row is read, for its peak and sum, before its elements are written one by one.
-    torch.softmax(wide, 1, out=wide)
-    part = peak - wide.gather(1, top).log()
-    lse, chosen = vocabulary.merged(part, chosen, here)
-    if gradient is not None:
-        everyone = vocabulary.gather(lse, len(wide)).wait()
-        factor = vocabulary.share(valid * (1 + 2 * z_loss * everyone), part, everyone)
-        at_labels = wide.gather(1, places) * factor - here.to(wide.dtype)
-        # On a GPU an op casts as it writes; on a CPU it first makes all of its result, and bfloat16's scatter does too.
-        product = torch.mul(wide, factor, out=wide if wide.device.type == "cpu" else gradient)
-        # Scattered, and not added: the same on every run on a GPU.
-        product.scatter_(1, places, at_labels.to(product.dtype))
-        if product is not gradient:
-            gradient.copy_(product)
-    return (lse - chosen + z_loss * lse.square()).where(vocabulary.own(valid), 0).squeeze(1)
-
-
-def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` times a scalar, in `dtype`. The product is rounded and nothing else: a factor without dims would be too."""
-    return torch.mul(x, factor.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

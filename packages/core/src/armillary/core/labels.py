@@ -1,0 +1,90 @@
+"""Labels of tokens that may have several, each with a weight: what the branch points of a tree of tokens predict."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from armillary.core.checked import check_tensor
+from armillary.core.to_device import to_device
+
+
+class LabelTriples:
+    """What tokens [B, T] predict: at each position any number of labels, each with a weight.
+
+    Where a prompt with several completions is one row, depth first, the prompt's last token predicts the first token of
+    each completion: as many labels at one position. A label that several sequences share counts for all of them, by its
+    weight. A loss is the sum of weight times cross entropy, and its gradients at one position add up; divide by the sum
+    of all weights, over all ranks.
+
+    Made on the host and sorted by position there, so that the labels of some tokens are found without waiting for a
+    device; `to` moves what is computed with.
+
+    Args:
+        positions: integers [M] on the CPU: b T + t for token t of row b, in any order and repeated as needed.
+        labels: integers [M] on the CPU, what the hidden state at the position predicts, from 0.
+        weights: numbers [M] on the CPU, finite and not below 0; kept in float64.
+        shape: (B, T), the tokens of this rank.
+
+    Raises:
+        ValueError: tensors of other shapes, not on the CPU, positions out of range, labels below 0, other weights.
+    """
+
+    def __init__(self, positions: Tensor, labels: Tensor, weights: Tensor, shape: tuple[int, int]) -> None:
+        for name, x in {"positions": positions, "labels": labels, "weights": weights}.items():
+            check_tensor(name, x)
+        tensors = positions, labels, weights
+        shapes, devices = [tuple(x.shape) for x in tensors], {x.device.type for x in tensors}
+        if positions.ndim != 1 or len({*shapes}) > 1 or devices != {"cpu"}:
+            raise ValueError(f"positions, labels and weights must be [M] each, on the CPU; got {shapes} on {devices}")
+        if positions.is_floating_point() or labels.is_floating_point():
+            raise ValueError(f"positions and labels must be integers; got {positions.dtype} and {labels.dtype}")
+        order = torch.argsort(positions, stable=True)
+        self.shape = (int(shape[0]), int(shape[1]))
+        """(B, T)"""
+        self.host = positions.long()[order]
+        """int64 [M], rising, on the CPU wherever the rest is."""
+        self.positions, self.labels, self.weights = self.host, labels.long()[order], weights.double()[order]
+        self.largest = int(self.labels.max()) if len(order) else -1
+        """The largest label; -1 where there are none."""
+        self._check()
+
+    def _check(self) -> None:
+        if not len(self.host):
+            return
+        first, last, size = int(self.host[0]), int(self.host[-1]), self.shape[0] * self.shape[1]
+        if first < 0 or last >= size:
+            raise ValueError(f"positions run from {first} to {last}; {self.shape} tokens have 0 to {size - 1}")
+        if (least := int(self.labels.min())) < 0:
+            raise ValueError(f"label {least}: labels count from 0; leave out positions that predict nothing")
+        if not (self.weights.isfinite() & (self.weights >= 0)).all():
+            raise ValueError(f"weights must be finite and at least 0; got {self.weights.min()} to {self.weights.max()}")
+
+    def __len__(self) -> int:
+        """Labels, M."""
+        return len(self.host)
+
+    def __repr__(self) -> str:
+        return f"LabelTriples({len(self)} labels of {self.shape} tokens)"
+
+    def to(self, device: torch.device) -> Self:
+        """The same with positions, labels and weights on a device; nothing waits for it."""
+        moved = copy(self)
+        moved.positions, moved.labels, moved.weights = (
+            to_device(x, device) for x in (self.positions, self.labels, self.weights)
+        )
+        return moved
+
+    def row(self, i: int) -> LabelTriples:
+        """Those of row `i`, as row 0 of one. On the CPU."""
+        tokens = self.shape[1]
+        part = self.within(i * tokens, (i + 1) * tokens)
+        return LabelTriples(self.host[part] - i * tokens, self.labels[part], self.weights[part], (1, tokens))
+
+    def within(self, first: int, stop: int) -> slice:
+        """Which of the triples have positions `first` to `stop - 1`."""
+        bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()  # of the host alone
+        return slice(*bounds)

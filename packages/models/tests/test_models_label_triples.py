@@ -1,0 +1,200 @@
+"""Several labels at one position, with weights: the losses and gradients of tokens that are repeated for each label."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_models_linear_loss import needs_torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from armillary.core import interleaved_shard
+from armillary.core.testing import mesh, relative_error
+from armillary.models import LabelTriples, linear_token_loss, token_loss
+
+B, T, V, E = 2, 7, 11, 6
+UPSTREAM = 1 / 17.3
+
+
+def triples_of(count=20, seed=0, tokens=T):
+    """In any order; some positions have none, some several, and one label comes twice with other weights."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(1, B * tokens - 2, (count,), generator=generator)
+    labels = torch.randint(V, (count,), generator=generator)
+    positions[1], labels[1] = positions[0], labels[0]
+    return positions, labels, torch.rand(count, generator=generator, dtype=torch.float64) * 3
+
+
+def inputs(tokens=T):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (B, tokens, E), (V, E), (V,)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def expected(leaves, positions, labels, weights, z_loss):
+    """By repeated rows of all logits."""
+    hidden, weight, bias = leaves
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)[positions]
+    each = F.cross_entropy(logits, labels, reduction="none") + z_loss * logits.logsumexp(1).square()
+    return (weights * each).sum()
+
+
+def gradients(total, leaves):
+    return total.detach(), *torch.autograd.grad(total, leaves, torch.full_like(total, UPSTREAM))
+
+
+def worst(got, wanted):
+    return max(relative_error(g, e) for g, e in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.03])
+def test_labels_of_one_position_add_up(z_loss):
+    given = triples_of()
+    leaves = inputs()
+    exact = gradients(expected(leaves, *given, z_loss), leaves)
+    triples = LabelTriples(*given, (B, T))
+    for chunk in (None, 1, 3, 100):
+        total, count = linear_token_loss(*leaves[:2], triples, bias=leaves[2], chunk=chunk, z_loss=z_loss)
+        assert worst(gradients(total, leaves), exact) < 1e-12, chunk
+        assert count.item() == pytest.approx(given[2].sum().item(), rel=1e-12)
+    logits = F.linear(*leaves)
+    total, count = token_loss(logits, triples, z_loss=z_loss)
+    assert worst(gradients(total, leaves), exact) < 1e-12 and count.dtype == torch.float64
+
+
+def test_one_triple_of_weight_1_for_each_label_is_the_loss_of_labels():
+    labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
+    labels[0, 2:4] = -100
+    where = (labels.flatten() != -100).nonzero().squeeze(1)
+    triples = LabelTriples(where, labels.flatten()[where], torch.ones(len(where)), (B, T))
+    leaves = inputs()
+    plain = gradients(linear_token_loss(*leaves[:2], labels, bias=leaves[2])[0], leaves)
+    assert worst(gradients(linear_token_loss(*leaves[:2], triples, bias=leaves[2])[0], leaves), plain) < 1e-14
+
+
+def test_rows_of_a_batch_and_no_labels_at_all():
+    positions, labels, weights = triples_of()
+    triples = LabelTriples(positions, labels, weights, (B, T))
+    leaves = inputs()
+    each = [linear_token_loss(leaves[0][i : i + 1], leaves[1], triples.row(i)) for i in range(B)]
+    whole = linear_token_loss(leaves[0], leaves[1], triples)
+    assert all(torch.allclose(sum(parts), total, rtol=1e-13) for *parts, total in zip(*each, whole, strict=True))
+    none = LabelTriples(positions[:0], labels[:0], weights[:0], (B, T))
+    total, count = linear_token_loss(leaves[0], leaves[1], none)
+    assert (total.item(), count.item()) == (0, 0)
+    assert not any(x.any() for x in torch.autograd.grad(total, leaves[:2]))
+
+
+def test_chunks_without_labels_are_left_out(monkeypatch):
+    from armillary.models.loss import linear_chunks
+
+    parts, add = [], linear_chunks.add_chunk
+    monkeypatch.setattr(linear_chunks, "add_chunk", lambda part, *rest: parts.append(part) or add(part, *rest))
+    triples = LabelTriples(torch.tensor([9, 9]), torch.tensor([1, 2]), torch.ones(2), (B, T))
+    hidden, weight, _ = inputs()
+    total, _ = linear_token_loss(hidden, weight, triples, chunk=4)
+    total.backward()
+    assert parts == [slice(8, 12)]
+    assert hidden.grad.flatten(0, 1).any(1).nonzero().tolist() == [[9]]
+
+
+def test_half_precision_is_as_exact_as_logits_in_it():
+    leaves = inputs()
+    half = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    given = triples_of()
+    wide = [x.detach().double().requires_grad_() for x in half]
+    exact = gradients(expected(wide, *given, 0.0), wide)
+    total, _ = linear_token_loss(*half[:2], LabelTriples(*given, (B, T)), bias=half[2])
+    assert total.dtype == torch.float32
+    assert worst([x.double() for x in gradients(total, half)], exact) < 1e-2
+
+
+def by_part(tokens, chunk, z_loss):
+    """On a rank with some rows of the vocabulary and every R-th token."""
+    axis = mesh(tp=4)["tp"]
+    leaves = [x.detach() for x in inputs(tokens)]
+    rank = axis.get_local_rank()
+    cut = [x.chunk(4)[rank] if rank < len(x.chunk(4)) else x[:0] for x in leaves[1:]]
+    mine = [x.clone().requires_grad_() for x in (interleaved_shard(leaves[0], axis), *cut)]
+    triples = LabelTriples(*triples_of(tokens=tokens), (B, tokens))
+    options = {"bias": mine[2], "chunk": chunk, "z_loss": z_loss, "axis": axis, "vocabulary": V}
+    total, count = linear_token_loss(*mine[:2], triples, **options)
+    logits = F.linear(leaves[0], *cut).requires_grad_()
+    of_logits = token_loss(logits, triples, z_loss=z_loss, axis=axis, vocabulary=V)[0]
+    return *gradients(total, mine), count, of_logits.detach(), torch.autograd.grad(of_logits, logits)[0]
+
+
+def all_parts(cases):
+    return [by_part(*case) for case in cases], as_dtensors()
+
+
+def as_dtensors():
+    """Hidden states [B, T, E] over rows and tokens, triples of this rank's: sums are `Partial` on both axes."""
+    over = mesh(shard=2, ring=2)["shard", "ring"]
+    hidden, weight, _ = [x.detach() for x in inputs(8)]
+    row, part = over.get_coordinate()
+    given = triples_of(tokens=8)
+    tokens = given[0]
+    inside = (tokens // 8 == row) & (tokens % 8 // 4 == part)
+    triples = LabelTriples((tokens % 4)[inside], given[1][inside], given[2][inside], (1, 4))
+    local = hidden[row : row + 1, 4 * part : 4 * part + 4].clone().requires_grad_()
+    placed = DTensor.from_local(local, over, [Shard(0), Shard(1)], run_check=False)
+    total, count = linear_token_loss(placed, weight, triples)
+    assert total.placements == count.placements == (Partial(), Partial())
+    whole = DTensor.from_local(weight, over, [Replicate(), Replicate()], run_check=False)
+    other, _ = token_loss(F.linear(placed, whole), triples)
+    assert other.placements == total.placements
+    return total.full_tensor().item(), other.full_tensor().item(), count.full_tensor().item()
+
+
+def test_parts_of_the_vocabulary_and_dtensors_give_what_one_rank_does(worlds):
+    cases = [(8, None, 0.0), (7, 4, 0.02), (5, 8, 0.0)]
+    results = worlds(4).run(all_parts, cases)
+    for i, (tokens, _, z_loss) in enumerate(cases):
+        totals, hiddens, weights, biases, counts, others, logits = zip(*(rank[0][i] for rank in results), strict=True)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        hidden = torch.stack(hiddens, 2).flatten(1, 2)[:, :tokens]
+        got = totals[0], hidden, torch.cat(weights), torch.cat(biases)
+        leaves = inputs(tokens)
+        given = triples_of(tokens=tokens)
+        assert worst(got, gradients(expected(leaves, *given, z_loss), leaves)) < 1e-12, cases[i]
+        assert counts[0].item() == pytest.approx(given[2].sum().item(), rel=1e-12)
+        whole = F.linear(*leaves).detach().requires_grad_()
+        total, _ = token_loss(whole, LabelTriples(*given, (B, tokens)), z_loss=z_loss)
+        assert worst([others[0], torch.cat(logits, 2)], [total.detach(), *torch.autograd.grad(total, whole)]) < 1e-12
+    leaves = inputs(8)
+    given = triples_of(tokens=8)
+    exact = expected([leaves[0], leaves[1], None], *given, 0.0).item()
+    wanted = pytest.approx(exact, rel=1e-12), pytest.approx(exact, rel=1e-12), pytest.approx(given[2].sum().item())
+    assert all(rank[1] == wanted for rank in results)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"labels": torch.tensor([1, 2])}, r"must be \[M\] each, on the CPU; got \[\(3,\), \(2,\), \(3,\)\]"),
+        ({"positions": torch.tensor([0.0, 1, 2])}, "must be integers; got torch.float32"),
+        ({"positions": torch.tensor([0, 1, 14])}, r"positions run from 0 to 14; \(2, 7\) tokens have 0 to 13"),
+        ({"labels": torch.tensor([1, 2, -100])}, "label -100: labels count from 0"),
+        ({"weights": torch.tensor([1.0, -1, 1])}, "weights must be finite and at least 0; got -1"),
+        ({"weights": torch.tensor([1.0, torch.inf, 1])}, "weights must be finite"),
+    ],
+)
+def test_triples_that_are_none_are_refused(change, message):
+    given = {"positions": torch.arange(3), "labels": torch.arange(3), "weights": torch.ones(3), "shape": (B, T)}
+    with pytest.raises(ValueError, match=message):
+        LabelTriples(**given | change)
+
+
+def test_triples_of_other_tokens_are_refused():
+    hidden, weight, _ = inputs()
+    given = torch.arange(3), torch.tensor([1, 2, V]), torch.ones(3)
+    with pytest.raises(ValueError, match=r"got \(2, 7, 6\), \(11, 6\), \(2, 8\)"):
+        linear_token_loss(hidden, weight, LabelTriples(*given, (B, T + 1)))
+    with pytest.raises(ValueError, match="label 11 is not in the vocabulary of 11"):
+        linear_token_loss(hidden, weight, LabelTriples(*given, (B, T)))
+
+
+@needs_torch
+def test_torchs_own_takes_one_label_to_a_token():
+    hidden, weight, _ = inputs()
+    with pytest.raises(ValueError, match="one label to a token; got LabelTriples"):
+        linear_token_loss(hidden, weight, LabelTriples(*triples_of(), (B, T)), backend="torch")
