@@ -2,7 +2,7 @@
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence
-from armillary.attention.mask import AttentionMask
+from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.local import Local
@@ -29,6 +29,7 @@ __all__ = [
     "Projections",
     "Ring",
     "Saved",
+    "Slice",
     "TokenProjections",
     "TokenRing",
     "UPipe",

@@ -70,7 +70,7 @@ def attend_compiled(
     method: NumberedMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """The same while a graph is traced."""
-    out, lse, *_ = _forward([q, k, v], sinks, options.mask.ends, *key_of(method, q.shape[-1], options))
+    out, lse, *_ = _forward([q, k, v], sinks, options.mask.numbers, *key_of(method, q.shape[-1], options))
     return out, lse
 
 
@@ -93,7 +93,7 @@ def attend_projected_compiled(
     """The same while a graph is traced, with H and K `heads`."""
     dims = (*heads, parts.head_dim, len(parts.tensors))
     key = key_of(method, parts.head_dim, options, *dims, autocast=autocast_dtype(x))
-    return _forward([x, parts.ticket, *parts.tensors, *parts.parameters], sinks, options.mask.ends, *key)[0]
+    return _forward([x, parts.ticket, *parts.tensors, *parts.parameters], sinks, options.mask.numbers, *key)[0]
 
 
 def check_transforms(*tensors: Tensor | None) -> None:
@@ -108,16 +108,16 @@ def check_transforms(*tensors: Tensor | None) -> None:
 @torch.library.custom_op(
     "armillary::attention",
     mutates_args=(),
-    schema=f"(Tensor[] tensors, Tensor? sinks, Tensor? ends, {KEY}) -> Tensor[]",
+    schema=f"(Tensor[] tensors, Tensor? sinks, Tensor? mask_numbers, {KEY}) -> Tensor[]",
 )
-def _forward(tensors: list[Tensor], sinks: Tensor | None, ends: Tensor | None, *key: Any) -> list[Tensor]:
+def _forward(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     """The call's results."""
-    call = call_of(Key(*key), tensors, ends) if key[-1] else _at_hand[key[0][0]]
+    call = call_of(Key(*key), tensors, mask_numbers) if key[-1] else _at_hand[key[0][0]]
     return call.forward(tensors, sinks)
 
 
 @_forward.register_fake
-def _(tensors: list[Tensor], sinks: Tensor | None, ends: Tensor | None, *key: Any) -> list[Tensor]:
+def _(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     if key[-1]:
         return shapes_of(Key(*key), tensors, sinks)
     return _at_hand[key[0][0]].forward_like(tensors, sinks)
@@ -126,11 +126,13 @@ def _(tensors: list[Tensor], sinks: Tensor | None, ends: Tensor | None, *key: An
 @torch.library.custom_op(
     "armillary::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor[] saved, SymInt[] shape, Tensor? ends, {KEY}) -> Tensor[]",
+    schema=f"(Tensor dout, Tensor[] saved, SymInt[] shape, Tensor? mask_numbers, {KEY}) -> Tensor[]",
 )
-def _backward(dout: Tensor, saved: list[Tensor], shape: list[int], ends: Tensor | None, *key: Any) -> list[Tensor]:
+def _backward(
+    dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor | None, *key: Any
+) -> list[Tensor]:
     """The gradients of the op's tensors that have any. `shape`: tokens and heads of the call's keys."""
-    call = backward_call(Key(*key), dout, saved, shape, ends) if key[-1] else _at_hand[key[0][0]]
+    call = backward_call(Key(*key), dout, saved, shape, mask_numbers) if key[-1] else _at_hand[key[0][0]]
     return (
         projected_gradients(Key(*key), call, dout, saved)
         if isinstance(call, ProjectedCall)
@@ -139,7 +141,7 @@ def _backward(dout: Tensor, saved: list[Tensor], shape: list[int], ends: Tensor 
 
 
 @_backward.register_fake
-def _(dout: Tensor, saved: list[Tensor], shape: list[int], ends: Tensor | None, *key: Any) -> list[Tensor]:
+def _(dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     if not shape:
         x, _, _, _, *made_of = saved
         return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in made_of[int(key[0][8]) :])]
@@ -153,7 +155,7 @@ def _(dout: Tensor, saved: list[Tensor], shape: list[int], ends: Tensor | None, 
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, sinks, ends, *key = inputs
+    tensors, sinks, mask_numbers, *key = inputs
     out, lse, *others = output
     ctx.key, ctx.call, ctx.count = Key(*key), None if key[-1] else _at_hand[key[0][0]], len(tensors)
     ctx.projected = len(key[0]) > 5
@@ -162,7 +164,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         ctx.shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, others[0], sinks)
     else:
         ctx.shape, saved, local = list(tensors[1].shape[1:3]), tuple(others or (*tensors, out, lse)), (out, lse, sinks)
-    ctx.save_for_backward(ends, *saved, *(local if sinks is not None else ()))
+    ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
     ctx.saved = len(saved)
 
 
@@ -172,13 +174,13 @@ def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         refuse_gradients(others, traced=ctx.call is None)
     if dout is None:
         return [None] * ctx.count, *[None] * 6
-    ends, *kept = ctx.saved_tensors
+    mask_numbers, *kept = ctx.saved_tensors
     saved, local = kept[: ctx.saved], kept[ctx.saved :]
     if ctx.call is None:
-        found = _backward(dout, saved, ctx.shape, ends, *ctx.key)
+        found = _backward(dout, saved, ctx.shape, mask_numbers, *ctx.key)
     else:
         with numbered(ctx.call) as key:
-            found = _backward(dout, saved, ctx.shape, ends, *key)
+            found = _backward(dout, saved, ctx.shape, mask_numbers, *key)
     # x comes first, then what has no gradient, and the parameters
     grads = [found[0], *[None] * (ctx.count - len(found)), *found[1:]]
     return grads, sinks_gradient(dout, *local) if local else None, *[None] * 5

@@ -20,12 +20,13 @@ from operator import index
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from armillary.attention.calls import Attends, AttendsInStages, AttentionCall, ProjectedCall, results_like
 from armillary.attention.kernels import KERNELS
-from armillary.attention.mask import AttentionMask
+from armillary.attention.mask import AttentionMask, Window
 from armillary.attention.projections import Projections
 from armillary.attention.spec import AttentionOptions, AttentionSpec
 from armillary.core import SequenceLayout, compat
@@ -99,11 +100,11 @@ def key_of(
     )
 
 
-def options_of(key: Key, ends: Tensor | None) -> AttentionOptions:
+def options_of(key: Key, mask_numbers: Tensor | None) -> AttentionOptions:
     """What the caller asked for."""
     _, causal, *sides = (int(value) for value in key.numbers[:4])
     left, right = (None if side == -1 else side for side in sides)
-    mask = AttentionMask(bool(causal), (left, right), None if ends is None else documents_of(ends))
+    mask = mask_of(bool(causal), (left, right), None if mask_numbers is None else mask_numbers.numpy().tobytes())
     layout, key_layout, kernel, _ = key.text.split("|")
     layouts, with_lse = (read_layout(layout), read_layout(key_layout)), bool(key.numbers[4])
     return AttentionOptions(mask, *layouts, key.scale, key.softcap or None, kernel or None, with_lse)
@@ -114,22 +115,27 @@ def read_layout(text: str) -> SequenceLayout | None:
     return SequenceLayout.read(text) if text else None
 
 
-def documents_of(ends: Tensor) -> list[int] | list[list[int]]:
-    """From `AttentionMask.ends` back to boundaries."""
-    rows: list[Any] = ends.tolist()
-    return rows if ends.ndim == 1 else [[end for end in row if end >= 0] for row in rows]
+@lru_cache(maxsize=16)
+def mask_of(causal: bool, window: Window, numbers: bytes | None) -> AttentionMask:
+    """The mask whose `numbers` these are: one for all layers and both ways of a step."""
+    found = None if numbers is None else np.frombuffer(numbers, dtype=np.int64).tolist()
+    return AttentionMask(causal, window) if found is None else AttentionMask.of_numbers(causal, window, found)
 
 
-def call_of(key: Key, tensors: Sequence[Tensor], ends: Tensor | None) -> AttentionCall | ProjectedCall:
+def call_of(key: Key, tensors: Sequence[Tensor], mask_numbers: Tensor | None) -> AttentionCall | ProjectedCall:
     """The call, of tensors of these shapes."""
-    return projected_call(key, tensors, ends) if len(key.numbers) > 5 else attention_call(key, tensors, ends)
+    return (
+        projected_call(key, tensors, mask_numbers)
+        if len(key.numbers) > 5
+        else attention_call(key, tensors, mask_numbers)
+    )
 
 
-def attention_call(key: Key, tensors: Sequence[Tensor], ends: Tensor | None) -> AttentionCall:
+def attention_call(key: Key, tensors: Sequence[Tensor], mask_numbers: Tensor | None) -> AttentionCall:
     """What `Method.__call__` makes of the same call, checked as it does."""
     method: NumberedMethod = NUMBERED[int(key.numbers[0])]
     q, k, v = tensors
-    options = options_of(key, ends)
+    options = options_of(key, mask_numbers)
     return AttentionCall(method, method.check_call(q, k, v, None, options), options.return_lse)
 
 
@@ -151,7 +157,7 @@ def shapes_of(key: Key, tensors: Sequence[Tensor], sinks: Tensor | None) -> list
 
 
 def backward_call(
-    key: Key, dout: Tensor, saved: Sequence[Tensor], shape: Sequence[int], ends: Tensor | None
+    key: Key, dout: Tensor, saved: Sequence[Tensor], shape: Sequence[int], mask_numbers: Tensor | None
 ) -> AttentionCall | ProjectedCall:
     """The forward call, whose own q, k and v may be elsewhere by now: found from their shapes.
 
@@ -160,11 +166,11 @@ def backward_call(
     """
     if len(key.numbers) > 5:
         x, _, _, *made_of = saved
-        return projected_call(key, [x, *made_of], ends)
+        return projected_call(key, [x, *made_of], mask_numbers)
     q, k, v, *_ = saved
     key_shape = (dout.shape[0], *shape)
     like = ((dout.shape[:3], q), (key_shape, k), (key_shape, v))
-    return attention_call(key, [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like], ends)
+    return attention_call(key, [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like], mask_numbers)
 
 
 # -- projections ------------------------------------------------------------------------------------------------------
@@ -210,22 +216,22 @@ def autocast_dtype(x: Tensor) -> str:
     return DTYPES[torch.get_autocast_dtype(kind)] if lowered else ""
 
 
-def projected_call(key: Key, tensors: Sequence[Tensor], ends: Tensor | None) -> ProjectedCall:
+def projected_call(key: Key, tensors: Sequence[Tensor], mask_numbers: Tensor | None) -> ProjectedCall:
     """What `Method.projected` makes of the same call, of tensors x, ticket, and those that projections are made of."""
     x, its_ticket, *made_of = tensors
     projector: Projector = NUMBERED[int(its_ticket.item())]
-    method, spec, _ = projected_spec(key, x, ends)
+    method, spec, _ = projected_spec(key, x, mask_numbers)
     projections = projector.projections_of(made_of[: int(key.numbers[8])])
     return ProjectedCall(method, spec, projections, partial(as_then, x.device.type, key))
 
 
-def projected_spec(key: Key, x: Tensor, ends: Tensor | None) -> tuple[AttendsInStages, AttentionSpec, Tensor]:
+def projected_spec(key: Key, x: Tensor, mask_numbers: Tensor | None) -> tuple[AttendsInStages, AttentionSpec, Tensor]:
     """(method, the call checked, a tensor shaped as q) of hidden states x."""
     method: NumberedMethod = NUMBERED[int(key.numbers[0])]
     heads, key_heads, dim = key.numbers[5:8]
     one = x.new_empty(1, dtype=projected_dtype(key) or x.dtype)
     q, k = (one.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
-    return cast(AttendsInStages, method), method.check_call(q, k, k, None, options_of(key, ends)), q
+    return cast(AttendsInStages, method), method.check_call(q, k, k, None, options_of(key, mask_numbers)), q
 
 
 def projected_dtype(key: Key) -> torch.dtype | None:

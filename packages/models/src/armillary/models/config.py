@@ -265,7 +265,7 @@ class GPTConfig:
 def attended(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
     """Keys that a query sees, summed over layers with these windows, on average over queries and the mask's rows."""
     mask = AttentionMask(causal=True) if mask is None else mask
-    rows = len(mask.documents or ()) if mask.per_row else 1
+    rows = mask.batch or 1
     layers = Counter(windows)
     pairs = 0
     for window, count in layers.items():

@@ -93,7 +93,7 @@ def shard_batch(
     rows, length = ids.shape
     told = documents if documents is not None or position_ids is None else _restarts(position_ids)
     mask = AttentionMask(documents=told if told is not None else (0, length))
-    mask.check(length, rows)
+    mask.check(length, length, rows)
     if attention_mask is not None:
         mask = AttentionMask(documents=set_apart(mask, attention_mask, counted=position_ids is None))
     boundaries = [mask.boundaries(row) or (0, length) for row in range(rows)]

@@ -62,7 +62,7 @@ def check_positions(position_ids: Tensor, layout: SequenceLayout, attend: Method
     """
     mask = AttentionMask(documents=documents)
     rows = max(len(position_ids), len(documents) if mask.per_row else 1)
-    mask.check(layout.length, rows)
+    mask.check(layout.length, layout.length, rows)
     boundaries = [mask.boundaries(row) or (0, layout.length) for row in range(rows)]
     runs = _runs(position_ids.expand(rows, -1), layout.positions(attend.shard), boundaries)
     if axes(attend) is not None:

@@ -95,7 +95,7 @@ def sequence(
     known = AttentionMask(documents=documents)
     check_layout("layout", layout)
     if layout is not None:
-        known.check(layout.length, len(known.documents or ()) if known.per_row else 1)
+        known.check(layout.length, layout.length, known.batch or 1)
     held, around = Sharding(layout, known.documents, padded), current()
     token = _current.set(held)
     try:

@@ -23,7 +23,7 @@ class Inputs:
         capability: compute capability of a CUDA device; None: not CUDA, or not to be asked (a fake tensor's).
         cudnn: its version, as 91900 for 9.19; None: not to be asked.
         deterministic: whether torch is to refuse algorithms that give other bits on each run.
-        windowed, documents: whether the mask has a window, or documents.
+        windowed, documents: whether the mask has a window; documents, or a pattern, and so pieces of many lengths.
         single: whether queries come one at a time, as in generation.
         activated: the implementation by which `torch.nn.attention.activate_flash_attention_impl` has replaced torch's.
     """
@@ -52,7 +52,8 @@ class Inputs:
     ) -> Inputs:
         """Of a call on this machine, or on a device of it that the tensors are not on."""
         device = device or q.device
-        windowed, documents = (False, False) if mask is None else (mask.window is not None, mask.documents is not None)
+        windowed = mask is not None and mask.window is not None
+        documents = mask is not None and mask.numbers is not None
         shape = (device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
         return cls(*shape, *_machine(device), windowed=windowed, documents=documents, activated=_activated())
 

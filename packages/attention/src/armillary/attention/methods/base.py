@@ -320,8 +320,7 @@ class Method(ABC):
         own = (self.shard, self.shards, self.sequence_shards)
         layout = sequence_layout(options.layout, q.shape[1], *own)
         key_layout = sequence_layout(options.key_layout or layout, k.shape[1], *own)
-        for length in (layout.length, key_layout.length):
-            options.mask.check(length, q.shape[0])
+        options.mask.check(layout.length, key_layout.length, q.shape[0])
         scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
         return AttentionSpec(
             options.mask,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast
 
+import numpy as np
+
 from armillary.attention.mask import AttentionMask
-from armillary.attention.tiling.tiles import Pieces, Tile, bands, by_document, tiles_of
+from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, areas, tile_array, united
+from armillary.attention.tiling.tiles import Tile, joined
 from armillary.core import SequenceLayout
 
 Known = TypeVar("Known")
@@ -22,6 +25,17 @@ class Visible(NamedTuple):
 
     queries: range = range(0)
     keys: range = range(0)
+
+
+class Seen(NamedTuple):
+    """Tokens of two shards that see each other, as local indices: sorted ranges that do not touch.
+
+    Args:
+        queries, keys: over all rows of the batch; none if no pair is visible.
+    """
+
+    queries: tuple[range, ...] = ()
+    keys: tuple[range, ...] = ()
 
 
 class Grid:
@@ -43,44 +57,52 @@ class Grid:
 
     @property
     def rows(self) -> range:
-        """Rows of the batch with documents of their own; one for all, where they have none."""
-        return range(len(self.mask.documents or ()) if self.mask.per_row else 1)
+        """Rows of the batch with masks of their own; one for all, where they have none."""
+        return range(self.mask.batch or 1)
 
     def hull(self, query: int, key: int) -> Visible:
         """Of shard `query` of the queries and shard `key` of the keys."""
-        return self.once(("hull", query, key), lambda: _around(self._seen(query, key)))
+        return self.once(("hull", query, key), lambda: _around(self.seen(query, key)))
+
+    def seen(self, query: int, key: int) -> Seen:
+        """What shard `query` of the queries and shard `key` of the keys see of each other."""
+        return self.once(("seen", query), lambda: self._seen(query))[key]
 
     def pairs(self, query: int, key: int, batch: int) -> int:
         """Visible pairs of the block in all rows of a batch."""
-        found = self.once(("pairs", query, key), lambda: sum(tile.area for tile in self._seen(query, key)))
+        found = self.once(("pairs", query), lambda: self._pairs(query))[key]
         return found * (1 if self.mask.per_row else batch)
 
     def tiles(self, query: int, key: int, row: int) -> tuple[Tile, ...]:
         """Kernel calls of the block in one row of the batch."""
-        held = self.queries(query, row), self.keys(key, row)
-        return self.once(("tiles", query, key, row), lambda: tiles_of(*held, self.mask.bounds()))
+        return self.once(("tiles", query, key, row), lambda: joined(self._block(query, key, row)))
 
-    def queries(self, shard: int, row: int) -> Pieces:
-        """A shard of the queries by document."""
-        return self._by_document(self.layout, shard, row)
+    # -- found for a shard of queries and all shards of keys at once --------------------------------------------------
 
-    def keys(self, shard: int, row: int) -> Pieces:
-        """A shard of the keys by document."""
-        return self._by_document(self.key_layout, shard, row)
+    def _block(self, query: int, key: int, row: int) -> TileArray:
+        found = self._tiles(query)[row]
+        first, last = np.searchsorted(found[:, 0], (key, key + 1))
+        return found[first:last]
 
-    def _by_document(self, layout: SequenceLayout, shard: int, row: int) -> Pieces:
-        key = (layout is self.layout or layout == self.layout, shard, row)
-        return self.once(key, lambda: by_document(layout.spans(shard), self.mask.boundaries(row)))
+    def _tiles(self, query: int) -> list[TileArray]:
+        """For each row of the batch, tiles before they are joined, in order of the keys' shards."""
+        return self.once(("array", query), lambda: self._find(query))
 
-    def _seen(self, query: int, key: int) -> Iterator[Tile]:
-        """What the pieces of two shards see of each other, in any order and not joined."""
-        bounds = self.mask.bounds()
-        for row in self.rows:
-            held, others = self.queries(query, row), self.keys(key, row)
-            for document in held.keys() & others.keys():
-                for first in held[document]:
-                    for second in others[document]:
-                        yield from bands(first, second, bounds)
+    def _find(self, query: int) -> list[TileArray]:
+        queries, keys = SpanTable.of([self.layout.spans(query)]), all_spans(self.key_layout)
+        slices = self.once("slices", lambda: self.mask.slices(self.layout.length, self.key_layout.length))
+        return [tile_array(queries, keys, row) for row in slices]
+
+    def _seen(self, query: int) -> list[Seen]:
+        shard, q0, q1, k0, k1, *_ = np.concatenate(self._tiles(query)).T
+        shards = self.key_layout.shards
+        return list(map(Seen, united(shard, q0, q1, shards), united(shard, k0, k1, shards)))
+
+    def _pairs(self, query: int) -> list[int]:
+        found = np.concatenate(self._tiles(query))
+        pairs = np.zeros(self.key_layout.shards, dtype=np.int64)
+        np.add.at(pairs, found[:, 0], areas(found))
+        return pairs.tolist()
 
 
 @lru_cache(maxsize=8)
@@ -89,9 +111,5 @@ def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionM
     return Grid(layout, key_layout, mask)
 
 
-def _around(seen: Iterable[Tile]) -> Visible:
-    sides = [tile[:4] for tile in seen]
-    if not sides:
-        return Visible()
-    q0, q1, k0, k1 = zip(*sides, strict=True)
-    return Visible(range(min(q0), max(q1)), range(min(k0), max(k1)))
+def _around(seen: Seen) -> Visible:
+    return Visible(*(range(some[0].start, some[-1].stop) if some else range(0) for some in seen))

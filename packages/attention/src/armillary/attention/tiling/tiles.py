@@ -7,16 +7,15 @@ bands that are one band together are joined. A full rectangle has no bounds, a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from armillary.attention.mask import AttentionMask, Window
-from armillary.core.layout import Spans, cut_at
+import numpy as np
 
-Placed = tuple[int, range]
-"""The local index of the first token of a run, and its positions."""
-Pieces = dict[int, list[Placed]]
-"""What a shard holds of each document that it has any of."""
+from armillary.attention.mask import AttentionMask, Window
+from armillary.attention.tiling.spans import SpanTable, TileArray, areas, tile_array
+from armillary.core.layout import Spans
+from armillary.core.slices import FAR
 
 
 class Tile(NamedTuple):
@@ -42,9 +41,8 @@ class Tile(NamedTuple):
     @property
     def area(self) -> int:
         """Visible pairs: the tile's share of the work."""
-        rows, columns, (low, high) = self.q1 - self.q0, self.k1 - self.k0, self.offsets
-        last = rows * columns if high is None else _up_to(high, rows, columns)
-        return last if low is None else max(0, last - _up_to(low - 1, rows, columns))
+        low, high = -FAR if self.low is None else self.low, FAR if self.high is None else self.high
+        return int(areas(np.array([[0, *self[:4], low, high]]))[0])
 
     def rows(self, start: int, stop: int) -> Tile | None:
         """The part of the tile in these rows, trimmed."""
@@ -76,77 +74,37 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
 
     Args:
         queries, keys: the spans of the two shards, in local order.
-        row: the row of the batch, where rows have documents of their own.
+        row: the row of the batch, where rows have masks of their own.
     """
-    ends = mask.boundaries(row)
-    return tiles_of(by_document(queries, ends), by_document(keys, ends), mask.bounds())
+    table, others = SpanTable.of([queries]), SpanTable.of([keys])
+    last = int(max(table.stop.max(), others.stop.max()))
+    return joined(tile_array(table, others, mask.row(row).slices_up_to(last)))
 
 
-def tiles_of(queries: Pieces, keys: Pieces, bounds: Window) -> tuple[Tile, ...]:
-    """`tiles` of shards that are cut at document boundaries already."""
-    done: list[Tile] = []
-    above: list[Tile] = []
-    shared = queries.keys() & keys.keys()  # few where shards are many: most documents lie in one shard
-    ordered = sorted((at, run, number) for number in shared for at, run in queries[number])
-    for at, run, document in ordered:
-        here: list[Tile] = []
-        for band in (tile for key in keys[document] for tile in bands((at, run), key, bounds)):
-            if here and (both := _joined_columns(here[-1], band)):
-                here[-1] = both
-            else:
-                here.append(band)
-        above = list(_stack(above, here, done))
-    return (*done, *above)
+def joined(found: TileArray) -> tuple[Tile, ...]:
+    """The same pairs in fewer tiles: neighbours that are one band together, first along keys, then along queries."""
+    rows: list[list[int]] = found.tolist()
+    single = [Tile(q0, q1, k0, k1, _bound(low), _bound(high)) for _, q0, q1, k0, k1, low, high in rows]
+    wide = _joined(single, lambda tile: (tile.k0, tile.k1), _joined_columns)
+    return tuple(_joined(wide, lambda tile: (tile.q0, tile.q1), _joined_rows))
 
 
-def _stack(above: list[Tile], here: list[Tile], done: list[Tile]) -> Iterator[Tile]:
-    """`here`, each joined to the tile of `above` that it continues; tiles of `above` that none continues are done."""
-    left = list(above)
-    for tile in here:
-        found = next(((old, both) for old in left if (both := _joined_rows(old, tile))), None)
-        if found:
-            left.remove(found[0])
-        yield found[1] if found else tile
-    done.extend(left)
+def _joined(
+    some: list[Tile], edges: Callable[[Tile], tuple[int, int]], join: Callable[[Tile, Tile], Tile | None]
+) -> list[Tile]:
+    """Each tile joined to one that ends where it starts."""
+    ending = dict[int, list[Tile]]()
+    for tile in sorted(some, key=lambda tile: (edges(tile)[0], tile.q0, tile.k0)):
+        candidates = ending.get(edges(tile)[0], [])
+        old, both = next(((old, both) for old in candidates if (both := join(old, tile))), (None, tile))
+        if old is not None:
+            candidates.remove(old)
+        ending.setdefault(edges(both)[1], []).append(both)
+    return sorted((tile for tiles in ending.values() for tile in tiles), key=lambda tile: tile[:4])
 
 
-def by_document(spans: Spans, ends: tuple[int, ...] | None) -> Pieces:
-    """A shard, cut at document boundaries; one document, number 0, where there are none."""
-    found: Pieces = {}
-    at = 0
-    for span in spans:
-        for document, piece in [(0, span)] if ends is None else cut_at(span, ends):
-            found.setdefault(document, []).append((at, piece))
-            at += len(piece)
-    return found
-
-
-def bands(first: Placed, second: Placed, bounds: Window) -> Iterator[Tile]:
-    """What a run of queries sees of a run of keys of the same document: a trimmed tile, or none.
-
-    Query a is at position queries[0] + a * step, key b at keys[0] + b * step: bounds on positions are bounds on b - a.
-
-    Args:
-        bounds: of a key's position less a query's.
-    """
-    for (q, queries), (k, keys) in _equal_steps(first, second):
-        step = queries.step if len(queries) > 1 else keys.step
-        apart, shift = keys.start - queries.start, k - q
-        low = None if bounds[0] is None else -((apart - bounds[0]) // step) + shift
-        high = None if bounds[1] is None else (bounds[1] - apart) // step + shift
-        if tile := _trimmed(q, q + len(queries), k, k + len(keys), low, high):
-            yield tile
-
-
-def _equal_steps(query: Placed, key: Placed) -> Iterator[tuple[Placed, Placed]]:
-    """Spans of unequal steps have no band: the shorter one goes token by token. Right, if slow."""
-    (q_at, q), (k_at, k) = query, key
-    if q.step == k.step or len(q) == 1 or len(k) == 1:
-        yield query, key
-    elif len(q) <= len(k):
-        yield from (((q_at + i, q[i : i + 1]), key) for i in range(len(q)))
-    else:
-        yield from ((query, (k_at + i, k[i : i + 1])) for i in range(len(k)))
+def _bound(value: int) -> int | None:
+    return None if abs(value) == FAR else value
 
 
 def _joined_columns(a: Tile, b: Tile) -> Tile | None:
@@ -167,17 +125,6 @@ def _joined_rows(a: Tile, b: Tile) -> Tile | None:
         if tile.rows(tile.q0, b.q0) == a and tile.rows(b.q0, tile.q1) == b:
             return tile
     return None
-
-
-def _up_to(high: int, rows: int, columns: int) -> int:
-    """Pairs of a rectangle with b - a <= high: row after row one more, from none to all columns."""
-
-    def rising(last: int) -> int:
-        """The sum of x from 0 to `last`, none of them counted above `columns`."""
-        whole = max(0, min(last, columns))
-        return whole * (whole + 1) // 2 + max(0, last - columns) * columns
-
-    return rising(high + rows) - rising(high)
 
 
 def _unions(a: Tile, b: Tile) -> Iterator[Tile]:

@@ -1,0 +1,26 @@
+"""Which keys a query sees, in global positions: a value of one of several kinds."""
+
+from armillary.attention.mask.attention_mask import AttentionMask
+from armillary.attention.mask.blocks import Blocks
+from armillary.attention.mask.chunked import Chunked
+from armillary.attention.mask.image_spans import ImageSpans
+from armillary.attention.mask.pattern import Pattern
+from armillary.attention.mask.prefix import Prefix
+from armillary.attention.mask.rows import Rows
+from armillary.attention.mask.slice_list import Slice, SliceList
+from armillary.attention.mask.tree import Tree
+from armillary.core.checked import Window
+
+__all__ = [
+    "AttentionMask",
+    "Blocks",
+    "Chunked",
+    "ImageSpans",
+    "Pattern",
+    "Prefix",
+    "Rows",
+    "Slice",
+    "SliceList",
+    "Tree",
+    "Window",
+]

@@ -1,0 +1,48 @@
+"""Attention within chunks of a fixed size, as in Llama 4's local layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.core.checked import Window, integer, one_of
+from armillary.core.slices import Slices, document_slices
+
+Origin = Literal["document", "row"]
+
+
+class Chunked(Pattern):
+    """Tokens see those of their own chunk: of `size` positions, counted from each document's start or from the row's.
+
+    Raises:
+        ValueError: a size below 1, or an unknown origin.
+    """
+
+    code = 4
+    takes_documents = True
+
+    def __init__(self, size: int, origin: Origin = "document") -> None:
+        self.size = integer("size", size, least=1)
+        self.origin = one_of("origin", origin, get_args(Origin))
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        return self.size, get_args(Origin).index(self.origin)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Chunked:
+        return cls(numbers[0], get_args(Origin)[numbers[1]])
+
+    def check(self, ends: Ends, queries: int, keys: int) -> None:
+        if queries != keys:
+            raise ValueError(f"chunks of {queries} queries and {keys} keys; both must be of one sequence")
+
+    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        ends = (0, queries) if ends is None else ends
+        if self.origin == "row":
+            return document_slices(sorted({*ends, *range(0, queries, self.size)}))
+        starts = (start for first, last in pairwise(ends) for start in range(first, last, self.size))
+        return document_slices((*starts, queries))

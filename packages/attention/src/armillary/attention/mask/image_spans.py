@@ -1,0 +1,64 @@
+"""Text with images: the tokens of an image see each other both ways, as in Gemma 3."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.core.checked import Window
+from armillary.core.slices import Slices, document_slices, slice_array
+
+
+class ImageSpans(Pattern):
+    """A token sees what is before it in its document, and all of the span that it is in; then what the window leaves.
+
+    Args:
+        spans: ranges of positions, each within one document.
+
+    Raises:
+        ValueError: spans that are no ranges of step 1, or overlap.
+    """
+
+    code = 5
+    takes_documents, says_causal = True, True
+
+    def __init__(self, spans: Sequence[Any]) -> None:
+        for span in spans:
+            if not isinstance(span, range) or span.step != 1 or not span or span.start < 0:
+                raise ValueError(f"image span {span!r}: a range of step 1 with at least one position is needed")
+        self.spans: tuple[range, ...] = tuple(sorted(spans, key=lambda span: span.start))
+        for a, b in pairwise(self.spans):
+            if a.stop > b.start:
+                raise ValueError(f"image spans {a} and {b} overlap; they must be disjoint")
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(edge for span in self.spans for edge in (span.start, span.stop))
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> ImageSpans:
+        return cls([range(*edges) for edges in zip(numbers[::2], numbers[1::2], strict=True)])
+
+    def check(self, ends: Ends, queries: int, keys: int) -> None:
+        if queries != keys:
+            raise ValueError(f"image spans of {queries} queries and {keys} keys; both must be of one sequence")
+        if self.spans and self.spans[-1].stop > queries:
+            raise ValueError(f"image span {self.spans[-1]} is not within the sequence of {queries} tokens")
+        for span in self.spans if ends else ():
+            document = bisect_right(ends or (), span.start) - 1
+            if span.stop > (ends or ())[document + 1]:
+                raise ValueError(
+                    f"image span {span} reaches beyond its document, which ends at {(ends or ())[document + 1]}"
+                )
+
+    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        """Causal documents, and the upper triangle of each span without its diagonal."""
+        causal = document_slices((0, queries) if ends is None else ends, high=0)
+        later = slice_array((span.start, span.stop, span.start, span.stop, 1, None) for span in self.spans)
+        return np.concatenate((causal, later))

@@ -1,0 +1,58 @@
+"""Prefix language models: the beginning of each document is read as a whole, the rest is written in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.core.checked import Window, integer
+from armillary.core.slices import FAR, Slices
+
+
+class Prefix(Pattern):
+    """The first tokens of each document see each other both ways, and the others what is before them.
+
+    Args:
+        prefixes: how many tokens of each document.
+
+    Raises:
+        ValueError: negative numbers.
+    """
+
+    code = 3
+    takes_documents, says_causal = True, True
+
+    def __init__(self, prefixes: Sequence[int]) -> None:
+        self.prefixes = tuple(integer("prefix", prefix, least=0) for prefix in prefixes)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        return self.prefixes
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Prefix:
+        return cls(numbers)
+
+    def check(self, ends: Ends, queries: int, keys: int) -> None:
+        if ends is None or len(ends) - 1 != len(self.prefixes):
+            found = 1 if ends is None else len(ends) - 1
+            raise ValueError(f"{len(self.prefixes)} prefixes for {found} documents; each needs one, 0 for none")
+        for document, prefix in enumerate(self.prefixes):
+            if prefix > ends[document + 1] - ends[document]:
+                raise ValueError(
+                    f"a prefix of {prefix} tokens in document {document}, which has "
+                    f"{ends[document + 1] - ends[document]}"
+                )
+
+    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        """For each document the columns of its prefix, and the causal square of the rest."""
+        bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
+        starts, stops, cut = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
+        none = np.full_like(starts, FAR)
+        columns = np.stack((starts, stops, starts, cut, -none, none), axis=1)
+        rest = np.stack((cut, stops, cut, stops, -none, 0 * none), axis=1)
+        made = np.concatenate((columns, rest))
+        return made[(made[:, 0] < made[:, 1]) & (made[:, 2] < made[:, 3])]

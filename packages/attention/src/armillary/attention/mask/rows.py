@@ -1,0 +1,48 @@
+"""Masks of their own for the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.core.checked import Window
+from armillary.core.slices import Slices
+
+
+class Rows(Pattern):
+    """One mask for each row.
+
+    Args:
+        masks: attention masks, none of them with rows of its own.
+        encoded: from one of them to integers.
+
+    Raises:
+        ValueError: no masks, or masks with rows of their own.
+    """
+
+    code = 7
+
+    def __init__(self, masks: Sequence[Any]) -> None:
+        self.masks = tuple(masks)
+        if not self.masks:
+            raise ValueError("no masks; one for each row of the batch is needed")
+        for row, mask in enumerate(self.masks):
+            if getattr(mask, "per_row", True):
+                raise ValueError(f"the mask of row {row} is {mask!r}; an AttentionMask of one row is needed")
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        encoded = (mask.encoded for mask in self.masks)
+        return tuple(number for its in encoded for number in (len(its), *its))
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Rows:
+        raise NotImplementedError("AttentionMask.of_numbers knows what the rows are")
+
+    def check(self, ends: Ends, queries: int, keys: int) -> None:
+        """Rows are checked one by one."""
+
+    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        raise NotImplementedError("each row has slices of its own: AttentionMask.row")

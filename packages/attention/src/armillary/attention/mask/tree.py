@@ -1,0 +1,126 @@
+"""Sequences that share beginnings, packed as a tree: one prompt with several answers, and answers to those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.core.checked import Window, boundaries_of, integer
+from armillary.core.slices import FAR, Integers, Slices
+
+
+class Tree(Pattern):
+    """Segments in depth-first order. A token sees its own segment causally, and the segments of its ancestors.
+
+    Args:
+        ends: boundaries of segments, 0, end of the first, ..., N.
+        parents: of each segment: the one before it, an ancestor of that one, or -1 for a root.
+
+    Raises:
+        ValueError: boundaries that do not rise from 0; parents that are too few, or not on the path to the segment
+            before.
+    """
+
+    code = 2
+    says_causal = True
+
+    def __init__(self, ends: Sequence[int], parents: Sequence[int]) -> None:
+        self.ends = boundaries_of(_plain(ends))
+        self.parents = tuple(integer("parent", parent) for parent in _plain(parents))
+        self._check_parents()
+
+    def _check_parents(self) -> None:
+        if len(self.parents) != len(self.ends) - 1:
+            raise ValueError(f"{len(self.parents)} parents for {len(self.ends) - 1} segments; each needs one, or -1")
+        path = list[int]()
+        for segment, parent in enumerate(self.parents):
+            before = list(path[-4:])
+            while path and path[-1] != parent:
+                path.pop()
+            if parent != -1 and not path:
+                raise ValueError(
+                    f"parent {parent} of segment {segment}: segments are in depth-first order, so it must be "
+                    f"{segment - 1}, an ancestor of that ({', '.join(map(str, before[:-1])) or 'it has none'}), or -1"
+                )
+            path.append(segment)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        return (*self.ends, *self.parents)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Tree:
+        segments = len(numbers) // 2
+        return cls(numbers[: segments + 1], numbers[segments + 1 :])
+
+    def check(self, ends: Ends, queries: int, keys: int) -> None:
+        if not self.ends[-1] == queries == keys:
+            raise ValueError(f"the tree's segments end at {self.ends[-1]}; there are {queries} queries and {keys} keys")
+
+    def bounds(self, causal: bool, window: Window | None) -> Window:
+        return None, None  # a window counts tokens along the path, not positions
+
+    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        left = None if window is None else window[0]
+        return self._whole() if left is None else np.array(list(self._within(left)), dtype=np.int64)
+
+    def _whole(self) -> Slices:
+        """All that see a segment are one run of queries: from its start to the end of its last descendant.
+
+        A segment with one child, which follows it, is one with it.
+        """
+        starts, stops = np.array(self.ends[:-1]), np.array(self.ends[1:])
+        parents, children = np.array(self.parents), np.zeros(len(starts), dtype=np.int64)
+        np.add.at(children, parents[parents >= 0], 1)
+        alone = (parents >= 0) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
+        first = np.flatnonzero(~alone)
+        last = np.append(first[1:], len(starts)) - 1
+        made = np.empty((len(first), 6), dtype=np.int64)
+        made[:, 0] = made[:, 2] = starts[first]
+        made[:, 1], made[:, 3] = stops[np.array(self._last_descendants)[last]], stops[last]
+        made[:, 4], made[:, 5] = -FAR, 0
+        return made
+
+    @cached_property
+    def _last_descendants(self) -> list[int]:
+        """The last segment of what hangs on each, itself if nothing does."""
+        last = list(range(len(self.parents)))
+        for segment in range(len(last) - 1, 0, -1):
+            if (parent := self.parents[segment]) >= 0:
+                last[parent] = max(last[parent], last[segment])
+        return last
+
+    def _within(self, left: int) -> Iterator[tuple[int, ...]]:
+        """One band for each segment and ancestor that a query sees across: along the path, positions are shifted."""
+        shifts = self._shifts
+        for segment, parent in enumerate(self.parents):
+            start, stop = self.ends[segment : segment + 2]
+            yield start, stop, start, stop, -left, 0
+            while parent >= 0:
+                k0, k1 = self.ends[parent : parent + 2]
+                low = shifts[segment] - shifts[parent] - left  # of j - i, where i - j is `left` along the path
+                if k1 - 1 - start < low:
+                    break
+                yield start, stop, k0, k1, low, FAR
+                parent = self.parents[parent]
+
+    @cached_property
+    def _shifts(self) -> list[int]:
+        """How much a token's depth along the path is above its position, for each segment; at most 0."""
+        shifts = list[int]()
+        for segment, parent in enumerate(self.parents):
+            depth = 0 if parent < 0 else self.ends[parent + 1] + shifts[parent]
+            shifts.append(depth - self.ends[segment])
+        return shifts
+
+    def positions(self, ends: Ends, length: int) -> Integers:
+        return np.arange(length) + np.repeat(np.array(self._shifts), np.diff(np.array(self.ends)))
+
+
+def _plain(values: Sequence[int]) -> Sequence[int]:
+    """The integers of a sequence, an array or a tensor."""
+    tolist = getattr(values, "tolist", None)
+    return values if tolist is None else tolist()
