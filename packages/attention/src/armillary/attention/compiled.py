@@ -27,6 +27,7 @@ from torch import Tensor
 from armillary.attention.calls import Attends, AttendsInStages, AttentionCall, ProjectedCall, results_like
 from armillary.attention.kernels import KERNELS
 from armillary.attention.mask import AttentionMask, Window
+from armillary.attention.mask.numbers import mask_of_numbers
 from armillary.attention.projections import Projections
 from armillary.attention.spec import AttentionOptions, AttentionSpec
 from armillary.core import SequenceLayout, compat
@@ -119,7 +120,7 @@ def read_layout(text: str) -> SequenceLayout | None:
 def mask_of(causal: bool, window: Window, numbers: bytes | None) -> AttentionMask:
     """The mask whose `numbers` these are: one for all layers and both ways of a step."""
     found = None if numbers is None else np.frombuffer(numbers, dtype=np.int64).tolist()
-    return AttentionMask(causal, window) if found is None else AttentionMask.of_numbers(causal, window, found)
+    return AttentionMask(causal, window) if found is None else mask_of_numbers(causal, window, found)
 
 
 def call_of(key: Key, tensors: Sequence[Tensor], mask_numbers: Tensor | None) -> AttentionCall | ProjectedCall:

@@ -6,7 +6,7 @@ from armillary.attention.mask.chunked import Chunked
 from armillary.attention.mask.image_spans import ImageSpans
 from armillary.attention.mask.pattern import Pattern
 from armillary.attention.mask.prefix import Prefix
-from armillary.attention.mask.rows import Rows
+from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import Slice, SliceList
 from armillary.attention.mask.tree import Tree
 from armillary.core.checked import Window
@@ -18,7 +18,7 @@ __all__ = [
     "ImageSpans",
     "Pattern",
     "Prefix",
-    "Rows",
+    "RowMasks",
     "Slice",
     "SliceList",
     "Tree",

@@ -70,7 +70,7 @@ class Pattern(ABC):
         return hash(self) == hash(other) and self.numbers == other.numbers
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={_short(value)}" for name, value in vars(self).items() if name in self._shown())
+        shown = ", ".join(f"{name}={shortened(value)}" for name, value in vars(self).items() if name in self._shown())
         return f"{type(self).__name__}({shown})"
 
     @classmethod
@@ -88,6 +88,7 @@ def offsets(ends: Ends, length: int) -> Integers:
     return every - np.repeat(starts, np.diff(np.asarray(ends, dtype=np.int64)))
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value for a message, in a line."""
     text = repr(value)
     return text if len(text) <= 96 else f"{text[:93]}..."

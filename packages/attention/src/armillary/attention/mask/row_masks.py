@@ -11,7 +11,7 @@ from armillary.core.checked import Window
 from armillary.core.slices import Slices
 
 
-class Rows(Pattern):
+class RowMasks(Pattern):
     """One mask for each row.
 
     Args:
@@ -38,11 +38,11 @@ class Rows(Pattern):
         return tuple(number for its in encoded for number in (len(its), *its))
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> Rows:
+    def of_numbers(cls, numbers: Sequence[int]) -> RowMasks:
         raise NotImplementedError("AttentionMask.of_numbers knows what the rows are")
 
     def check(self, ends: Ends, queries: int, keys: int) -> None:
-        """Rows are checked one by one."""
+        """RowMasks are checked one by one."""
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         raise NotImplementedError("each row has slices of its own: AttentionMask.row")
