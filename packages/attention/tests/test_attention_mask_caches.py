@@ -6,8 +6,8 @@ import weakref
 import torch
 
 from armillary.attention import AttentionMask, Local
+from armillary.attention.recent import BYTES, EACH, ENTRIES, Recent
 from armillary.attention.registry import build_attention
-from armillary.attention.tiling.grid import grid_of
 from armillary.core.testing import mesh
 
 LENGTH = 48
@@ -34,7 +34,7 @@ def alive(attend) -> int:
 
 
 def test_masks_of_past_steps_are_let_go():
-    assert alive(Local()) <= grid_of.cache_info().maxsize
+    assert alive(Local()) <= ENTRIES
 
 
 def alive_by_method() -> dict[str, int]:
@@ -45,6 +45,18 @@ def alive_by_method() -> dict[str, int]:
 
 
 def test_masks_of_past_steps_are_let_go_under_every_method(worlds):
-    most = grid_of.cache_info().maxsize
+    most = ENTRIES
     for held in worlds(4).run(alive_by_method):
         assert held and all(count <= most for count in held.values()), held
+
+
+def test_masks_of_many_documents_are_fewer():
+    recent, many = Recent[int, str](), AttentionMask(documents=range(BYTES // EACH // 3))
+    for step in range(10):
+        recent.add(step, f"value {step}", AttentionMask())
+    assert len(recent.kept) == ENTRIES and recent.get(9) == "value 9" and recent.get(0) is None
+    for step in range(10, 16):
+        recent.add(step, f"value {step}", many)
+    assert [key for key, *_ in recent.kept] == [14, 15]
+    recent.add(16, "large", AttentionMask(documents=range(2 * BYTES // EACH)))
+    assert [key for key, *_ in recent.kept] == [16]

@@ -30,11 +30,9 @@ from armillary.attention.kernels.inputs import is_deterministic
 from armillary.attention.layouts import layout_of, sequence_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.projections import Projections, one_token
+from armillary.attention.recent import Recent
 from armillary.attention.spec import AttentionOptions, AttentionSpec, Saved, key_heads_of
 from armillary.core import Axis, SequenceLayout, compat
-
-SPECS = 8
-"""Calls of a method that are kept: those of a few steps, whose masks may be new at every step."""
 
 
 class Method(ABC):
@@ -57,13 +55,13 @@ class Method(ABC):
 
     number: int
     """By which a compiled graph finds the method."""
-    _specs: list[tuple[tuple[Any, ...], AttentionOptions, AttentionSpec]]
+    _specs: Recent[tuple[tuple[Any, ...], AttentionOptions], AttentionSpec]
     """Calls that were checked before, by what was checked."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         method = super().__new__(cls)
         method.number = compiled.number(method)
-        method._specs = []
+        method._specs = Recent()
         return method
 
     def __getstate__(self) -> dict[str, Any]:
@@ -298,12 +296,9 @@ class Method(ABC):
             hash(key)
         except TypeError:  # sizes are symbolic
             return self._checked(q, k, v, sinks, options)
-        for known, asked, spec in self._specs:  # an object is equal to itself: masks are not looked into
-            if known == key and asked == options:
-                return spec
-        spec = self._checked(q, k, v, sinks, options)
-        self._specs = [*self._specs[1 - SPECS :], (key, options, spec)]
-        return spec
+        asked = (key, options)  # an object is equal to itself: masks are not looked into
+        known = self._specs.get(asked)
+        return known or self._specs.add(asked, self._checked(q, k, v, sinks, options), options.mask)
 
     def _checked(
         self,

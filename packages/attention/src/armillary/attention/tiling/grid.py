@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from armillary.attention.mask import AttentionMask
+from armillary.attention.recent import Recent
 from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, areas, tile_array, united
 from armillary.attention.tiling.tiles import Tile, joined
 from armillary.core import SequenceLayout
@@ -105,10 +105,13 @@ class Grid:
         return pairs.tolist()
 
 
-@lru_cache(maxsize=8)
+GRIDS = Recent[tuple[AttentionMask, SequenceLayout, SequenceLayout], Grid]()
+
+
 def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> Grid:
     """The grid, the same one for all calls that are alike: layers, forward and backward."""
-    return Grid(layout, key_layout, mask)
+    key = (mask, layout, key_layout)
+    return GRIDS.get(key) or GRIDS.add(key, Grid(layout, key_layout, mask), mask)
 
 
 def _around(seen: Seen) -> Visible:
