@@ -11,6 +11,7 @@ from torch import Tensor
 from armillary.attention import AttentionMask, Local, Method, Ulysses, build_attention
 from armillary.attention.compiled import mask_of
 from armillary.attention.kernels import Dense
+from armillary.attention.mask import Slice
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 
@@ -82,6 +83,31 @@ def test_other_documents_need_no_other_graph():
         mask = AttentionMask(documents=[*range(cuts), N])
         assert both_ways(attend, mask, layout, compiled, sinks=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second takes any number of documents
+
+
+def of_kinds(parts: int) -> list[AttentionMask]:
+    """A mask of each kind, with more numbers in it for more parts."""
+    ends, runs = [*range(parts), N], [range(a, a + 2) for a in range(0, 2 * parts, 2)]
+    tree = AttentionMask.tree(ends, [-1, *[0] * (parts - 1)])
+    prefix = AttentionMask.prefix(ends, [1] * parts)
+    return [
+        *(tree, prefix, AttentionMask.chunked(parts), AttentionMask.image_spans(runs, [0, N - 1, N])),
+        AttentionMask.of_slices([Slice(run, range(run.stop)) for run in runs]),
+        AttentionMask.blocks(torch.ones(-(-N // parts), -(-N // parts), dtype=torch.bool), parts),
+        AttentionMask.rows([tree, prefix]),
+    ]
+
+
+def test_masks_of_all_kinds_share_the_graphs_of_documents():
+    """One for each value of `causal`, and one more where there are other numbers of numbers."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attend, layout = Local(), SequenceLayout.contiguous(N, 1)
+    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    for parts in (2, 3, 5):
+        for mask in of_kinds(parts):
+            assert both_ways(attend, mask, layout, compiled, sinks=False), mask
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 def test_heads_that_do_not_fit_are_refused():

@@ -18,6 +18,7 @@ from armillary.attention.conformance import (
     GRADIENTS,
     KINDS,
     LAYOUTS,
+    MASKS,
     MEMORY,
     METHODS,
     SAVING,
@@ -29,7 +30,9 @@ from armillary.attention.conformance import (
     drawn,
     errors,
     product_cases,
+    with_every_kind,
 )
+from armillary.attention.conformance.case import PATTERNS, mask_kinds
 from armillary.attention.conformance.command import main
 from armillary.attention.conformance.memory import ALONE, Memory
 from armillary.attention.conformance.report import KINDS_OF_CASES
@@ -67,19 +70,25 @@ PARTLY = {
     ],
     16: [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16)],
 }
-"""By ranks: through a third of a brief one, a quarter on more than four. Their parts have been through more, above."""
+"""By ranks: through a quarter of a brief one, a fifth on more than four. Their parts have been through more, above."""
 Chosen = tuple[Composition, list[Case]]
 
 
 def calls() -> Iterator[list[Chosen]]:
     """What is tried in a call: about half of those with so many ranks."""
     number = 0
-    for ranked, step in ((BRIEF, 1), (PARTLY, 3)):
+    for ranked, step in ((BRIEF, 1), (PARTLY, 4)):
         for ranks, some in ranked.items():
             every = step + (ranks > 4)
-            chosen = [(one, cases(brief=i)[i % every :: every]) for i, one in enumerate(some, number)]
+            chosen = [(one, part_of_brief(i, every)) for i, one in enumerate(some, number)]
             number += len(some)
             yield from (chosen[::2], chosen[1::2]) if ranks < 16 else (chosen,)
+
+
+def part_of_brief(number: int, every: int) -> list[Case]:
+    """Of a brief sample one case in so many, the first of them with every kind of mask in a row of its own."""
+    chosen = cases(brief=number)[number % every :: every]
+    return chosen if every == 1 else [with_every_kind(chosen[0]), *chosen[1:]]
 
 
 LONG = [of("ring", ring=8), of("wallfacer-4-keys", ring=16)]
@@ -141,6 +150,11 @@ def test_every_setting_once(worlds, some):
     assert worlds(ranks).run(conform, some) == [[]] * ranks
 
 
+def test_every_kind_of_mask_goes_through_every_composition():
+    every = [*chain(*calls()), *((composition, cases()) for composition in THOROUGH)]
+    assert {len(set[str]().union(*(mask_kinds(case.mask) for case in chosen))) for _, chosen in every} == {len(PATTERNS)}
+
+
 def test_all_methods_of_the_table_are_in_the_suite():
     found = {composition.method for composition in chain(THOROUGH, *BRIEF.values(), *PARTLY.values())}
     assert found | {"wallfacer"} >= set(METHODS)
@@ -186,6 +200,19 @@ WAYS = {
     "beside": ("", "b", "h", "bh"),
     **dict.fromkeys(("compiled", "dtensor", "weights", "projected", "sinks"), (False, True)),
 }
+
+
+def test_every_kind_of_mask_is_drawn_in_every_way():
+    """About half of the masks are plain ones; the others come with whatever else there is, every hundredth compiled."""
+    indices = range(600), range(99, 6000, 100)
+    found, compiled = ([drawn(6, index) for index in chosen] for chosen in indices)
+    assert 0.4 < sum(trial.case.mask.pattern is not None for trial in found) / len(found) < 0.6
+    for name in PATTERNS.values():
+        of_kind = [trial for trial in (*found, *compiled) if name in mask_kinds(trial.case.mask)]
+        assert len({trial.composition.method for trial in of_kind}) > 15, name
+        assert {trial.case.mask.window is None for trial in of_kind} == {True, False}, name
+        for way, levels in WAYS.items():
+            assert {getattr(trial.case, way) for trial in of_kind} == set(levels), (name, way)
 
 
 def test_every_way_of_calling_is_drawn():
@@ -407,6 +434,7 @@ def refusal(axes: dict[str, int], wrong: str) -> str:
         "key layout": {"key_layout": attend.layout(48, kind="zigzag")},
         "documents": {"mask": AttentionMask(documents=(0, 9, 31))},
         "rows": {"mask": AttentionMask(documents=((0, 24),) * 3)},
+        "tree": {"mask": AttentionMask.tree((0, 9, 31), (-1, 0))},
     }.get(wrong, {})
     try:
         attend.layout(24, kind="spiral") if wrong == "kind" else attend(q, k, v, **given)
@@ -435,6 +463,7 @@ WRONG = [
     *((axes, "key layout", ["12", "6"]) for axes in FOUR),
     *((axes, "documents", ["31", "24"]) for axes in FOUR),
     *((axes, "rows", ["3", "2"]) for axes in FOUR),
+    *((axes, "tree", ["31", "24"]) for axes in FOUR),
 ]
 
 
@@ -734,7 +763,7 @@ def settings_of(case: Case) -> dict:
     """Which setting of each factor a case has."""
     mask = case.mask
     return {
-        "mask": (mask.causal, mask.window is not None, mask.documents is not None, mask.per_row),
+        "mask": (type(mask.pattern), mask.causal, mask.window is not None, mask.documents is not None, mask.per_row),
         "heads": (case.heads, case.kv_heads),
         "wider": case.value_dim - case.head_dim,
         "keys": case.crosses,
@@ -750,7 +779,7 @@ def test_any_two_settings_of_any_two_factors_meet_in_a_case():
     met = {(f, each[f], g, each[g]) for each in found for f, g in combinations(levels, 2)}
     assert met >= {(f, a, g, b) for f, g in combinations(levels, 2) for a in levels[f] for b in levels[g]}
     assert {factor: len(levels[factor]) for factor in ("mask", "heads", "dtype", "kind", "keys", "sinks")} == {
-        "mask": 6,
+        "mask": len(MASKS),
         "heads": 5,
         "dtype": 3,
         "kind": 3,
@@ -767,19 +796,19 @@ def test_a_brief_sample_has_each_setting_once(number):
         return {(factor, setting) for case in chosen for factor, setting in settings_of(case).items()}
 
     large = {("head_dim", dim) for dim in (64, 128, 256)}
-    assert levels(cases(brief=number)) >= levels(cases()) - large and len(cases(brief=number)) < 12
+    assert levels(cases(brief=number)) >= levels(cases()) - large and len(cases(brief=number)) < 18
 
 
 def test_cases_are_the_same_every_time_and_differ_from_one_another():
     for chosen in (cases(), [*cases(brief=1), *cases(brief=2)], list(product_cases(1, [torch.float64]))):
         assert len(set(chosen)) == len({str(case) for case in chosen}) == len(chosen)
-    assert cases() == cases() and cases(brief=3) == cases(brief=3) and len(cases()) < 50
+    assert cases() == cases() and cases(brief=3) == cases(brief=3) and len(cases()) < 90
     assert list(product_cases(2)) == list(product_cases(2)) != list(product_cases(3))
 
 
 def test_the_product_has_every_mask_layout_heads_and_dtype():
     made = [settings_of(case) for case in product_cases()]
-    assert len({(each["mask"], each["kind"], each["heads"], each["dtype"]) for each in made}) == 6 * 3 * 5 * 3
+    assert len({(each["mask"], each["kind"], each["heads"], each["dtype"]) for each in made}) == len(MASKS) * 3 * 5 * 3
 
 
 def test_errors_are_numbers_for_what_the_case_needs():

@@ -1,12 +1,16 @@
 """The oracle itself: against torch's attention, against loops, against finite differences, and by hand."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention.conformance.draw_masks import tree_mask
+from armillary.attention.mask import AttentionMask, Slice, Tree
 from armillary.attention.reference import reference_attention, visible_pairs
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
@@ -208,6 +212,77 @@ def test_each_row_may_have_its_own_documents():
     mask = AttentionMask(causal=False, documents=((0, 1, 5), (0, 4, 5)))
     assert shown(mask, row=0) == ["x....", ".xxxx", ".xxxx", ".xxxx", ".xxxx"]
     assert shown(mask, row=1) == ["xxxx.", "xxxx.", "xxxx.", "xxxx.", "....x"]
+
+
+def test_a_tree_shows_a_segment_itself_and_its_ancestors():
+    # a prompt, an answer with two of its own, another answer; and a prompt besides
+    tree = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1))
+    assert shown(tree, 7) == ["x......", "xx.....", "xxx....", "xxxx...", "xxx.x..", "xx...x.", "......x"]
+    near = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1), window=(1, 0))
+    assert shown(near, 7) == ["x......", "xx.....", ".xx....", "..xx...", "..x.x..", ".x...x.", "......x"]
+
+
+def test_a_prefix_sees_all_of_itself_and_the_rest_what_is_before_it():
+    assert shown(AttentionMask.prefix((0, 5), (3,))) == ["xxx..", "xxx..", "xxx..", "xxxx.", "xxxxx"]
+    assert shown(AttentionMask.prefix((0, 2, 5), (0, 2))) == ["x....", "xx...", "..xx.", "..xx.", "..xxx"]
+    cut = replace(AttentionMask.prefix((0, 5), (3,)), window=(1, 1))
+    assert shown(cut) == ["xx...", "xxx..", ".xx..", "..xx.", "...xx"]
+
+
+def test_chunks_are_counted_from_the_document_or_from_the_row():
+    assert shown(AttentionMask.chunked(2)) == ["x....", "xx...", "..x..", "..xx.", "....x"]
+    assert shown(AttentionMask.chunked(2, (0, 3, 5))) == ["x....", "xx...", "..x..", "...x.", "...xx"]
+    assert shown(AttentionMask.chunked(2, (0, 3, 5), "row")) == ["x....", "xx...", "..x..", "...x.", "....x"]
+    assert shown(replace(AttentionMask.chunked(2), causal=False)) == ["xx...", "xx...", "..xx.", "..xx.", "....x"]
+
+
+def test_an_image_sees_all_of_itself_as_far_as_the_window_reaches():
+    spans = [range(1, 3), range(4, 5)]
+    assert shown(AttentionMask.image_spans(spans)) == ["x....", "xxx..", "xxx..", "xxxx.", "xxxxx"]
+    documents = AttentionMask.image_spans(spans, (0, 1, 5), window=(1, None))
+    assert shown(documents) == ["x....", ".xx..", ".xx..", "..xx.", "...xx"]
+
+
+def test_blocks_are_seen_as_the_table_says():
+    table = [[True, False, True], [False, False, False], [True, True, True]]
+    assert shown(AttentionMask.blocks(table, 2, 5)) == ["xx..x", "xx..x", ".....", ".....", "xxxxx"]
+    assert shown(AttentionMask.blocks(table, 2, 5, causal=True)) == ["x....", "xx...", ".....", ".....", "xxxxx"]
+
+
+def test_a_slice_is_a_band_on_a_rectangle():
+    slices = [Slice(range(4), range(1, 4), -1, 1), Slice(range(4, 5), range(5)), Slice(range(2), range(5), 3, None)]
+    assert shown(AttentionMask.of_slices(slices)) == [".x.xx", ".xx.x", ".xxx.", "..xx.", "xxxxx"]
+    cut = replace(AttentionMask.of_slices(slices), causal=True, window=(2, None))
+    assert shown(cut) == [".....", ".x...", ".xx..", "..xx.", "..xxx"]
+
+
+def test_each_row_may_have_a_mask_of_its_own():
+    tree = AttentionMask.tree((0, 2, 4, 5), (-1, 0, 0))
+    rows = AttentionMask.rows([tree, FULL])
+    assert shown(rows, row=0) == shown(tree) == ["x....", "xx...", "xxx..", "xxxx.", "xx..x"]
+    assert shown(rows, row=1) == shown(FULL)
+    near = replace(rows, window=(1, 2))
+    assert shown(near, row=0) == ["x....", "xx...", ".xx..", "..xx.", ".x..x"]
+    assert shown(near, row=1) == shown(AttentionMask(causal=False, window=(1, 2)))
+
+
+def test_a_path_of_a_tree_is_a_sequence_of_its_own():
+    for seed in range(100):
+        random = Random(seed)
+        length, left = random.randint(1, 30), random.choice((None, random.randint(0, 9)))
+        tree = replace(tree_mask(random, length), window=(left, 0))
+        assert isinstance(tree.pattern, Tree)
+        ends, parents = tree.pattern.ends, tree.pattern.parents
+        expected = torch.zeros(1, length, length, dtype=torch.bool)
+        for leaf in range(len(parents)):
+            path, segment = list[int](), leaf
+            while segment >= 0:
+                path[:0] = range(ends[segment], ends[segment + 1])
+                segment = parents[segment]
+            alone = visible_pairs(AttentionMask(window=(left, 0)), torch.arange(len(path)), torch.arange(len(path)))
+            own = torch.tensor(path)[-(ends[leaf + 1] - ends[leaf]) :]
+            expected[0, own[:, None], torch.tensor(path)] = alone[0, -len(own) :]
+        assert torch.equal(visible_pairs(tree, torch.arange(length), torch.arange(length)), expected), tree
 
 
 def test_positions_are_global_whatever_the_local_order():

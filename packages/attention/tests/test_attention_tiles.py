@@ -1,12 +1,15 @@
 """Tiles cover every visible pair once and nothing else, and are as few as the layouts allow."""
 
 from itertools import product
+from random import Random
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from armillary.attention.conformance.draw_masks import drawn_mask
+from armillary.attention.conformance.tensors import drawn_layout, drawn_sizes
 from armillary.attention.mask import AttentionMask
 from armillary.attention.reference import visible_pairs
 from armillary.attention.tiling.grid import Grid
@@ -28,8 +31,11 @@ def covered(tile, queries: int, keys: int) -> torch.Tensor:
 def check_cover(
     queries: SequenceLayout, i: int, keys: SequenceLayout, j: int, mask: AttentionMask, row: int = 0
 ) -> None:
-    rows, columns = queries.positions(i), keys.positions(j)
-    found = tiles(queries.spans(i), keys.spans(j), mask, row)
+    check_pairs(tiles(queries.spans(i), keys.spans(j), mask, row), queries.positions(i), keys.positions(j), mask, row)
+
+
+def check_pairs(found: tuple, rows: torch.Tensor, columns: torch.Tensor, mask: AttentionMask, row: int) -> None:
+    """Each pair that the oracle sees is in one tile, no other is in any; and tiles are canonical."""
     count = torch.zeros(len(rows), len(columns), dtype=torch.long)
     for tile in found:
         assert 0 <= tile.q0 < tile.q1 <= len(rows) and 0 <= tile.k0 < tile.k1 <= len(columns), tile
@@ -125,6 +131,34 @@ def test_the_hull_is_the_smallest_rectangle_around_what_any_row_of_the_batch_see
     for tokens, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
         indices = seen.nonzero().flatten().tolist()
         assert tokens == (range(indices[0], indices[-1] + 1) if indices else range(0))
+
+
+def any_cell(seed: int) -> tuple[SequenceLayout, SequenceLayout, AttentionMask, Random]:
+    """Layouts of queries and of keys, the same one half of the time, and a mask of any kind for a batch of two."""
+    random = Random(seed)
+    length, shards = random.randint(1, 40), random.randint(1, 5)
+    alike = random.random() < 0.5
+    keys = length if alike or random.random() < 0.5 else random.randint(1, 40)
+    layout = any_layout(random, length, min(shards, length, keys))
+    others = layout if alike else any_layout(random, keys, layout.shards)
+    return layout, others, drawn_mask(random, length, keys, batch=2), random
+
+
+def any_layout(random: Random, length: int, shards: int) -> SequenceLayout:
+    kind = random.choice(("contiguous", "zigzag", "striped", "uneven", "spans"))
+    if kind in ("uneven", "spans"):
+        return drawn_layout(random, drawn_sizes(random, length, shards, 1), kind)
+    return getattr(SequenceLayout, kind)(length, shards)
+
+
+def test_every_cell_of_any_layouts_under_any_kind_of_mask():
+    for seed in range(150):
+        layout, others, mask, random = any_cell(seed)
+        grid, row = Grid(layout, others, mask), random.randint(0, 1)
+        for i, j in product(range(layout.shards), range(others.shards)):
+            check_pairs(grid.tiles(i, j, row if mask.per_row else 0), layout.positions(i), others.positions(j), mask, row)
+            pairs = visible_pairs(mask, layout.positions(i), others.positions(j), batch=2).expand(2, -1, -1)
+            assert grid.pairs(i, j, batch=2) == pairs.sum(), (seed, mask)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (3, 0), (0, 3), (None, 0), (1, 2), (100, 100)])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from armillary.attention.checks import check_are_tensors, check_options
 from armillary.attention.mask import AttentionMask
+from armillary.attention.oracle_visibility import visible_pairs
 
 
 @overload
@@ -110,40 +111,6 @@ def reference_attention(
         return out
     lse = torch.where(some, top + total.log(), -torch.inf).squeeze(-1).transpose(1, 2)
     return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-
-
-def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: Tensor, batch: int = 1) -> Tensor:
-    """Who sees whom: bool [1, T, S], or [B, T, S] where the mask has documents of its own for each row of the batch."""
-    i, j = query_positions[:, None], key_positions[None, :]
-    visible = torch.ones(len(query_positions), len(key_positions), dtype=torch.bool, device=i.device)
-    if mask.causal:
-        visible = visible & (j <= i)
-    left, right = mask.window or (None, None)
-    if left is not None:
-        visible = visible & (i - left <= j)
-    if right is not None:
-        visible = visible & (j <= i + right)
-    if mask.documents is None:
-        return visible[None]
-    same = [_document(i, ends) == _document(j, ends) for ends in _document_rows(mask.documents, batch)]
-    return visible & torch.stack(same)
-
-
-def _document_rows(documents: tuple[int, ...] | tuple[tuple[int, ...], ...], batch: int) -> list[tuple[int, ...]]:
-    """The document boundaries of each row that has its own, or the one tuple that all rows share."""
-    rows = [row for row in documents if isinstance(row, tuple)]
-    if not rows:
-        return [tuple(end for end in documents if isinstance(end, int))]
-    if len(rows) != batch:
-        raise ValueError(f"the mask has documents for {len(rows)} rows; the batch has {batch}")
-    return rows
-
-
-def _document(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
-    """The number of the document that each position lies in."""
-    if positions.numel() and int(positions.max()) >= boundaries[-1]:
-        raise ValueError(f"position {int(positions.max())} lies in no document: the last one ends at {boundaries[-1]}")
-    return sum((positions >= start).long() for start in boundaries[1:-1]) + torch.zeros_like(positions)
 
 
 def _positions(given: Tensor | None, x: Tensor, name: str) -> Tensor:

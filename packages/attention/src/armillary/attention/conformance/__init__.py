@@ -24,7 +24,8 @@ from armillary.attention.conformance.check import attend_nothing, check, errors
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
 from armillary.attention.conformance.draw import Trial, drawn
 from armillary.attention.conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, Off
-from armillary.attention.conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, MASKS, cases, product_cases
+from armillary.attention.conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, cases, product_cases
+from armillary.attention.conformance.sample_masks import MASKS, with_every_kind
 
 __all__ = [
     "DTYPES",
@@ -53,4 +54,5 @@ __all__ = [
     "drawn",
     "errors",
     "product_cases",
+    "with_every_kind",
 ]

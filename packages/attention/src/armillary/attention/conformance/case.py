@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention.mask import AttentionMask, Blocks, Chunked, ImageSpans, Pattern, Prefix, Rows, SliceList, Tree
 
 KINDS = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*KINDS, "balanced", "uneven", "spans")
@@ -21,6 +21,16 @@ SAVING = ("autograd", "checkpoint", "reentrant", "selective")
 attention's results."""
 EVERYTHING = "qkvsxw"
 CAUSAL = AttentionMask()
+PATTERNS: dict[type[Pattern], str] = {
+    SliceList: "slices",
+    Tree: "tree",
+    Prefix: "prefix",
+    Chunked: "chunked",
+    ImageSpans: "image-spans",
+    Blocks: "blocks",
+    Rows: "rows",
+}
+"""What kinds of masks are called, those apart that are only causal, windows and documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +112,7 @@ class Case:
     def __str__(self) -> str:
         words = [f"B{self.batch} N{self.length} H{self.heads} K{self.kv_heads} D{self.head_dim}"]
         words += [f"Dv{self.value_dim}"] * (self.value_dim != self.head_dim)
-        words += [_short(self.dtype), "causal" if self.mask.causal else "full"]
-        words += [f"window{self.mask.window}"] * (self.mask.window is not None)
-        words += [f"documents{self.mask.documents}"] * (self.mask.documents is not None)
+        words += [_short(self.dtype), mask_text(self.mask)]
         words += [self.kind] + [f"keys={self.keys},{self.key_kind or self.kind}"] * self.crosses
         words += ["sinks"] * self.sinks + [f"softcap={self.softcap}"] * (self.softcap is not None)
         words += [self.memory] + [f"dout={self.gradient}"] * (self.gradient != "plain")
@@ -116,6 +124,39 @@ class Case:
         words += [f"projected E{self.width}"] * self.projected
         words += [f"needs={self.needs or 'nothing'}"] * (self.needs != EVERYTHING)
         return " ".join([*words, f"seed{self.seed}"])
+
+
+def mask_kinds(mask: AttentionMask) -> set[str]:
+    """The names of its kind and, if its rows have masks of their own, of theirs; none for plain masks."""
+    if mask.pattern is None:
+        return set()
+    found = {PATTERNS[type(mask.pattern)]}
+    return found.union(*map(mask_kinds, mask.pattern.masks)) if isinstance(mask.pattern, Rows) else found
+
+
+def mask_text(mask: AttentionMask) -> str:
+    """A mask in a few words: of what, and of how many."""
+    match mask.pattern:
+        case None:
+            words = ["causal" if mask.causal else "full"]
+        case Rows(masks=masks):
+            words = [f"rows[{' | '.join(map(mask_text, masks))}]"] + ["causal"] * mask.causal
+        case pattern:
+            words = [f"{PATTERNS[type(pattern)]}[{_size(pattern)}]"] + ["causal"] * mask.causal
+    words += [f"window{mask.window}"] * (mask.window is not None)
+    return " ".join(words + [f"documents{mask.documents}"] * (mask.documents is not None))
+
+
+def _size(pattern: Pattern) -> str:
+    match pattern:
+        case Tree(parents=parts) | Prefix(prefixes=parts) | ImageSpans(spans=parts) | SliceList(given=parts):
+            return str(len(parts))
+        case Chunked(size=size, origin=origin):
+            return f"{size} from {origin}"
+        case Blocks(visible=visible, block=block):
+            return f"{len(visible)}x{len(visible[0])} of {block}"
+        case _:
+            return ""
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -11,9 +11,9 @@ import torch
 
 from armillary.attention.conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
+from armillary.attention.conformance.draw_masks import drawn_mask
 from armillary.attention.conformance.tensors import drawn_layout
 from armillary.attention.layouts import layout_of
-from armillary.attention.mask import AttentionMask
 from armillary.core.placements import chunk_sizes
 from armillary.core.sequence import nested_sizes
 
@@ -108,15 +108,14 @@ def _tokens(random: Random, composition: Composition, way: Mapping[str, Any]) ->
     tokens = length(kind, key_kind) if crosses else length(kind)
     other = length(key_kind) if crosses and random.random() < 0.7 else tokens
     parts = dict(composition.axes).get("shard", 1) if "b" in way["beside"] else 1
-    some = min(chunk_sizes(batch, parts)) > 0  # no mask has documents of no rows
-    documents = other == tokens and random.random() < 0.4
+    some = min(chunk_sizes(batch, parts)) > 0  # no mask has masks of no rows
     return {
         "batch": batch,
         "length": tokens,
         "kind": kind,
         "key_length": other if other != tokens else None,
         "key_kind": key_kind if crosses else None,
-        "mask": _mask(random, tokens, batch if some else 0, documents),
+        "mask": drawn_mask(random, tokens, other, batch if some else 0),
     }
 
 
@@ -144,23 +143,6 @@ def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
     else:
         coarse = layout_of("contiguous" if kind == "balanced" else kind, length, ring)
     return coarse.refine(ulysses).sizes == cut
-
-
-def _mask(random: Random, length: int, batch: int, documents: bool) -> AttentionMask:
-    """Documents of their own only for rows of a batch of so many."""
-    window = tuple(_edge(random, length) for _ in range(2)) if random.random() < 0.4 else None
-    rows = [_documents(random, length) for _ in range(batch or 1)] if documents else None
-    together = rows is not None and (not batch or random.random() < 0.5)
-    return AttentionMask(random.random() < 0.6, window, rows[0] if rows and together else rows)
-
-
-def _edge(random: Random, length: int) -> int | None:
-    return random.choice((None, random.randint(0, 3), random.randint(0, length)))
-
-
-def _documents(random: Random, length: int) -> Sequence[int]:
-    cuts = {random.randint(1, length - 1) for _ in range(random.randint(0, 8))} if length > 1 else set[int]()
-    return [0, *sorted(cuts), length]
 
 
 def _scores(random: Random, projected: bool) -> dict[str, Any]:

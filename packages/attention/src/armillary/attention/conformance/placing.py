@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Placing:
             return mask
         sizes = chunk_sizes(self.case.batch, parts)
         first = sum(sizes[: part.rows])
-        return replace(mask, documents=(mask.documents or ())[first : first + sizes[part.rows]])
+        return AttentionMask.rows([mask.row(row) for row in range(first, first + sizes[part.rows])])
 
     def place(self, name: str, x: Tensor) -> Tensor:
         """This rank's part as it is handed to a method: a DTensor, or as it is."""

@@ -7,14 +7,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from armillary.attention.conformance.case import PATTERNS, mask_kinds
 from armillary.attention.conformance.draw import Trial
 from armillary.attention.conformance.run import Verdict
 from armillary.core.table import Column, print_table
+
+
+def _has_mask(name: str, trial: Trial) -> bool:
+    return name in mask_kinds(trial.case.mask)
+
 
 KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "strided": lambda trial: trial.case.memory != "plain",
@@ -30,6 +37,8 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "projected": lambda trial: trial.case.projected,
     "cross-attention": lambda trial: trial.case.crosses,
     "documents": lambda trial: trial.case.mask.documents is not None,
+    "patterns": lambda trial: trial.case.mask.pattern is not None,
+    **{name: partial(_has_mask, name) for name in PATTERNS.values()},
     "sinks": lambda trial: trial.case.sinks,
     "softcap": lambda trial: trial.case.softcap is not None,
     "scale<=0": lambda trial: trial.case.scaled <= 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from armillary.attention.conformance.case import CAUSAL, GRADIENTS, KINDS, Case
-from armillary.attention.mask import AttentionMask
+from armillary.attention.conformance.sample_masks import ANY_KEYS, MASKS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 HEADS = ((8, 8), (8, 2), (8, 1), (12, 4), (9, 3))
@@ -20,23 +20,12 @@ LENGTHS = (24, 37, 53, 64)
 HEAD_DIMS = (8, 16, 40)
 LARGE_HEAD_DIMS = (64, 128, 256)
 KEYS = ("own", "fewer", "more")
-"""Whose keys: of the same tokens, or cross-attention to fewer or more of them, the latter in another layout. Documents
-need as many of them: then just in another layout."""
+"""Whose keys: of the same tokens, or cross-attention to fewer or more of them, the latter in another layout. Where the
+mask needs as many of them, just in another layout."""
 SOFTCAPS = (None, 1.5)
 STRETCH = (None, 1.5)
 """Of the scale: the usual 1 / sqrt(D), or so many times it."""
 MEMORIES = ("plain", "permuted", "packed")
-MASKS: dict[str, Callable[[int, int], AttentionMask]] = {
-    "full": lambda length, batch: AttentionMask(causal=False),
-    "causal": lambda length, batch: AttentionMask(),
-    "window": lambda length, batch: AttentionMask(window=(length // 5, None)),
-    "band": lambda length, batch: AttentionMask(causal=False, window=(length // 4, 3)),
-    "documents": lambda length, batch: AttentionMask(documents=(0, 1, length // 3, length // 2 + 2, length)),
-    "rows": lambda length, batch: AttentionMask(
-        causal=False, documents=tuple((0, length // (row + 2), length) for row in range(batch))
-    ),
-}
-"""Masks by name, made to fit (length, batch)."""
 
 
 def cases(
@@ -123,9 +112,9 @@ def _case(
     softcap: float | None,
     stretch: float | None,
 ) -> Case:
-    made = MASKS[mask](length, batch)
     other = KINDS[(KINDS.index(kind) + 1) % len(KINDS)] if kind in KINDS else kind
-    key_length = {"own": None, "fewer": max(2 * length // 3, 16), "more": length + 13}[keys]
+    any_keys = mask in ANY_KEYS
+    key_length = {"own": None, "fewer": max(2 * length // 3, 16), "more": length + 13}[keys] if any_keys else None
     return Case(
         batch=batch,
         length=length,
@@ -134,11 +123,11 @@ def _case(
         head_dim=dim,
         value_dim=dim + more,
         dtype=dtype,
-        mask=made,
+        mask=MASKS[mask](length, batch, key_length or length),
         kind=kind,
         scale=None if stretch is None else round(stretch * dim**-0.5, 3),
-        key_length=key_length if made.documents is None else None,
-        key_kind=other if keys == "more" or (keys == "fewer" and made.documents) else None,
+        key_length=key_length,
+        key_kind=other if keys == "more" or (keys == "fewer" and not any_keys) else None,
         sinks=sinks,
         softcap=softcap,
         memory=memory,

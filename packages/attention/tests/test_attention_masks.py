@@ -1,0 +1,400 @@
+"""Masks of every kind as values: what they say of themselves, held to the oracle; comparing and rebuilding them."""
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
+
+from armillary.attention.conformance.draw_masks import (
+    block_mask,
+    chunked_mask,
+    cut,
+    plain_mask,
+    prefix_mask,
+    row_masks,
+    slice_mask,
+    span_mask,
+    tree_mask,
+)
+from armillary.attention.mask import AttentionMask, Slice, Tree
+from armillary.attention.reference import visible_pairs
+
+DRAWS: dict[str, Callable[[Random, int], AttentionMask]] = {
+    "plain": plain_mask,
+    "slices": slice_mask,
+    "tree": tree_mask,
+    "prefix": prefix_mask,
+    "chunked": chunked_mask,
+    "image-spans": span_mask,
+    "blocks": block_mask,
+    "rows": lambda random, length: row_masks(random, length, 3),
+}
+CASES = 150
+"""Masks of each kind."""
+
+each_kind = pytest.mark.parametrize("kind", DRAWS)
+
+
+def masks(kind: str, count: int = CASES):
+    """(random, length, mask) of so many masks of a kind, half of them with a window or causal besides."""
+    for seed in range(count):
+        random = Random(f"{kind} {seed}")
+        length = random.choice((random.randint(1, 12), random.randint(8, 40)))
+        mask = DRAWS[kind](random, length)
+        yield random, length, cut(random, mask, length) if seed % 2 else mask
+
+
+def seen(mask: AttentionMask, queries: int, keys: int | None = None) -> Tensor:
+    """What the oracle says: bool [rows, N, S]."""
+    keys = queries if keys is None else keys
+    return visible_pairs(mask, torch.arange(queries), torch.arange(keys), batch=mask.batch or 1)
+
+
+def counted(slices: np.ndarray, queries: int, keys: int) -> Tensor:
+    """How many slices have each pair."""
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+    count = torch.zeros(queries, keys, dtype=torch.long)
+    for q0, q1, k0, k1, low, high in slices.tolist():
+        count += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
+    return count
+
+
+# -- against the oracle -----------------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_slices_have_each_visible_pair_once_and_no_other(kind):
+    for _, length, mask in masks(kind):
+        found, expected = mask.slices(length), seen(mask, length)
+        assert len(found) == len(expected), mask
+        for row, slices in enumerate(found):
+            assert slices.dtype == np.int64 and slices.shape[1:] == (6,), mask
+            assert torch.equal(counted(slices, length, length), expected[row].long()), (mask, row)
+
+
+@each_kind
+def test_visible_and_pairs_are_the_oracles(kind):
+    for random, length, mask in masks(kind):
+        i, j = (torch.tensor(random.choices(range(length), k=random.randint(1, length))) for _ in range(2))
+        for row, expected in enumerate(seen(mask, length)):
+            assert torch.equal(mask.visible(i, j, row), expected[i][:, j]), (mask, row)
+            assert mask.pairs(length, row) == expected.sum(), (mask, row)
+            assert torch.equal(seen(mask.row(row), length)[0], expected), (mask, row)
+
+
+@pytest.mark.parametrize("kind", ["plain", "slices", "blocks"])
+def test_keys_may_be_others_than_queries(kind):
+    for seed in range(CASES):
+        random = Random(f"{kind} {seed}")
+        length, keys = random.randint(1, 30), random.randint(1, 30)
+        mask = plain_mask(random, length, documents=False) if kind == "plain" else DRAWS[kind](random, length, keys)  # pyright: ignore[reportCallIssue]
+        (slices,) = mask.slices(length, keys)
+        assert torch.equal(counted(slices, length, keys), seen(mask, length, keys)[0].long()), mask
+
+
+@each_kind
+def test_a_narrowed_mask_sees_no_further_back_along_the_path_in_trees(kind):
+    for random, length, mask in masks(kind, 60):
+        left = random.randint(0, length)
+        narrowed = mask.narrowed(left)
+        for row, expected in enumerate(seen(mask, length)):
+            depth = depths(mask.row(row), length)
+            near = depth[:, None] - depth[None, :] <= left
+            assert torch.equal(seen(narrowed, length)[min(row, len(seen(narrowed, length)) - 1)], expected & near), mask
+            assert torch.equal(counted(narrowed.slices(length)[row], length, length), (expected & near).long()), mask
+        assert narrowed.narrowed(left) is narrowed and mask.narrowed(None) is mask
+
+
+def depths(mask: AttentionMask, length: int) -> Tensor:
+    """Where a token is along its path in a tree: what it sees there but itself. Its position in other masks."""
+    if not isinstance(mask.pattern, Tree):
+        return torch.arange(length)
+    return seen(replace(mask, window=None), length)[0].sum(1) - 1
+
+
+@each_kind
+def test_positions_are_depths_in_trees_and_offsets_in_documents_elsewhere(kind):
+    for _, length, mask in masks(kind):
+        for row in range(mask.batch or 1):
+            of_row = mask.row(row)
+            ends = of_row.boundaries()
+            starts = torch.tensor([a for a, b in pairwise(ends or (0, length)) for _ in range(b - a)])
+            found = mask.positions(length, row)
+            assert found.dtype == torch.long and torch.equal(found, depths(of_row, length) - starts), (mask, row)
+
+
+def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_length():
+    known = [AttentionMask.tree((0, 2, 5), (-1, 0)), AttentionMask.prefix((0, 5), (2,)), AttentionMask(documents=(0, 5))]
+    known += [AttentionMask.blocks([[True]], 8, 5), AttentionMask.chunked(2, (0, 3, 5))]
+    known += [AttentionMask.rows([mask]) for mask in known]
+    for mask in known:
+        for asked in (mask.slices, mask.pairs, mask.positions):
+            asked(5)
+            with pytest.raises(ValueError, match="5"):
+                asked(6)
+
+
+def test_a_long_mask_is_counted_without_looking_at_pairs():
+    length = 2**24
+    ends, half = (*range(0, length + 1, length // 16),), length // 2
+    documents = AttentionMask(documents=ends).pairs(length)
+    assert documents == 16 * (2**20 * (2**20 + 1) // 2)
+    assert AttentionMask.chunked(2**20).pairs(length) == documents
+    assert AttentionMask.tree(ends, (*range(-1, 15),)).pairs(length) == AttentionMask().pairs(length)
+    star = AttentionMask.tree(ends, [-1, *[0] * 15])
+    assert star.pairs(length) == documents + 15 * 2**40
+    assert AttentionMask.prefix((0, length), [half]).pairs(length) == AttentionMask().pairs(length) + half * (half - 1) // 2
+    assert AttentionMask.blocks(np.tri(16, dtype=bool), 2**20).pairs(length) == 136 * 2**40
+
+
+# -- as values --------------------------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_masks_made_alike_are_equal_and_others_are_not(kind):
+    made = [list(masks(kind, 30)) for _ in range(2)]
+    for (_, length, one), (_, _, other) in zip(*made, strict=True):
+        assert one == other and hash(one) == hash(other) and one is not other
+        for same in (replace(one), copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert same == one and hash(same) == hash(one), one
+            assert np.array_equal(np.concatenate(same.slices(length)), np.concatenate(one.slices(length)))
+        wider = replace(one, window=(length + 7, None))
+        assert wider != one and replace(wider, window=one.window) == one
+    found = [mask for _, _, mask in made[0]]
+    for a in found:
+        assert all((a == b) == (repr(vars(a)) == repr(vars(b))) or a == b for b in found)
+
+
+def test_kinds_that_show_the_same_are_still_other_masks():
+    same = [
+        AttentionMask(),
+        AttentionMask(documents=(0, 8)),
+        AttentionMask.tree((0, 8), (-1,)),
+        AttentionMask.prefix((0, 8), (0,)),
+        AttentionMask.chunked(8),
+        AttentionMask.chunked(8, origin="row"),
+        AttentionMask.image_spans([]),
+        AttentionMask.blocks([[True]], 8, causal=True),
+        AttentionMask.of_slices([Slice(range(8), range(8), None, 0)]),
+        AttentionMask.rows([AttentionMask()]),
+    ]
+    assert len(set(same)) == len(same)
+    assert all(torch.equal(seen(mask, 8)[0], seen(same[0], 8)[0]) for mask in same)
+
+
+def test_arguments_may_be_tensors_and_arrays():
+    documents, spans = (0, 3, 8), [range(4, 6)]
+    made = [
+        (AttentionMask.tree, (documents, (-1, 0))),
+        (AttentionMask.prefix, (documents, (2, 0))),
+        (AttentionMask.chunked, (3, documents)),
+    ]
+    for make, arguments in made:
+        plain = make(*arguments)
+        for convert in (np.array, torch.tensor, list):
+            assert make(*(convert(x) if isinstance(x, tuple) else x for x in arguments)) == plain
+    assert AttentionMask.image_spans(spans, torch.tensor(documents)) == AttentionMask.image_spans(spans, documents)
+    table = [[True, False], [True, True]]
+    for convert in (np.array, torch.tensor):
+        assert AttentionMask.blocks(convert(table), np.int64(4)) == AttentionMask.blocks(table, 4)
+    assert AttentionMask.of_slices([(range(3), range(4), np.int64(-2), None)]) == AttentionMask.of_slices(
+        [Slice(range(3), range(4), -2, None)]
+    )
+
+
+# -- rebuilding, as FSDP2 does ----------------------------------------------------------------------------------------
+
+
+def rebuilt(mask: AttentionMask) -> AttentionMask:
+    """As FSDP2 casts the tensors of a module's arguments."""
+    return _apply_to_tensors(lambda x: x, [mask])[0]  # pyright: ignore[reportIndexIssue]
+
+
+def steps_of(call: Callable[[], object]) -> int:
+    """How many bytecodes of Python run in a call."""
+    count = 0
+
+    def each(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(each)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def sized(count: int) -> dict[str, AttentionMask]:
+    """A mask of each kind, of so many parts."""
+    ends, length = (*range(0, 3 * count + 1, 3),), 3 * count
+    rows = [AttentionMask(documents=ends), AttentionMask.tree(ends, (*range(-1, count - 1),))]
+    return {
+        "documents": rows[0],
+        "rows of documents": AttentionMask(documents=[ends, (0, length)]),
+        "slices": AttentionMask.of_slices([Slice(range(a, a + 3), range(a, a + 3), None, 0) for a in ends[:-1]]),
+        "tree": rows[1],
+        "prefix": AttentionMask.prefix(ends, [2] * count),
+        "chunked": AttentionMask.chunked(2, ends),
+        "image-spans": AttentionMask.image_spans([range(a, a + 2) for a in ends[:-1]], ends),
+        "blocks": AttentionMask.blocks(np.eye(min(count, 100), dtype=bool), -(-length // min(count, 100)), length),
+        "rows": AttentionMask.rows(rows),
+    }
+
+
+def test_rebuilding_looks_into_nothing_that_may_be_long():
+    few, many = sized(2), sized(10_000)
+    for name, mask in many.items():
+        for how in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrowed(4)):
+            assert steps_of(lambda: how(mask)) <= steps_of(lambda: how(few[name])) + 20, name  # noqa: B023
+        assert rebuilt(mask) == mask and hash(rebuilt(mask)) == hash(mask)
+
+
+def test_what_layers_compare_and_hash_is_not_looked_into_twice():
+    for name, mask in sized(10_000).items():
+        hash(mask)
+        other = rebuilt(mask)
+        assert steps_of(lambda: hash(other)) + steps_of(lambda: mask == other) < 500, name  # noqa: B023
+
+
+def test_nothing_long_is_a_field_that_would_be_rebuilt_number_by_number():
+    for name, mask in sized(10_000).items():
+        for field in fields(mask):
+            value = getattr(mask, field.name)
+            assert not isinstance(value, (tuple, list, dict)) or len(value) <= 2, (name, field.name)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+SEEN = [[True, False], [True, True]]
+ROW = AttentionMask(documents=[[0, 4], [0, 2, 4]])
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    # slices
+    (
+        lambda: AttentionMask.of_slices([Slice(range(4), range(4)), Slice(range(3, 6), range(2, 5))]),
+        r"range\(0, 4\).*range\(3, 6\).*query 3 and key 2",
+    ),
+    (
+        lambda: AttentionMask.of_slices([Slice(range(8), range(8), None, 0), Slice(range(8), range(8), 0, None)]),
+        r"share the pair of query (\d) and key \1",
+    ),
+    (lambda: AttentionMask.of_slices([Slice(range(0, 8, 2), range(8))]), r"range\(0, 8, 2\).*step 1"),
+    (lambda: AttentionMask.of_slices([Slice(range(8), range(7, -1, -1))]), "step 1"),
+    (lambda: AttentionMask.of_slices([Slice(range(-1, 8), range(8))]), r"range\(-1, 8\)"),
+    (lambda: AttentionMask.of_slices([Slice((0, 8), range(8))]), r"\(0, 8\)"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.of_slices([Slice(range(8), range(8), 0.5)]), "0.5"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.of_slices([(range(8), range(8))]), "slice"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.of_slices([3]), "3 is no slice"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.of_slices([Slice(range(9), range(8))]).slices(8), "queries.*9.*8"),
+    (lambda: AttentionMask.of_slices([Slice(range(8), range(9))]).slices(8), "keys.*9.*8"),
+    # trees
+    (lambda: AttentionMask.tree((1, 8), (-1,)), r"\(1, 8\).*start at 0"),
+    (lambda: AttentionMask.tree((0, 5, 5), (-1, 0)), r"\(0, 5, 5\).*rise"),
+    (lambda: AttentionMask.tree((0, 5, 3), (-1, 0)), "rise"),
+    (lambda: AttentionMask.tree((0, 5, 8), (-1,)), "1 parents for 2 segments"),
+    (lambda: AttentionMask.tree((0, 5, 8), (-1, 0, 1)), "3 parents for 2 segments"),
+    (lambda: AttentionMask.tree((0, 5, 8), (0, 0)), "parent 0 of segment 0"),
+    (lambda: AttentionMask.tree((0, 5, 8), (-1, 1)), "parent 1 of segment 1"),
+    (lambda: AttentionMask.tree((0, 5, 8), (-1, 2)), "parent 2 of segment 1"),
+    (lambda: AttentionMask.tree((0, 5, 8), (-1, -2)), "parent -2 of segment 1"),
+    (lambda: AttentionMask.tree((0, 2, 4, 6, 8), (-1, 0, 0, 1)), "parent 1 of segment 3"),  # its sibling has closed it
+    (lambda: AttentionMask.tree((0, 2, 4, 6), (-1, -1, 0)), "parent 0 of segment 2"),
+    (lambda: AttentionMask.tree((0, 2, 4), (-1, 0.0)), "0.0"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.tree((0, 2, 4), (-1, 0), window=(-1, 0)), "None is no bound"),
+    (lambda: replace(AttentionMask.tree((0, 8), (-1,)), causal=False), "causal=False"),
+    (lambda: replace(AttentionMask.tree((0, 8), (-1,)), documents=(0, 8)), "documents"),
+    # prefixes
+    (lambda: AttentionMask.prefix((0, 3, 8), (2,)), "1 prefixes for 2 documents"),
+    (lambda: AttentionMask.prefix((0, 3, 8), (4, 0)), "prefix of 4 tokens in document 0, which has 3"),
+    (lambda: AttentionMask.prefix((0, 3, 8), (-1, 0)), "-1"),
+    (lambda: AttentionMask.prefix((0, 3, 3), (1, 0)), "rise"),
+    (lambda: AttentionMask.prefix((0, 8), (1.0,)), "1.0"),  # pyright: ignore[reportArgumentType]
+    (lambda: replace(AttentionMask.prefix((0, 8), (1,)), causal=False), "causal=False"),
+    # chunks
+    (lambda: AttentionMask.chunked(0), "size=0"),
+    (lambda: AttentionMask.chunked(2.0), "size=2.0"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.chunked(True), "size=True"),
+    (lambda: AttentionMask.chunked(4, origin="start"), "origin='start'; known: document, row"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.chunked(4, (0, 3, 2)), "rise"),
+    # image spans
+    (lambda: AttentionMask.image_spans([range(2, 5), range(4, 6)]), r"range\(2, 5\).*range\(4, 6\)"),
+    (lambda: AttentionMask.image_spans([range(4, 6), range(2, 5)]), "overlap"),
+    (lambda: AttentionMask.image_spans([range(2, 5)], (0, 4, 8)), r"range\(2, 5\).*ends at 4"),
+    (lambda: AttentionMask.image_spans([range(6, 9)], (0, 4, 8)), r"range\(6, 9\)"),
+    (lambda: AttentionMask.image_spans([range(9, 12)], (0, 4, 8)), r"range\(9, 12\)"),
+    (lambda: AttentionMask.image_spans([range(6, 9)]).slices(8), r"range\(6, 9\).*8 tokens"),
+    (lambda: AttentionMask.image_spans([range(2, 2)]), r"range\(2, 2\)"),
+    (lambda: AttentionMask.image_spans([range(0, 8, 2)]), r"range\(0, 8, 2\)"),
+    (lambda: AttentionMask.image_spans([(2, 5)]), r"\(2, 5\)"),  # pyright: ignore[reportArgumentType]
+    (lambda: replace(AttentionMask.image_spans([range(2)]), causal=False), "causal=False"),
+    # blocks
+    (lambda: AttentionMask.blocks(SEEN, 0), "block=0"),
+    (lambda: AttentionMask.blocks([[True, False]], 4).slices(8), "1 rows.*8 tokens"),
+    (lambda: AttentionMask.blocks([True, False], 4), r"\(2,\)"),
+    (lambda: AttentionMask.blocks([[1, 0], [1, 1]], 4), "bool"),
+    (lambda: AttentionMask.blocks([[True], [True, False]], 4), "bool"),
+    (lambda: AttentionMask.blocks(SEEN, 4, 9), "9"),
+    (lambda: AttentionMask.blocks(SEEN, 4, 4), "4"),
+    (lambda: AttentionMask.blocks(SEEN, 4, 7).slices(8), "7.*8"),
+    (lambda: AttentionMask.blocks(SEEN, 4).slices(9), "9 tokens"),
+    (lambda: AttentionMask.blocks(SEEN, 4).slices(8, 12), "columns.*12"),
+    (lambda: AttentionMask.blocks(SEEN, 4, causal="no"), "causal='no'"),  # pyright: ignore[reportArgumentType]
+    # rows
+    (lambda: AttentionMask.rows([]), "no masks"),
+    (lambda: AttentionMask.rows([ROW]), "row 0"),
+    (lambda: AttentionMask.rows([AttentionMask(), AttentionMask.rows([AttentionMask()])]), "row 1"),
+    (lambda: AttentionMask.rows([None]), "None"),  # pyright: ignore[reportArgumentType]
+    (lambda: AttentionMask.rows([AttentionMask()] * 3).check(8, 8, 2), "3 rows; the batch has 2"),
+    (lambda: AttentionMask.rows([AttentionMask(), AttentionMask(documents=(0, 9))]).check(8, 8, 2), "9.*8"),
+    # other numbers of keys
+    (lambda: AttentionMask.tree((0, 8), (-1,)).slices(8, 9), "8.*9"),
+    (lambda: AttentionMask.prefix((0, 8), (1,)).slices(8, 9), "8.*9"),
+    (lambda: AttentionMask.chunked(4).slices(8, 9), "8.*9"),
+    (lambda: AttentionMask.image_spans([range(2)]).slices(8, 9), "8.*9"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[f"{n}-{text[:24]}" for n, (_, text) in enumerate(REFUSED)])
+def test_what_is_no_mask_is_refused_with_its_values(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_any_two_slices_that_share_a_pair_are_found_and_none_else():
+    for seed in range(200):
+        random = Random(seed)
+        slices = [drawn_slice(random) for _ in range(random.randint(2, 5))]
+        count = sum(counted(np.array([row(each)]), 12, 12) for each in slices)
+        if count.max() <= 1:
+            AttentionMask.of_slices(slices)
+            continue
+        with pytest.raises(ValueError, match="share the pair of query") as refused:
+            AttentionMask.of_slices(slices)
+        words = str(refused.value).split(";")[0].split()
+        assert count[int(words[words.index("query") + 1]), int(words[words.index("key") + 1])] > 1, refused.value
+
+
+def drawn_slice(random: Random) -> Slice:
+    """Small enough that two of them often share nothing."""
+    ranges = [range(start, start + random.randint(1, 5)) for start in (random.randint(0, 7), random.randint(0, 7))]
+    low, high = (random.choice((None, random.randint(-7, 7))) for _ in range(2))
+    return Slice(*ranges, low, high)
+
+
+def row(given: Slice) -> list[int]:
+    queries, keys, low, high = given
+    bounds = -99 if low is None else low, 99 if high is None else high
+    return [queries.start, queries.stop, keys.start, keys.stop, *bounds]
