@@ -152,7 +152,9 @@ def test_every_setting_once(worlds, some):
 
 def test_every_kind_of_mask_goes_through_every_composition():
     every = [*chain(*calls()), *((composition, cases()) for composition in THOROUGH)]
-    assert {len(set[str]().union(*(mask_kinds(case.mask) for case in chosen))) for _, chosen in every} == {len(PATTERNS)}
+    assert {len(set[str]().union(*(mask_kinds(case.mask) for case in chosen))) for _, chosen in every} == {
+        len(PATTERNS)
+    }
 
 
 def test_all_methods_of_the_table_are_in_the_suite():

@@ -133,7 +133,11 @@ def test_positions_are_depths_in_trees_and_offsets_in_documents_elsewhere(kind):
 
 
 def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_length():
-    known = [AttentionMask.tree((0, 2, 5), (-1, 0)), AttentionMask.prefix((0, 5), (2,)), AttentionMask(documents=(0, 5))]
+    known = [
+        AttentionMask.tree((0, 2, 5), (-1, 0)),
+        AttentionMask.prefix((0, 5), (2,)),
+        AttentionMask(documents=(0, 5)),
+    ]
     known += [AttentionMask.blocks([[True]], 8, 5), AttentionMask.chunked(2, (0, 3, 5))]
     known += [AttentionMask.rows([mask]) for mask in known]
     for mask in known:
@@ -152,7 +156,10 @@ def test_a_long_mask_is_counted_without_looking_at_pairs():
     assert AttentionMask.tree(ends, (*range(-1, 15),)).pairs(length) == AttentionMask().pairs(length)
     star = AttentionMask.tree(ends, [-1, *[0] * 15])
     assert star.pairs(length) == documents + 15 * 2**40
-    assert AttentionMask.prefix((0, length), [half]).pairs(length) == AttentionMask().pairs(length) + half * (half - 1) // 2
+    assert (
+        AttentionMask.prefix((0, length), [half]).pairs(length)
+        == AttentionMask().pairs(length) + half * (half - 1) // 2
+    )
     assert AttentionMask.blocks(np.tri(16, dtype=bool), 2**20).pairs(length) == 136 * 2**40
 
 
@@ -202,6 +209,7 @@ def test_arguments_may_be_tensors_and_arrays():
         plain = make(*arguments)
         for convert in (np.array, torch.tensor, list):
             assert make(*(convert(x) if isinstance(x, tuple) else x for x in arguments)) == plain
+    assert AttentionMask.tree(range(0, 9, 4), range(-1, 1)) == AttentionMask.tree((0, 4, 8), (-1, 0))
     assert AttentionMask.image_spans(spans, torch.tensor(documents)) == AttentionMask.image_spans(spans, documents)
     table = [[True, False], [True, True]]
     for convert in (np.array, torch.tensor):

@@ -156,9 +156,13 @@ def test_every_cell_of_any_layouts_under_any_kind_of_mask():
         layout, others, mask, random = any_cell(seed)
         grid, row = Grid(layout, others, mask), random.randint(0, 1)
         for i, j in product(range(layout.shards), range(others.shards)):
-            check_pairs(grid.tiles(i, j, row if mask.per_row else 0), layout.positions(i), others.positions(j), mask, row)
+            check_pairs(
+                grid.tiles(i, j, row if mask.per_row else 0), layout.positions(i), others.positions(j), mask, row
+            )
             pairs = visible_pairs(mask, layout.positions(i), others.positions(j), batch=2).expand(2, -1, -1)
             assert grid.pairs(i, j, batch=2) == pairs.sum(), (seed, mask)
+            for runs, tokens in zip(grid.seen(i, j), (pairs.any(0).any(1), pairs.any(0).any(0)), strict=True):
+                assert [at for run in runs for at in run] == tokens.nonzero().flatten().tolist(), (seed, mask)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (3, 0), (0, 3), (None, 0), (1, 2), (100, 100)])

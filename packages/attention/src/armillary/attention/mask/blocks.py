@@ -28,7 +28,10 @@ class Blocks(Pattern):
     code = 6
 
     def __init__(self, visible: Any, block: int, length: int | None = None) -> None:
-        table = np.asarray(visible)
+        try:
+            table = np.asarray(visible)
+        except ValueError:  # rows of unequal lengths
+            table = np.array(visible, dtype=object)
         if table.ndim != 2 or table.dtype != np.bool_ or 0 in table.shape:
             raise ValueError(f"visible has shape {table.shape} and dtype {table.dtype}; bool [n, m] is needed")
         self.visible = tuple(map(tuple, table.tolist()))

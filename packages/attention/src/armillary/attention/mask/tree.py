@@ -123,4 +123,4 @@ class Tree(Pattern):
 def _plain(values: Sequence[int]) -> Sequence[int]:
     """The integers of a sequence, an array or a tensor."""
     tolist = getattr(values, "tolist", None)
-    return values if tolist is None else tolist()
+    return tolist() if tolist is not None else tuple(values) if isinstance(values, range) else values

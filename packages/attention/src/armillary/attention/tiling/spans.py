@@ -166,6 +166,8 @@ def repeated(counts: Integers) -> tuple[Integers, Integers]:
 
 def united(shards: Integers, starts: Integers, stops: Integers, count: int) -> list[tuple[range, ...]]:
     """For each of so many shards, the union of ranges in it: sorted, disjoint, and not touching each other."""
+    if not len(starts):
+        return [()] * count
     order = np.lexsort((starts, shards))
     shards, starts, stops = shards[order], starts[order], stops[order]
     far = int(stops.max(initial=0)) + 1
