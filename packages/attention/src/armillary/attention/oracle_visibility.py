@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from armillary.attention.mask import AttentionMask, Blocks, Chunked, ImageSpans, Prefix, Rows, SliceList, Tree
+from armillary.attention.mask import AttentionMask, Blocks, Chunked, ImageSpans, Prefix, RowMasks, SliceList, Tree
 
 Boundaries = tuple[int, ...]
 
@@ -31,7 +31,7 @@ def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: T
 
 def _rows(mask: AttentionMask, batch: int) -> int:
     """How many rows have masks of their own; 1 where all are alike."""
-    if isinstance(mask.pattern, Rows):
+    if isinstance(mask.pattern, RowMasks):
         own, what = len(mask.pattern.masks), "masks"
     elif mask.documents and isinstance(mask.documents[0], tuple):
         own, what = len(mask.documents), "documents"
@@ -44,7 +44,7 @@ def _rows(mask: AttentionMask, batch: int) -> int:
 
 def _seen(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
     """Which keys at j [1, S] the queries at i [T, 1] see in one row: bool, broadcast to [T, S]."""
-    if isinstance(mask.pattern, Rows):
+    if isinstance(mask.pattern, RowMasks):
         inner = mask.pattern.masks[row]
         seen, apart = _seen(inner, i, j, 0), _apart(inner, i, j)
     else:

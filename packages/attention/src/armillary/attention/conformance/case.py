@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from armillary.attention.mask import AttentionMask, Blocks, Chunked, ImageSpans, Pattern, Prefix, Rows, SliceList, Tree
+from armillary.attention.mask import (
+    AttentionMask,
+    Blocks,
+    Chunked,
+    ImageSpans,
+    Pattern,
+    Prefix,
+    RowMasks,
+    SliceList,
+    Tree,
+)
 
 KINDS = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*KINDS, "balanced", "uneven", "spans")
@@ -28,7 +38,7 @@ PATTERNS: dict[type[Pattern], str] = {
     Chunked: "chunked",
     ImageSpans: "image-spans",
     Blocks: "blocks",
-    Rows: "rows",
+    RowMasks: "rows",
 }
 """What kinds of masks are called, those apart that are only causal, windows and documents."""
 
@@ -131,7 +141,7 @@ def mask_kinds(mask: AttentionMask) -> set[str]:
     if mask.pattern is None:
         return set()
     found = {PATTERNS[type(mask.pattern)]}
-    return found.union(*map(mask_kinds, mask.pattern.masks)) if isinstance(mask.pattern, Rows) else found
+    return found.union(*map(mask_kinds, mask.pattern.masks)) if isinstance(mask.pattern, RowMasks) else found
 
 
 def mask_text(mask: AttentionMask) -> str:
@@ -139,7 +149,7 @@ def mask_text(mask: AttentionMask) -> str:
     match mask.pattern:
         case None:
             words = ["causal" if mask.causal else "full"]
-        case Rows(masks=masks):
+        case RowMasks(masks=masks):
             words = [f"rows[{' | '.join(map(mask_text, masks))}]"] + ["causal"] * mask.causal
         case pattern:
             words = [f"{PATTERNS[type(pattern)]}[{_size(pattern)}]"] + ["causal"] * mask.causal

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from armillary.attention.mask import AttentionMask, Rows, Slice
+from armillary.attention.mask import AttentionMask, RowMasks, Slice
 
 MaskDraw = Callable[[Random, int], AttentionMask]
 """A mask for a sequence of so many tokens."""
@@ -43,7 +43,7 @@ def row_masks(random: Random, length: int, batch: int) -> AttentionMask:
 
 def cut(random: Random, mask: AttentionMask, length: int) -> AttentionMask:
     """The mask with a window besides, or causal besides, now and then. Rows that differ are causal each for itself."""
-    causal = mask.causal or (random.random() < 0.2 and not isinstance(mask.pattern, Rows))
+    causal = mask.causal or (random.random() < 0.2 and not isinstance(mask.pattern, RowMasks))
     window = (_edge(random, length), _edge(random, length)) if random.random() < 0.3 else mask.window
     return replace(mask, causal=causal, window=window)
 
