@@ -1,5 +1,11 @@
-from recovery import undisturbed
+from pathlib import Path
 
-from armillary.core.testing.plugin import no_group_left, worlds
+import pytest
 
-__all__ = ["no_group_left", "undisturbed", "worlds"]
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory) -> tuple[Path, str]:
+    """A run that nobody disturbs: its folder, and what it printed."""
+    from recovery import run_undisturbed  # not above: imports that take seconds, in whoever hands tests out too
+
+    return run_undisturbed(tmp_path_factory.mktemp("recovery"))

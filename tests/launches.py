@@ -1,5 +1,6 @@
 """Starting torchrun in a test, watching what it prints, and reaching for its ranks."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -78,6 +79,7 @@ def call(function: Callable[[], None], folder: Path, output: Path, variables: di
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    gc.freeze()  # what was imported before, for torchrun's ranks too
     torch.set_num_threads(1)
     # Torch renews its pool of threads at the first call in a fork; of two threads of gloo at once, one may find none.
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
 import torch
 from launches import TRAINER, Launch, agent
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -57,10 +56,9 @@ def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) ->
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory) -> tuple[Path, str]:
+def run_undisturbed(parent: Path) -> tuple[Path, str]:
     """A run that nobody disturbs: its folder, and what it printed."""
-    where = folder(tmp_path_factory.mktemp("recovery"), "undisturbed")
+    where = folder(parent, "undisturbed")
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed
         assert list(losses(launch.printed)) == list(range(1, STEPS + 1))

@@ -55,11 +55,11 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
 def test_torchrun_hands_a_signal_on_and_fails_though_its_rank_has_saved(tmp_path):
     """A rank of its own: torchrun waits for ranks that it has forked, and signals none of them."""
     where = folder(tmp_path, "handed-on")
-    with Launch(torchrun(1, *SMALL), where) as launch:
+    with Launch(torchrun(1, *SMALL, "--train.steps", "100000"), where) as launch:
         launch.wait_for("^step: 2 ")
         launch.signal(signal.SIGTERM)
         assert launch.wait() == 1
-        stopped = re.search(rf"^stopped by a signal after step (\d+) of {STEPS}", launch.printed, re.MULTILINE)
+        stopped = re.search(r"^stopped by a signal after step (\d+) of 100000", launch.printed, re.MULTILINE)
         assert stopped and "got signal: 15" in launch.printed
     assert (where / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
 

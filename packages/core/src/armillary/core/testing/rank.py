@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import pickle
 import signal
 import traceback
@@ -24,6 +25,7 @@ STACKS = signal.SIGUSR1
 
 def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
     """Joins the world, then answers each pickled (function, args, kwargs) with ("ok", result) or ("error", text)."""
+    gc.freeze()  # what the server had imported: to look through it again copies its memory into each rank
     stacks = stack_file(folder, rank).open("w")
     faulthandler.register(STACKS, file=stacks, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

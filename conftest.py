@@ -1,0 +1,30 @@
+"""What holds for the tests of all packages. Whoever hands tests out to workers reads this too, so it imports little."""
+
+import gc
+from collections.abc import Generator
+
+import pytest
+
+gc.disable()
+"""Until all is imported: that makes millions of objects, and a third of the time would go to looking for garbage."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Tests then look through what they have made themselves, and not through what was imported."""
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fixtures for those who run tests. One for all packages: worlds that nobody uses any more wake all the time."""
+    runs_tests = hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None)
+    if runs_tests:
+        session.config.pluginmanager.import_plugin("armillary.core.testing.plugin")
+
+
+def pytest_unconfigure() -> None:
+    """Nothing is left when Python ends, of which bindings would warn."""
+    gc.unfreeze()
