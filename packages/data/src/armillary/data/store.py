@@ -13,6 +13,7 @@ import numpy.typing as npt
 from armillary.data.shuffle import Index, bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
+from armillary.data.trees import SegmentTable, Tree
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -50,6 +51,7 @@ class TokenStore:
         vocabulary: what the tokens mean.
         content: tells these tokens from others; of two stores with the same `content` each document is the same.
         hashes: uint64 [D] of the documents' text, by which they are split; by default, of their numbers.
+        trees: the segments of documents that are trees, such as prompts with several completions; by default none is.
     """
 
     name: str
@@ -59,6 +61,7 @@ class TokenStore:
     vocabulary: Vocabulary
     content: str
     hashes: npt.NDArray[np.uint64] | None = None
+    trees: SegmentTable | None = None
     bytes_read: int = field(default=0, init=False)
     """Bytes of tokens that `read` has copied out."""
 
@@ -127,6 +130,13 @@ class TokenStore:
         self._check_tokens(found, document, start, step)
         return found
 
+    def tree(self, document: int) -> Tree:
+        """The segments of a document; one if the store has no trees."""
+        start, stop = int(self.starts[document]), int(self.stops[document])
+        if self.trees is not None:
+            return self.trees.tree(start, stop)
+        return Tree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
+
     def _check_tokens(self, found: Integers, document: int, start: int, step: int) -> None:
         size = self.vocabulary.size
         if size is None or not len(found) or (found.max() < size and found.min() >= 0):
@@ -181,6 +191,8 @@ class TokenStore:
 
     def _split_tokens(self, fraction: float) -> tuple[TokenStore, TokenStore]:
         size = self.tokens
+        if self.trees is not None:
+            raise ValueError(f"{self.name} has one tree, which cannot be split; give at least 2")
         if size < 2:
             raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
         cut = self.stops - min(max(round(size * fraction), 1), size - 1)

@@ -1,8 +1,9 @@
-"""Our own format: a folder of three plain files and a header, which is written last.
+"""Our own format: a folder of plain files and a header, which is written last.
 
 - `tokens.bin`: all tokens, little-endian, one document after the other, each with its end of document.
 - `documents.bin`: int64 [D + 1], the tokens before each document, and before the end.
 - `hashes.bin`: uint64 [D], a hash of each document's text.
+- `segments.bin`: where documents are trees, their segments (`armillary.data.trees.SEGMENT`), 24 bytes each.
 - `store.json`: what the tokens mean, the sizes of the files, and a CRC-32 of every 64 MiB of them.
 - `tokenizer.json`, `tokenizer_config.json`: the tokenizer, where it has such files.
 """
@@ -23,10 +24,13 @@ import numpy.typing as npt
 
 from armillary.core.files import parse_json
 from armillary.data.store import TokenStore, Vocabulary
+from armillary.data.trees import SEGMENT, SegmentTable
 
 FORMAT = "armillary token store"
-VERSION = 1
+VERSIONS = {False: 1, True: 2}
+"""Of stores without trees and with them, so that code which knows no trees refuses those."""
 HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin", "hashes.bin"
+SEGMENTS = "segments.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BLOCK = 2**26
 """Bytes that one checksum is of."""
@@ -42,6 +46,7 @@ class Header:
         vocabulary: of the tokens.
         checksums: for each file, a CRC-32 of each of its blocks of `BLOCK` bytes.
         summary: what was read and left out when it was made; for people.
+        segments: of trees, all together; 0 where documents are none.
     """
 
     dtype: str
@@ -50,6 +55,7 @@ class Header:
     vocabulary: Vocabulary
     checksums: dict[str, list[int]]
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    segments: int = 0
 
     @property
     def token_type(self) -> np.dtype[Any]:
@@ -61,17 +67,21 @@ class Header:
             TOKENS: self.tokens * self.token_type.itemsize,
             DOCUMENTS: 8 * (self.documents + 1),
             HASHES: 8 * self.documents,
+            **({SEGMENTS: SEGMENT.itemsize * self.segments} if self.segments else {}),
         }
 
     @property
     def content(self) -> str:
         """Tells these tokens from others."""
-        sums = [self.checksums[name] for name in (TOKENS, DOCUMENTS)]
+        sums = [self.checksums[name] for name in self.sizes() if name != HASHES]
         return f"{crc32(json.dumps([self.tokens, self.documents, *sums]).encode()):08x}"
 
     def write(self, folder: Path) -> None:
         """Puts the header into the folder, on disk before this returns: from now on it is a store."""
-        text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1) + "\n"
+        values = asdict(self)
+        if not self.segments:
+            del values["segments"]
+        text = json.dumps({"format": FORMAT, "version": VERSIONS[self.segments > 0]} | values, indent=1) + "\n"
         write_file(folder / HEADER, text.encode())
 
     @classmethod
@@ -85,14 +95,14 @@ class Header:
         try:
             values = parse_json(path.read_text())
             version = (values.pop("format"), values.pop("version"))
-            if version == (FORMAT, VERSION):
+            if version == (FORMAT, VERSIONS["segments" in values]):
                 return cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})._checked()
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise ValueError(f"{path} is not the header of a token store ({error})") from error
-        raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version {VERSION}")
+        raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version 1 or 2")
 
     def _checked(self) -> Header:
-        counts: tuple[Any, Any] = (self.tokens, self.documents)  # JSON may hold anything
+        counts: tuple[Any, ...] = (self.tokens, self.documents, self.segments)  # JSON may hold anything
         if self.token_type.kind not in "iu" or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise ValueError(f"{self.tokens} tokens of {self.dtype} in {self.documents} documents")
         for name, size in self.sizes().items():
@@ -144,7 +154,8 @@ def open_folder(path: Path) -> TokenStore:
     hashes = _mapped(path / HASHES, np.dtype("<u8"))
     if ends[0] != 0 or ends[-1] != header.tokens:
         raise ValueError(f"{path / DOCUMENTS} runs from {ends[0]} to {ends[-1]} tokens, not from 0 to {header.tokens}")
-    return TokenStore(str(path), [tokens], ends[:-1], ends[1:], header.vocabulary, header.content, hashes)
+    trees = SegmentTable(str(path / SEGMENTS), _mapped(path / SEGMENTS, SEGMENT)) if header.segments else None
+    return TokenStore(str(path), [tokens], ends[:-1], ends[1:], header.vocabulary, header.content, hashes, trees)
 
 
 def verify_folder(path: Path) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -28,6 +29,11 @@ class PackedRow:
     store: TokenStore
     slices: list[DocumentSlice]
     ends: tuple[int, ...]
+
+    @property
+    def origins(self) -> Sequence[int]:
+        """The positions of the row from which those of each piece are counted, if they are reset."""
+        return self.ends
 
     @property
     def padding(self) -> int:
@@ -65,7 +71,7 @@ class Epochs:
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
         self._store, self._length, self._packing, self._key = store, length, packing, key
-        self._documents = np.flatnonzero(store.lengths)
+        self._documents, self._sizes = self._items()
         if not len(self._documents):
             raise ValueError(f"{store.name} holds no tokens; give a store with at least one document")
         # Two, since those who look ahead are in the next epoch while others are still in this one.
@@ -74,18 +80,26 @@ class Epochs:
         self.rows = len(self._epoch(0)[0])
         """Rows of each epoch."""
 
+    def _items(self) -> tuple[Index, Index]:
+        """What is packed: of which document each item is, and its tokens."""
+        documents = np.flatnonzero(self._store.lengths)
+        return documents, self._store.lengths[documents]
+
     def row(self, number: int) -> PackedRow:
         """PackedRow `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.rows)
         packed, order = self._epoch(epoch)
-        pieces = packed.row(int(order[place]))
+        return self._row_of(packed.row(int(order[place])))
+
+    def _row_of(self, pieces: Sequence[DocumentSlice]) -> PackedRow:
+        """The row of pieces of items."""
         pieces = [DocumentSlice(int(self._documents[p.document]), p.start, p.length) for p in pieces]
         ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
         return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
 
     def waste(self) -> Waste:
         """What this packing costs in one epoch."""
-        packed, lengths = self._epoch(0)[0], self._store.lengths[self._documents]
+        packed, lengths = self._epoch(0)[0], self._sizes
         held, tokens = int(packed.lengths.sum()), int(lengths.sum())
         whole = int((packed.lengths == lengths[packed.documents]).sum())
         padding = 1 - held / (len(packed) * self._length)
@@ -98,7 +112,7 @@ class Epochs:
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
         key = f"{self._key}, epoch {epoch}"
-        packed = self._packing(self._store.lengths[self._documents], self._length, f"documents of {key}")
+        packed = self._packing(self._sizes, self._length, f"documents of {key}")
         if epoch and len(packed) != self.rows:
             raise ValueError(f"the packing made {len(packed)} rows of epoch {epoch}, but {self.rows} of epoch 0")
         sizes = np.diff(np.concatenate([[0], np.cumsum(packed.lengths)])[packed.first])
@@ -115,15 +129,15 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
     document, or 0 where a store does not know its own.
 
     Args:
-        starts: gets the positions in the row at which the tokens' documents start.
+        starts: gets the positions in the row from which those of the tokens' documents are counted.
     """
-    at = 0
+    at, origins = 0, row.origins
     for span in spans:
         for number, part in cut_at(span, row.ends):
             to = slice(at, at + len(part))
             at = to.stop
             if starts is not None:
-                starts[to] = row.ends[number]
+                starts[to] = origins[number]
             if number < len(row.slices):
                 _read_part(row, number, part, tokens[to], labels[to])
             else:

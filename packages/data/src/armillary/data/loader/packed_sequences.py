@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from armillary.core import SequenceLayout
-from armillary.data.loader.batch import Batch
+from armillary.data.loader.batch import Batch, Documents, Parents
 from armillary.data.loader.batches import Batches
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste, read_shard
+from armillary.data.loader.tree_rows import RowLabels, TreeEpochs, TreeRow, parents_of, triples_of
 from armillary.data.packing import Packing, greedy
 from armillary.data.shuffle import interleaved, turns_until
 from armillary.data.store import TokenStore
-
-Documents = tuple[tuple[int, ...], ...]
-"""Boundaries of the documents of each row of a batch."""
 
 ORDER = 1
 """Changes when the same stores, weights, N, packing and seed come to give other rows."""
@@ -26,6 +24,10 @@ ORDER = 1
 
 class PackedSequences(Batches):
     """Batches of rows of exactly N tokens, packed from one or several stores; this rank's shard of them.
+
+    Where a store has trees, labels are `LabelTriples` in all batches, documents weigh 1, and positions in rows of trees
+    are counted along the path from the tree's first token. Trees are never cut: one that is longer than a row becomes
+    several, each with as many sequences as fit, and what these share is repeated.
 
     An epoch reads every document once, shuffled and packed anew. Several stores are mixed row by row, each by its
     weight and in epochs of its own. Which tokens stand in row r of all rows ever read depends on the stores, N, the
@@ -45,10 +47,11 @@ class PackedSequences(Batches):
             to their ends together.
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
             that hold shards of the same rows have the same `replica`.
-        packing: a function; its name is part of the state.
+        packing: a function; its name is part of the state. For trees best_fit or one_per_row.
         reset_positions: count positions from the start of each piece of a document in the row, not of the row.
-        layout_for: chooses the layout of a batch by its documents, such as a balanced one, with N and shards as in
-            `layout`; it must choose the same on all ranks. Called in a thread, as `packing` is: no collectives there.
+        layout_for: chooses the layout of a batch by its `documents`, such as a balanced one, with N and shards as in
+            `layout`; it must choose the same on all ranks. Where any store has trees, it is called with the batch's
+            `parents` too. Called in a thread, as `packing` is: no collectives there.
         ahead: batches that a thread makes before they are asked for.
 
     Raises:
@@ -69,7 +72,7 @@ class PackedSequences(Batches):
         replica: int = 0,
         replicas: int = 1,
         reset_positions: bool = False,
-        layout_for: Callable[[Documents], SequenceLayout] | None = None,
+        layout_for: Callable[..., SequenceLayout] | None = None,
         ahead: int = 2,
     ) -> None:
         self._stores = [stores] if isinstance(stores, TokenStore) else list(stores)
@@ -77,7 +80,10 @@ class PackedSequences(Batches):
         name = _name_of(packing)
         self._layout_for, self._reset_positions = layout_for, reset_positions
         keys = [f"store {i}, seed {seed}" for i in range(len(self._stores))]
-        self._epochs = [Epochs(s, layout.length, packing, k) for s, k in zip(self._stores, keys, strict=True)]
+        self._has_trees = any(store.trees is not None for store in self._stores)
+        kinds = [Epochs if store.trees is None else TreeEpochs for store in self._stores]
+        given = zip(kinds, self._stores, keys, strict=True)
+        self._epochs = [kind(store, layout.length, packing, key) for kind, store, key in given]
         self._weights = _fractions(weights, [epochs.rows for epochs in self._epochs])
         settings = {
             "version": ORDER,
@@ -105,20 +111,27 @@ class PackedSequences(Batches):
 
     def _made_of(self, rows: range) -> Batch:
         made = [self.row(number) for number in rows]
-        documents = tuple(row.ends for row in made)
-        layout = self._layout if self._layout_for is None else self._chosen_layout(documents)
+        documents, parents = tuple(row.ends for row in made), parents_of(made) if self._has_trees else None
+        layout = self._layout if self._layout_for is None else self._chosen_layout(documents, parents)
         shape = len(made), layout.sizes[self._shard]
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        starts = np.zeros(shape, np.int64) if self._reset_positions else None
+        starts = np.zeros(shape, np.int64) if self._reset_positions or self._has_trees else None
         for i, row in enumerate(made):
-            read_shard(row, layout.spans(self._shard), tokens[i], labels[i], None if starts is None else starts[i])
+            counted = self._reset_positions or isinstance(row, TreeRow)
+            own = starts[i] if starts is not None and counted else None
+            read_shard(row, layout.spans(self._shard), tokens[i], labels[i], own)
         positions = self._positions if layout is self._layout else layout.positions(self._shard)
         # Copies: whoever changes a batch in place must not change what is read next.
         own = positions.repeat(len(made), 1) if starts is None else positions - torch.from_numpy(starts)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), own, documents, layout, rows)
+        found = torch.from_numpy(labels)
+        if self._has_trees:
+            each = zip(made, labels, strict=True)
+            found = triples_of([RowLabels.of(row, positions.numpy(), of_row) for row, of_row in each], shape[1])
+        return Batch(torch.from_numpy(tokens), found, own, documents, layout, rows, parents)
 
-    def _chosen_layout(self, documents: Documents) -> SequenceLayout:
-        layout, asked = cast(Callable[[Documents], SequenceLayout], self._layout_for)(documents), self._layout
+    def _chosen_layout(self, documents: Documents, parents: Parents | None) -> SequenceLayout:
+        given = (documents,) if parents is None else (documents, parents)
+        layout, asked = cast(Callable[..., SequenceLayout], self._layout_for)(*given), self._layout
         if (layout.length, layout.shards) != (asked.length, asked.shards):
             raise ValueError(f"layout_for gave {layout}, not {asked.shards} shards of {asked.length} tokens in all")
         return layout

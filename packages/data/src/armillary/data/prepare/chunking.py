@@ -20,9 +20,10 @@ from armillary.data.prepare.readers import (
     read_text,
 )
 
-Format = Literal["auto", "text", "jsonl", "parquet"]
-Cut = Callable[[Sequence[File], str, int], Iterable[InputChunk]]
-"""From files of one kind, the field of their text and a size, to chunks that hold about so many bytes of text."""
+Format = Literal["auto", "text", "jsonl", "parquet", "trees"]
+Cut = Callable[[Sequence[File], str | None, int], Iterable[InputChunk]]
+"""From files of one kind, the field of their text (None: lines are trees) and a size, to chunks that hold about so many
+bytes of text."""
 
 
 def way_to_cut(file: File, format: Format) -> Cut:
@@ -38,19 +39,19 @@ def way_to_cut(file: File, format: Format) -> Cut:
         raise ValueError(f"{file.path} is packed with zstd; unpack it (zstd -d), or pack it with gzip")
     if format == "parquet" or (format == "auto" and name.endswith(".parquet")):
         return cut_parquet
-    if format == "jsonl" or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))):
+    if format in ("jsonl", "trees") or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))):
         return cut_packed_jsonl if name.endswith(".gz") else cut_jsonl
     return cut_text
 
 
-def cut_text(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+def cut_text(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
     """Neighbours share a chunk as long as they fit into it."""
     for group in _groups([file.bytes for file in files], size):
         together = tuple(files[group.start : group.stop])
         yield InputChunk(read_text, together, 0, len(together), sum(file.bytes for file in together), field)
 
 
-def cut_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+def cut_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
     """Ranges of bytes, cut anywhere."""
     for file in files:
         for start in range(0, file.bytes, size):
@@ -58,12 +59,12 @@ def cut_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChu
             yield InputChunk(read_jsonl, (file,), start, stop, stop - start, field)
 
 
-def cut_packed_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+def cut_packed_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
     """Whole, since a packed file can only be read from its beginning."""
     return (InputChunk(read_packed_jsonl, (file,), 0, file.bytes, file.bytes, field) for file in files)
 
 
-def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+def cut_parquet(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
     """Row groups, as many as fit.
 
     Raises:
@@ -72,7 +73,7 @@ def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputC
     return chain.from_iterable(_cut_parquet(file, field, size) for file in files)
 
 
-def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+def cut_dataset(folders: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
     """Rows, as if all were of the same size.
 
     Raises:
@@ -81,7 +82,7 @@ def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[Inpu
     return chain.from_iterable(_cut_dataset(folder, field, size) for folder in folders)
 
 
-def _cut_parquet(file: File, field: str, size: int) -> Iterator[InputChunk]:
+def _cut_parquet(file: File, field: str | None, size: int) -> Iterator[InputChunk]:
     try:
         parquet = optional("pyarrow.parquet", "parquet").ParquetFile(file.path)
     except ValueError as error:
@@ -94,12 +95,12 @@ def _cut_parquet(file: File, field: str, size: int) -> Iterator[InputChunk]:
         yield InputChunk(read_parquet, (file,), part.start, part.stop, sum(sizes[part.start : part.stop]), field)
 
 
-def _bytes_of(group: Any, field: str) -> int:
+def _bytes_of(group: Any, field: str | None) -> int:
     columns = (group.column(index) for index in range(group.num_columns))
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
 
 
-def _cut_dataset(folder: File, field: str, size: int) -> Iterator[InputChunk]:
+def _cut_dataset(folder: File, field: str | None, size: int) -> Iterator[InputChunk]:
     dataset = load_rows(folder.path)
     _check_column(folder.path, field, dataset.data.schema)
     rows, total = len(dataset), dataset.data.column(field).nbytes
@@ -109,7 +110,7 @@ def _cut_dataset(folder: File, field: str, size: int) -> Iterator[InputChunk]:
         yield InputChunk(read_dataset, (folder,), start, stop, total * stop // rows - total * start // rows, field)
 
 
-def _check_column(path: Path, field: str, schema: Any) -> None:
+def _check_column(path: Path, field: str | None, schema: Any) -> None:
     columns = ", ".join(name for name in schema.names if is_text(schema.field(name).type)) or "none"
     if field not in schema.names:
         raise ValueError(f"{path} has no column {field!r}; its columns of strings are: {columns}")

@@ -59,24 +59,29 @@ class Encoder:
             ValueError: a file that cannot be read any more, or a document that `invalid` does not let pass.
         """
         tokenizer, found = tokenizer_in(self.folder), Encoded()
-        for texts in _batches(self._texts(chunk, tokenizer, found.counts)):
+        for kept in batches(self.kept(chunk, tokenizer, found.counts)):
+            texts = [document.text for document in kept]
             found.tokens += encode_all(texts, tokenizer)
             found.hashes += map(stable_hash, texts)
         return found
 
-    def _texts(self, chunk: InputChunk, tokenizer: Tokenizer, counts: Counts) -> Iterator[bytes]:
-        """Text of the documents to keep."""
+    def kept(self, chunk: InputChunk, tokenizer: Tokenizer, counts: Counts) -> Iterator[Document]:
+        """The documents to keep."""
         for document in documents(chunk):
             if isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
             elif isinstance(document, Invalid):
-                self._refuse_unless(self.invalid == "skip", document)
-                counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
+                self.skip(document, counts)
             elif not document.text:
                 counts.empty += 1
             elif self._is_kept(document, tokenizer, counts):
                 counts.documents, counts.text_bytes = counts.documents + 1, counts.text_bytes + len(document.text)
-                yield document.text
+                yield document
+
+    def skip(self, found: Invalid, counts: Counts) -> None:
+        """Passes over a record, or refuses it."""
+        self._refuse_unless(self.invalid == "skip", found)
+        counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or found.name
 
     def _is_kept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
         if isinstance(tokenizer, ByteTokenizer) or not decoded(document.text)[1]:
@@ -128,11 +133,12 @@ def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:
     return [tokenizer.encode(text).numpy() for text in texts]
 
 
-def _batches(texts: Iterator[bytes]) -> Iterator[list[bytes]]:
-    batch, size = list[bytes](), 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Some documents at a time, of about `AT_ONCE` bytes together."""
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
         if size >= AT_ONCE:
             yield batch
             batch, size = [], 0

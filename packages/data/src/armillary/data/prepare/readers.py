@@ -11,6 +11,7 @@ from typing import IO, Any, cast
 
 from armillary.data.formats.arrow import load_rows
 from armillary.data.optional import optional
+from armillary.data.prepare.tree_records import tree_record
 from armillary.data.text.corpus import Document, binary
 
 ROWS = 64
@@ -56,7 +57,7 @@ class InputChunk:
         files: one file, or several text files of which each is a document.
         start, stop: which part of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
         bytes: about how much text it holds; of a .gz file, its packed size.
-        text_field: the field of a record that is the document.
+        text_field: the field of a record that is the document; None: lines are trees.
     """
 
     read: Callable[[InputChunk], Iterator[Document | Invalid]]
@@ -64,7 +65,7 @@ class InputChunk:
     start: int
     stop: int
     bytes: int
-    text_field: str
+    text_field: str | None
 
     @property
     def path(self) -> Path:
@@ -135,10 +136,12 @@ def _records(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -
         start += len(line)
 
 
-def _record(name: str, line: bytes, field: str) -> Document | Invalid:
+def _record(name: str, line: bytes, field: str | None) -> Document | Invalid:
     try:
         # Decoded here, since `json.loads` would guess at encodings. An editor may have put a mark of UTF-8 in front.
         record: object = json.loads(line.decode("utf-8-sig"))
+        if field is None:
+            return tree_record(name, record)
         text = _field(record, field)
         # An escape such as \ud800 is half of a character, which no UTF-8 can hold: encoding it fails, as it should.
         return Document(name, text.encode())
@@ -151,7 +154,8 @@ def _field(record: object, field: str) -> str:
         raise ValueError(f"the line is a {type(record).__name__}; give an object with a field {field!r}")
     fields = cast(dict[str, object], record)
     if field not in fields:
-        raise ValueError(f"there is no field {field!r}; the fields are {', '.join(map(repr, fields)) or 'none'}")
+        hint = " (trees are read with --format trees)" if {"completions", "children"} & {*fields} else ""
+        raise ValueError(f"there is no field {field!r}; the fields are {', '.join(map(repr, fields)) or 'none'}{hint}")
     text = fields[field]
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is {'null' if text is None else type(text).__name__}; give a string")

@@ -8,18 +8,20 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, partial_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
+from armillary.data.prepare.encode_trees import TreeEncoder
 from armillary.data.prepare.resume import PROGRESS, alone, begin, clear_older, put_back
 from armillary.data.prepare.sources import Format, InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.prepare.workers import cpus, in_order
 from armillary.data.prepare.writer import StoreWriter
 from armillary.data.store import Vocabulary
 from armillary.data.text.byte_tokenizer import Tokenizer
+from armillary.data.text.chat_template import ChatTemplate
 from armillary.data.text.tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decoded, train_bpe
 from armillary.data.text.tokenizer_json import BEGIN
 
@@ -38,7 +40,7 @@ class Preparation:
         vocab_size: of a trained tokenizer.
         end_of_document, begin_of_document: names of tokens to put behind and before each document; the first is by
             default what the tokenizer's files say.
-        format: of all files; "auto" goes by their suffixes.
+        format: of all files; "auto" goes by their suffixes. "trees" are JSONL of prompts with completions.
         text_field: of JSONL objects, and the column of Parquet files and datasets.
         invalid: what to do with text that is not UTF-8, and with broken records.
         overwrite: start anew, and replace the store that is at `output` once the new one is complete.
@@ -114,12 +116,22 @@ def plan_key(plan: Preparation, found: Sequence[InputChunk]) -> str:
     """Changes when anything does that the store's content depends on."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
     given = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else given_tokenizer(plan).identity
-    settings = [fingerprint(found), given, [getattr(plan, name) for name in names]]
+    settings: list[Any] = [fingerprint(found), given, [getattr(plan, name) for name in names]]
+    if (template := chat_template(plan)) is not None:
+        settings.append(template.config)
     return sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
 def given_tokenizer(plan: Preparation) -> TextTokenizer:
     return TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
+
+
+def chat_template(plan: Preparation) -> ChatTemplate | None:
+    """That of the tokenizer's folder, for trees."""
+    if plan.format != "trees" or plan.tokenizer in ("bytes", "bpe"):
+        return None
+    path = Path(plan.tokenizer)
+    return ChatTemplate.read(path if path.is_dir() else path.parent)
 
 
 def choose_tokenizer(plan: Preparation, found: Sequence[InputChunk]) -> Tokenizer:
@@ -128,8 +140,10 @@ def choose_tokenizer(plan: Preparation, found: Sequence[InputChunk]) -> Tokenize
     if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
         is_trained = plan.tokenizer == "bpe"
         made = train_bpe(_sample(found), plan.vocab_size) if is_trained else given_tokenizer(plan)
+        template = chat_template(plan)
         names = {"eos_token": made.end_name, BEGIN: plan.begin_of_document}
-        write_file(folder / TOKENIZER_CONFIG, json.dumps(names).encode())
+        config = names | ({} if template is None else template.config)
+        write_file(folder / TOKENIZER_CONFIG, json.dumps(config).encode())
         write_file(folder / TOKENIZER, made.definition)
     return tokenizer_in(folder)
 
@@ -147,9 +161,10 @@ def encode(
     Raises:
         ValueError: there is not a single document in the input.
     """
-    encoder = Encoder(partial_folder(plan.output), plan.invalid)
+    trees = plan.format == "trees"
+    encoder = (TreeEncoder if trees else Encoder)(partial_folder(plan.output), plan.invalid)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
-    with StoreWriter(plan.output, dtype) as writer:
+    with StoreWriter(plan.output, dtype, trees) as writer:
         progress = Progress("encoding", sum(chunk.bytes for chunk in found[: writer.parts]), 0, writer.tokens)
         progress.bytes_all, progress.counts = sum(chunk.bytes for chunk in found), Counts(**writer.counts)
         rest = found[writer.parts :]

@@ -39,6 +39,7 @@ def chunks(
 
     Args:
         format: what every file is, whatever its suffix; a saved dataset is then a folder like any other.
+            "trees" are JSONL whose lines are trees (`tree_records`).
         text_field: the field of a JSONL object, or the column, that is the document.
 
     Raises:
@@ -52,7 +53,7 @@ def chunks(
     ordered = (file for files in found for file in files)
     # Only neighbours share a chunk, so that documents come in the order of their names.
     runs = groupby(ordered, key=lambda file: way_to_cut(file, format))
-    cut = [chunk for cut, files in runs for chunk in cut(list(files), text_field, size)]
+    cut = [chunk for cut, files in runs for chunk in cut(list(files), None if format == "trees" else text_field, size)]
     if not cut:
         raise ValueError(f"{', '.join(map(str, inputs))} holds no text; {_ACCEPTED}")
     return cut

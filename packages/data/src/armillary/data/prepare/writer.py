@@ -20,10 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.core.files import parse_json
-from armillary.data.formats.folder import BLOCK, DOCUMENTS, HASHES, TOKENS, Header, partial_folder, write_file
+from armillary.data.formats.folder import (
+    BLOCK,
+    DOCUMENTS,
+    HASHES,
+    SEGMENTS,
+    TOKENS,
+    Header,
+    partial_folder,
+    write_file,
+)
 from armillary.data.prepare.resume import PROGRESS, put_in_place
 from armillary.data.shuffle import Index
 from armillary.data.store import Integers, Vocabulary
+from armillary.data.trees import SEGMENT, SegmentArray
 
 SYNC_SECONDS = 2.0
 """How much work a kill may cost."""
@@ -37,11 +47,13 @@ class Part:
         tokens: of all of them joined, each with its end of document.
         lengths: int64 [d], tokens of each.
         hashes: uint64 [d], of their text.
+        segments: `SEGMENT` [s] of all of them, joined, where they are trees; ends count from the first token.
     """
 
     tokens: Integers
     lengths: Index
     hashes: npt.NDArray[np.uint64]
+    segments: SegmentArray | None = None
 
 
 class BlockFile:
@@ -80,13 +92,14 @@ class StoreWriter:
 
     Args:
         dtype: of tokens.
+        trees: parts have segments.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], trees: bool = False) -> None:
         self.path, self.folder, self._dtype = path, partial_folder(path), dtype.newbyteorder("<")
         self._progress = parse_json((self.folder / PROGRESS).read_text())
         known = self._progress["files"]
-        names = (TOKENS, DOCUMENTS, HASHES)
+        names = (TOKENS, DOCUMENTS, HASHES, *([SEGMENTS] if trees else []))
         self._files = {name: BlockFile(self.folder / name, *known.get(name, (0, []))) for name in names}
         if not self._files[DOCUMENTS].size:
             self._files[DOCUMENTS].add(np.zeros(1, "<i8"))
@@ -113,6 +126,10 @@ class StoreWriter:
     def add(self, part: Part, counts: dict[str, Any]) -> None:
         """Adds a part; `counts` are those of all parts so far. It is on disk when `sync` is next called."""
         ends = self.tokens + np.cumsum(part.lengths)
+        if part.segments is not None:
+            segments = part.segments.copy()
+            segments["end"] += self.tokens
+            self._files[SEGMENTS].add(segments)
         self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
         self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
         self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
@@ -134,7 +151,8 @@ class StoreWriter:
         self.sync()
         checksums = {name: file.checksums for name, file in self._files.items()}
         name = self._dtype.newbyteorder("=").name
-        header = Header(name, self.tokens, self.documents, vocabulary, checksums, summary)
+        segments = self._files[SEGMENTS].size // SEGMENT.itemsize if SEGMENTS in self._files else 0
+        header = Header(name, self.tokens, self.documents, vocabulary, checksums, summary, segments)
         header.write(self.folder)
         put_in_place(self.path)
         return header

@@ -65,6 +65,9 @@ class TextTokenizer:
         self.end_of_document = cast(int, self._inner.token_to_id(self.end_name))
         self._begin = [cast(int, self._inner.token_to_id(name)) for name in begins]
         self._is_special = self._find_special(settings["model"])
+        added = cast(dict[int, Any], self._inner.get_added_tokens_decoder()).values()
+        self._special_names = sorted(token.content for token in added if token.special)
+        self._of_templates: Any = None
 
     @classmethod
     def read(
@@ -119,6 +122,24 @@ class TextTokenizer:
         tokens = self._encode_parts([part for text in cut for part in text])
         begin = np.array(self._begin, self._dtype)
         return [np.concatenate([begin, *islice(tokens, len(text))]) for text in cut]
+
+    def encode_written(self, texts: Sequence[str]) -> list[Tokens]:
+        """As `encode_all` for what a chat template has written: there the names of special tokens are these tokens, and
+        none is put in front."""
+        if self._of_templates is None:
+            self._of_templates = build(settings_of(self.definition), [self.end_name])
+            self._of_templates.encode_special_tokens = False
+        encoded = self._of_templates.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.fromiter(text.ids, self._dtype) for text in encoded]
+
+    def special_in(self, text: str) -> str | None:
+        """The name of a special token that the text spells, if there is one."""
+        return next((name for name in self._special_names if name in text), None)
+
+    @property
+    def begins(self) -> int:
+        """Tokens in front of each text."""
+        return len(self._begin)
 
     def decode(self, tokens: Tensor) -> str:
         """The text of an integer tensor [T]; special tokens are shown by name.

@@ -1,0 +1,285 @@
+"""Prompts with several completions: from JSONL to rows in which each prompt stands once."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from data_stores import alone, every_shard
+
+from armillary.core import SequenceLayout
+from armillary.data import ByteTokenizer, LabelTriples, PackedSequences, best_fit, greedy, one_per_row, open_store
+from armillary.data.prepare import Preparation, prepare
+
+END = ByteTokenizer().end_of_document
+LINES = [
+    {"prompt": "2 + 2 =", "completions": [" 4", {"text": " five", "weight": 0.5}, " 4"]},
+    {"prompt": "who?", "train": True, "completions": ["me", "you"], "id": 7},
+    {
+        "text": "a",
+        "children": [{"text": "bc", "children": [{"text": "d"}, {"text": "ef"}]}, {"text": "g", "train": False}],
+    },
+    {"text": "a plain document"},
+    {"prompt": "xy", "completions": ["z" * n for n in range(1, 9)]},
+]
+
+
+def stored(folder, lines=LINES, **options):
+    file = folder / "trees.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepare(Preparation([file], folder / "store", **{"format": "trees"} | options), workers=1)
+    return open_store(folder / "store")
+
+
+def sequences(node, before=(), trained=()):
+    """(tokens, which are labels, weight) of each sequence of a line, as it is unshared."""
+    kind = next(name for name in ("prompt", "text") if name in node)
+    text = list(node[kind].encode())
+    children = node.get("completions", node.get("children", []))
+    train = node.get("train", kind != "prompt")
+    tokens, trained = (*before, *text), (*trained, *[train] * len(text))
+    if not children:
+        return [((*tokens, END), (*trained, train), node.get("weight", 1.0))]
+    each = ({"text": child} if isinstance(child, str) else child for child in children)
+    return [found for child in each for found in sequences(child, tokens, trained)]
+
+
+def expected(lines):
+    """By the tokens up to a label, and the label: the sum of weights, of all sequences of some lines."""
+    found = {}
+    for line in lines:
+        for tokens, trained, weight in sequences(line):
+            for i in range(1, len(tokens)):
+                if trained[i] and weight:
+                    key = tokens[: i + 1]
+                    found[key] = found.get(key, 0) + weight
+    return found
+
+
+def path_of(row, place):
+    """The places of a row that a place sees, in order, from its documents and parents alone."""
+    ends, parents = row
+    piece = next(i for i, (a, b) in enumerate(pairwise(ends)) if a <= place < b)
+    seen = list(range(ends[piece], place + 1))
+    while (piece := parents[piece]) >= 0:
+        seen = [*range(ends[piece], ends[piece + 1]), *seen]
+    return seen
+
+
+def found_in(batches, layout):
+    """As `expected`, of the batches of all shards; checks positions on the way."""
+    found, tokens = {}, layout.join([batch.tokens for batch in batches])
+    positions = layout.join([batch.positions for batch in batches])
+    rows = list(zip(batches[0].documents, batches[0].parents, strict=True))
+    for shard, batch in enumerate(batches):
+        size = batch.tokens.shape[1]
+        assert batch.labels.shape == (len(rows), size)
+        places = layout.positions(shard)
+        triples = zip(
+            batch.labels.positions.tolist(), batch.labels.labels.tolist(), batch.labels.weights.tolist(), strict=True
+        )
+        for at, label, weight in triples:
+            i, place = at // size, int(places[at % size])
+            path = path_of(rows[i], place)
+            assert positions[i, place] == len(path) - 1
+            key = (*tokens[i, path].tolist(), label)
+            found[key] = found.get(key, 0) + weight
+    return found
+
+
+def test_rows_hold_every_sequence_with_its_weights(tmp_path):
+    store = stored(tmp_path)
+    assert len(store) == len(LINES) and store.trees is not None
+    rows = alone(store, 60, packing=best_fit, rows_per_batch=2)
+    assert rows.rows_per_epoch == 2
+    batch = next(rows)
+    assert isinstance(batch.labels, LabelTriples)
+    assert found_in([batch], SequenceLayout.contiguous(60, 1)) == pytest.approx(expected(LINES))
+    assert batch.labelled == pytest.approx(sum(expected(LINES).values()))
+    parts = [batch.of_row(i) for i in range(2)]
+    assert sum(part.labelled for part in parts) == pytest.approx(batch.labelled)
+    assert [part.parents for part in parts] == [batch.parents[:1], batch.parents[1:]]
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "striped", "contiguous", "scattered"])
+def test_shards_have_the_triples_of_their_own_tokens(tmp_path, kind):
+    store = stored(tmp_path)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    layout = (
+        SequenceLayout([[range(p, p + 1) for p in order[shard::4]] for shard in range(4)])
+        if kind == "scattered"
+        else getattr(SequenceLayout, kind)(60, 4)
+    )
+    batches = [next(rows) for rows in every_shard(store, layout, packing=best_fit, rows_per_batch=2)]
+    assert found_in(batches, layout) == pytest.approx(expected(LINES))
+
+
+@pytest.mark.parametrize("length", [14, 11])
+def test_trees_longer_than_a_row_are_split_and_repeat_what_their_sequences_share(tmp_path, length):
+    lines = [LINES[4], LINES[0]]
+    store = stored(tmp_path, lines)
+    rows = alone(store, length, packing=best_fit)
+    found = {}
+    for number in range(rows.rows_per_epoch):
+        batch = rows.batch(number)
+        for key, weight in found_in([batch], SequenceLayout.contiguous(length, 1)).items():
+            found[key] = found.get(key, 0) + weight
+    cut = {key: weight for key, weight in expected(lines).items() if len(key) <= length}
+    # What several parts of a tree predict is trained in each, as often as sequences there share it: sums are the same.
+    assert found == pytest.approx(cut)
+    waste = rows.waste()[0]
+    assert waste.rows == rows.rows_per_epoch and waste.cut == 1
+    longest = max(len(key) for key in expected(lines))
+    assert (waste.dropped > 0) == (longest > length)
+
+
+def test_a_prompt_that_fills_the_row_is_left_out_and_counted(tmp_path):
+    store = stored(tmp_path, [{"prompt": "p" * 20, "completions": ["a", "b"]}, {"text": "kept"}])
+    rows = alone(store, 20, packing=one_per_row)
+    assert rows.rows_per_epoch == 1
+    assert rows.waste()[0].dropped == pytest.approx(24 / 29)
+
+
+def test_packings_that_cut_are_refused(tmp_path):
+    store = stored(tmp_path)
+    with pytest.raises(ValueError, match="holds trees, and packing greedy cuts documents; use best_fit or one_per_row"):
+        alone(store, 60, packing=greedy)
+
+    def cutting(lengths, length, key):
+        return greedy(lengths, length, key)
+
+    with pytest.raises(ValueError, match="the packing cuts documents"):
+        alone(store, 40, packing=cutting)
+
+
+def test_going_on_from_a_state_gives_the_same_batches(tmp_path):
+    store = stored(tmp_path)
+    settings = {"packing": best_fit, "seed": 3}
+    first = alone(store, 40, **settings)
+    batches = [next(first) for _ in range(7)]
+    middle = alone(store, 40, **settings)
+    for _ in range(3):
+        next(middle)
+    state = json.loads(json.dumps(middle.state_dict()))
+    layout = SequenceLayout.zigzag(40, 2)
+    rest = [rows.load_state_dict(state) for rows in every_shard(store, layout, **settings)]
+    for batch in batches[3:]:
+        parts = [next(rows) for rows in rest]
+        assert torch.equal(layout.join([part.tokens for part in parts]), batch.tokens)
+        assert parts[0].parents == batch.parents and parts[1].documents == batch.documents
+        assert found_in(parts, layout) == pytest.approx(found_in([batch], SequenceLayout.contiguous(40, 1)))
+
+
+def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
+    (tmp_path / "a").mkdir()
+    trees = stored(tmp_path / "a")
+    lines = [{"text": "some document"}, {"text": "another one, longer"}]
+    documents = stored(tmp_path, lines, format="jsonl")
+    seen = []
+
+    def layout_for(documents, parents):
+        seen.append((documents, parents))
+        return SequenceLayout.contiguous(60, 1)
+
+    rows = alone(
+        [trees, documents],
+        60,
+        packing=best_fit,
+        weights=[1, 1],
+        rows_per_batch=4,
+        layout_for=layout_for,
+        reset_positions=True,
+    )
+    batch = next(rows)
+    assert seen[0] == (batch.documents, batch.parents)
+    found = found_in([batch], SequenceLayout.contiguous(60, 1))
+    assert set(found) == {*expected(LINES)} | {*expected(lines)}
+
+
+def test_a_prompt_is_on_one_side_whatever_its_completions(tmp_path):
+    lines = [{"prompt": f"prompt {i % 20:02}", "completions": [f"{i}"]} for i in range(60)]
+    store = stored(tmp_path, lines)
+    sides = [{bytes(side.read(d, 0, 9).tolist()) for d in range(len(side))} for side in store.split(0.3)]
+    assert not sides[0] & sides[1] and all(sides)
+    one = stored_one(tmp_path / "one")
+    with pytest.raises(ValueError, match="one tree, which cannot be split"):
+        one.split()
+
+
+def stored_one(folder):
+    folder.mkdir()
+    return stored(folder, LINES[:1])
+
+
+def test_a_store_of_documents_is_the_same_as_ever(tmp_path):
+    stored(tmp_path, [{"text": "abc"}], format="jsonl")
+    header = json.loads((tmp_path / "store/store.json").read_text())
+    assert header["version"] == 1 and "segments" not in header
+    assert not (tmp_path / "store/segments.bin").exists()
+
+
+def test_workers_and_chunks_make_the_same_store(tmp_path):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    whole, cut = stored(tmp_path / "a"), stored(tmp_path / "b", chunk_bytes=50)
+    assert whole.content == cut.content
+    assert np.array_equal(whole.trees.table, cut.trees.table)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            {"completions": ["a"]},
+            "one of the fields 'prompt', 'text' and 'messages' is needed; the fields are 'completions'",
+        ),
+        ({"prompt": "a"}, "there is no field 'completions'; the fields are 'prompt'"),
+        ({"prompt": "a", "completions": []}, "field 'completions' must be a list of one or more"),
+        ({"prompt": "a", "completions": "b"}, "field 'completions' must be a list"),
+        ({"prompt": "", "completions": ["b"]}, "field 'prompt' is empty"),
+        ({"prompt": "a", "completions": ["b", ""]}, r"field 'completions\[1\].text' is empty"),
+        ({"prompt": 3, "completions": ["b"]}, "field 'prompt' is int; give a string, or a list of messages"),
+        ({"prompt": "a", "completions": [None]}, r"'completions\[0\]' is null"),
+        ({"prompt": "a", "completions": [{"text": "b", "weight": -1}]}, r"field 'completions\[0\].weight' is -1"),
+        ({"prompt": "a", "weight": 1, "completions": ["b"]}, "field 'weight': completions follow"),
+        ({"text": "a", "train": 1}, "field 'train' is 1; give true or false"),
+        ({"prompt": [{"content": "a"}], "completions": ["b"]}, "message 0 has no role"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completions": ["b"]},
+            "some of the tree is text and some messages",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages need a chat template"),
+        ([1], "the line is a list"),
+    ],
+)
+def test_lines_that_are_no_trees_are_refused_by_name(tmp_path, line, message):
+    with pytest.raises(ValueError, match=f"trees.jsonl:byte 38: .*{message}"):
+        stored(tmp_path, [{"prompt": "a", "completions": ["b"]}, line])
+    store = stored(tmp_path, [{"prompt": "a", "completions": ["b"]}, line], invalid="skip", overwrite=True)
+    assert len(store) == 1
+
+
+def test_documents_say_how_trees_are_read(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no field 'text'.*trees are read with --format trees"):
+        stored(tmp_path, LINES[:1], format="auto")
+
+
+def test_a_table_that_was_changed_is_refused(tmp_path):
+    stored(tmp_path)
+    file = tmp_path / "store/segments.bin"
+    good = np.fromfile(file, dtype=open_store(tmp_path / "store").trees.table.dtype)
+    for name, value, message in [("parent", 5, "depth first"), ("end", 7, "has no tokens")]:
+        table = good.copy()
+        table[name][2] = value
+        table.tofile(file)
+        with pytest.raises(ValueError, match=message):
+            open_store(tmp_path / "store").tree(0)
+    good[:-1].tofile(file)
+    with pytest.raises(ValueError, match="is cut off at byte"):
+        open_store(tmp_path / "store")
+
+
+def test_tree_rows_ask_for_best_fit_of_a_shard_alone(tmp_path):
+    layout = SequenceLayout.zigzag(60, 4)
+    rows = PackedSequences(stored(tmp_path), layout=layout, shard=3, rows_per_batch=1, packing=best_fit)
+    assert next(rows).tokens.shape == (1, 15)
