@@ -16,9 +16,11 @@ from armillary.data import (
     one_per_row,
     python_corpus,
 )
+from armillary.data.loader.batch import Documents, Parents
 from armillary.data.opening import folder_tokenizer, has_tokenizer, open_tokens
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
+from armillary.train.run import mask_of_trees
 
 PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
@@ -80,9 +82,16 @@ def load_rows(
     """
     length, kind = config.data.sequence_length, config.data.layout
     check_length(stores, length)
+    trees = [store for store in stores if store.trees is not None]
+    if trees and config.data.packing == "greedy":
+        raise ValueError(
+            f"--data.packing greedy cuts documents, and {trees[0].name} holds trees, which are not cut; set "
+            "--data.packing best_fit"
+        )
 
-    def balanced(documents: tuple[tuple[int, ...], ...]) -> SequenceLayout:
-        return attention.layout(length, "balanced", AttentionMask(documents=documents))
+    def balanced(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
+        mask = AttentionMask(documents=documents) if parents is None else mask_of_trees(documents, parents)
+        return attention.layout(length, "balanced", mask)
 
     def rows(part: list[TokenStore]) -> PackedSequences:
         return PackedSequences(
@@ -96,7 +105,7 @@ def load_rows(
             replica=replica,
             replicas=config.replicas,
             reset_positions=config.data.reset_positions,
-            layout_for=balanced if kind == "balanced" and config.data.document_mask else None,
+            layout_for=balanced if kind == "balanced" and (config.data.document_mask or trees) else None,
         )
 
     training, validation = zip(*(store.split(config.data.validation_fraction) for store in stores), strict=True)

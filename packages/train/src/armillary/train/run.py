@@ -14,6 +14,7 @@ from armillary.attention import AttentionMask
 from armillary.core import Axis, SequenceLayout
 from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, sequence_from_local
 from armillary.data import Batch, Batches
+from armillary.data.loader.batch import Documents, Parents
 from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, Llama
 from armillary.models.dtensors import ROW_AXES
@@ -57,4 +58,13 @@ class Run:
         return [name for name in names if self.mesh is not None and name in (self.mesh.mesh_dim_names or ())]
 
     def mask(self, batch: Batch) -> AttentionMask:
+        """Causal; within documents if the configuration says so, and along the paths of trees in any case."""
+        if batch.parents is not None:
+            return mask_of_trees(batch.documents, batch.parents)
         return AttentionMask(documents=batch.documents if self.config.data.document_mask else None)
+
+
+def mask_of_trees(documents: Documents, parents: Parents) -> AttentionMask:
+    """Who sees whom in rows of trees: a token its own segment and those that this follows, up to itself."""
+    rows = zip(documents, parents, strict=True)
+    return AttentionMask.rows([AttentionMask.tree(ends, of_row) for ends, of_row in rows])

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
 
 from armillary.core.gradients import clip_gradients
+from armillary.core.labels import LabelTriples
 from armillary.core.placements import local_of
 from armillary.core.to_device import to_device
 from armillary.data import Batch
@@ -44,11 +45,13 @@ class StepResult:
 def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     """One optimizer step on one global batch, which comes in micro-batches.
 
-    The loss is the sum over all labelled tokens of all micro-batches and ranks, divided by their number: gradients are
-    summed, and depend on neither mesh nor accumulation. A non-finite loss or norm leaves the weights unchanged.
+    The loss is the sum over all labelled tokens of all micro-batches and ranks, divided by their number, or by the sum
+    of their weights: gradients are summed, and depend on neither mesh nor accumulation. A non-finite loss or norm
+    leaves the model's weights unchanged.
     """
     set_learning_rate(run.optimizer, learning_rate(step, run.config.train.steps, run.config.optimizer))
-    labelled = summed(run, sum(batch.labelled for batch in batches)).clamp(min=1)  # padding alone has no loss
+    labelled = summed(run, sum(batch.labelled for batch in batches))
+    labelled = labelled.where(labelled > 0, 1)  # padding alone has no loss
     losses = [backward(run, batch, labelled) for batch in batches]
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
     result = StepResult(summed(run, torch.stack(losses).sum()).item(), norm.item())
@@ -63,7 +66,7 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
 def backward(run: Run, batch: Batch, labelled: Tensor) -> Tensor:
     """Accumulates the gradients of a micro-batch; returns its share of the loss on this rank."""
     total, _ = local_loss(run, batch)
-    share = total / labelled
+    share = total / labelled.to(total.dtype)
     share.backward()
     return share.detach()
 
@@ -85,17 +88,26 @@ def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
     """`head(hidden, weight, labels=...)` on the model's hidden states: this rank's part, or its shares of sums."""
-    tokens, labels = (run.placed(to_device(x, run.device), batch.layout) for x in (batch.tokens, batch.labels))
+    tokens, labels = (placed(run, x, batch) for x in (batch.tokens, batch.labels))
     # Counted from the start of the row they are the same in each.
-    positions = batch.positions if run.config.data.reset_positions else batch.positions[0]
+    own = run.config.data.reset_positions or batch.parents is not None
+    positions = batch.positions if own else batch.positions[0]
     positions = to_device(positions, run.device)
     head = partial(head, labels=labels)
     found = run.model(tokens, positions=positions, mask=run.mask(batch), layout=batch.layout, head=head)
     return pytree.tree_map_only(DTensor, local_of, found)
 
 
-def summed(run: Run, value: Tensor | int) -> Tensor:
+def placed(run: Run, x: Tensor | LabelTriples, batch: Batch) -> Tensor | LabelTriples:
+    """Tokens or labels of a batch on the device. Triples are those of this rank's tokens, on any mesh."""
+    if isinstance(x, LabelTriples):
+        return x.to(run.device)
+    return run.placed(to_device(x, run.device), batch.layout)
+
+
+def summed(run: Run, value: Tensor | float) -> Tensor:
     """`value`, of which all ranks that hold tokens have a share, summed over them."""
     # Filled in there: made here and copied, it would have the host wait for the device.
-    share = value.detach() if isinstance(value, Tensor) else torch.full((), value, device=run.device)
+    dtype = torch.float64 if isinstance(value, float) else None
+    share = value.detach() if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=run.device)
     return DTensor.from_local(share, run.data.mesh, [Partial()], run_check=False).full_tensor()

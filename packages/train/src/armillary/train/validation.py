@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from armillary.core.to_device import to_device
 from armillary.data import Batch, Batches
@@ -27,13 +29,13 @@ def validate(run: Run) -> dict[str, float]:
 def mean_loss(run: Run) -> float:
     losses = [torch.stack([x.double() for x in local_loss(run, batch)]) for batch in batches_of(run, run.validation)]
     total, count = summed(run, torch.stack(losses).sum(0)).tolist()
-    return total / max(count, 1.0)
+    return total / (count or 1.0)
 
 
 def right_answers(run: Run, rows: Batches) -> float:
     """Of all ranks' questions, the share to which the likeliest token is the answer."""
     found = [
-        torch.stack(accuracy(forward(run, batch, linear_argmax), to_device(batch.labels, run.device)))
+        torch.stack(accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device)))
         for batch in batches_of(run, rows)
     ]
     right, asked = summed(run, torch.stack(found).sum(0)).tolist()

@@ -144,5 +144,5 @@ class CachedAttention:
 
 def check_mask(mask: AttentionMask) -> None:
     """Refuses masks that one cannot go on with."""
-    if not mask.causal or mask.documents is not None:
+    if not mask.causal or mask.documents is not None or mask.pattern is not None:
         raise ValueError(f"{mask}: only causal masks, with or without a window, can be continued token by token")

@@ -95,9 +95,9 @@ class DataConfig:
     global_batch_size: Count = 4
     """Sequences of a step, over all ranks and --train.accumulation; a multiple of replicate x shard."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
-    """Documents are concatenated and cut; cut only where longer than a sequence; or one per sequence, truncated."""
+    """Documents are concatenated and cut; cut only where longer than a sequence; or one per sequence (truncated)."""
     document_mask: bool = False
-    """Attend within documents only (varlen attention by cu_seqlens)."""
+    """Attend within documents only (varlen attention by cu_seqlens); in rows of trees always."""
     reset_positions: bool = False
     """Position ids restart at each document."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
