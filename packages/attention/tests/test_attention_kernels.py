@@ -28,6 +28,7 @@ from armillary.attention.kernels import (
     FlashAttn4,
     Forward,
     Inputs,
+    Kernel,
     Scores,
     choose_kernel,
     cuda_flash,
@@ -277,6 +278,19 @@ def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask,
         assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
     for got, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("documents", [range(0, 65, 4), [range(0, 65, 8), (0, 8, 20, 32, 64)]])
+def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
+    mask, calls = AttentionMask(documents=documents, window=(5, 0)), list[int]()
+    together, forward = run_block(kernel, mask), type(kernel).forward
+    monkeypatch.setattr(type(kernel), "forward", lambda *given: calls.append(len(given[1])) or forward(*given))
+    run_block(kernel, mask)
+    assert len(calls) <= sum(calls) / 4, f"batches of {calls}"
+    monkeypatch.setattr(type(kernel), "groups", Kernel.groups)
+    for got, wanted in zip(together, run_block(kernel, mask), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_large_tiles_go_alone_and_packs_are_closed_when_full():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from armillary.attention.kernels.batched import Batched
 from armillary.attention.kernels.kernel import in_rows
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.top_left import Saved, TopLeft
@@ -18,7 +19,7 @@ _backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_f
 
 
 @dataclass(frozen=True)
-class CpuFlash(TopLeft):
+class CpuFlash(Batched, TopLeft):
     """Of heads-first tensors, with one head dim."""
 
     name: str = "cpu_flash"

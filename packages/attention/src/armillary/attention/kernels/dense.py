@@ -10,14 +10,15 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Kernel, Scores
+from armillary.attention.kernels.batched import Batched
+from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.mask import Window
 from armillary.attention.tiling.tiles import Tile
 
 
 @dataclass(frozen=True)
-class Dense(Kernel):
+class Dense(Batched):
     """Scores [B, H, t, S], for blocks of t rows: for small tiles and for what no flash kernel takes.
 
     Args:

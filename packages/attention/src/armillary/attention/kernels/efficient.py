@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from armillary.attention.kernels.batched import Batched
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import in_rows
 from armillary.attention.kernels.limits import HALVES, Dims, Limits
@@ -26,7 +27,7 @@ LSE = 32
 
 
 @dataclass(frozen=True)
-class Efficient(TopLeft):
+class Efficient(Batched, TopLeft):
     """Of tokens-first tensors, whose lse is [B, H, T rounded up] in float32; with as many key heads as query heads."""
 
     name: str = "efficient"

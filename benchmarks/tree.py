@@ -1,0 +1,108 @@
+"""One prompt with several answers: packed as a tree, against as many sequences that each repeat the prompt.
+
+    uv run python benchmarks/tree.py                       # a prompt of 4k tokens with 16 answers of 256
+    uv run python benchmarks/tree.py --prompt 1024 --answers 8 --answer 512 --ranks 4
+
+Two ratios, each beside what it could be at best. Forward + backward time on one process, whose least is the ratio of
+visible (query, key) pairs: medians of ratios, tree and sequences by turns in one run. And the bytes that each method
+sends for q, k, v and gradients on `--ranks` ranks, by its plan, whose least is the ratio of tokens; both in layouts
+that are balanced for them. Exits with 1 where one is more than 1.2 times its least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.attention import AttentionMask, AttentionShape, Local, build_comm_plan
+from armillary.core import SequenceLayout
+from armillary.core.quantity import count_argument
+
+sys.path.insert(0, str(Path(__file__).parent))
+import report
+
+METHODS = ("ring", "token_ring", "all_gather", "ulysses+ring")
+BAR = 1.2
+"""What a ratio may be of the best that it could be."""
+
+
+def tree_mask(prompt: int, answers: int, answer: int) -> AttentionMask:
+    ends = [0, *(prompt + i * answer for i in range(answers + 1))]
+    return AttentionMask.tree(ends, [-1, *[0] * answers])
+
+
+def step(mask: AttentionMask, tensors: list[Tensor]) -> float:
+    """Seconds of processor time of forward and backward."""
+    start = time.process_time()
+    q, k, v, dout = tensors
+    out = Local()(q, k, v, mask=mask)
+    torch.autograd.grad(out, (q, k, v), dout)
+    return time.process_time() - start
+
+
+def inputs(batch: int, tokens: int, heads: int, key_heads: int, dim: int) -> list[Tensor]:
+    shapes = [(batch, tokens, n, dim) for n in (heads, key_heads, key_heads, heads)]
+    return [torch.randn(shape, requires_grad=i < 3) for i, shape in enumerate(shapes)]
+
+
+def timed(asked: argparse.Namespace, tree: AttentionMask, tokens: int, length: int) -> float:
+    sizes = (asked.heads, asked.key_heads, asked.dim)
+    packed, apart = inputs(1, tokens, *sizes), inputs(asked.answers, length, *sizes)
+    ratios = list[float]()
+    for turn in range(asked.turns + 1):
+        ratio = step(tree, packed) / step(AttentionMask(), apart)
+        ratios += [ratio] * (turn > 0)  # the first warms up
+        print(f"turn {turn}: {ratio:.3f}", file=sys.stderr)
+    return median(ratios)
+
+
+def sent(name: str, asked: argparse.Namespace, mask: AttentionMask, tokens: int, batch: int) -> int:
+    """Bytes of all ranks, both ways, of a layout that is balanced for the mask."""
+    ulysses = 2 if name.startswith("ulysses") else 1
+    ring = asked.ranks // ulysses
+    layout = SequenceLayout.balanced(tokens, ring, mask=mask)
+    sizes: dict[str, Any] = {"heads": asked.heads, "kv_heads": asked.key_heads, "head_dim": asked.dim}
+    work = AttentionShape.of(layout, mask, batch=batch, dtype=torch.bfloat16, **sizes)
+    plan = build_comm_plan(name, work, ring, ulysses)
+    return sum(plan.bytes(rank) for rank in range(asked.ranks))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given = {
+        "prompt": 4096,
+        "answers": 16,
+        "answer": 256,
+        "ranks": 8,
+        "heads": 4,
+        "key-heads": 2,
+        "dim": 64,
+        "turns": 5,
+    }
+    for name, value in given.items():
+        parser.add_argument(f"--{name}", type=count_argument(), default=value)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    length, tokens = asked.prompt + asked.answer, asked.prompt + asked.answers * asked.answer
+    tree, each = tree_mask(asked.prompt, asked.answers, asked.answer), AttentionMask()
+    pairs = tree.pairs(tokens) / (asked.answers * each.pairs(length))
+    least, rows = tokens / (asked.answers * length), list[dict[str, Any]]()
+    for name in METHODS:
+        ratio = sent(name, asked, tree, tokens, 1) / sent(name, asked, each, length, asked.answers)
+        rows.append({"what": f"bytes, {name}", "ratio": ratio, "least": least, "of least": ratio / least})
+    ratio = timed(asked, tree, tokens, length)
+    rows.append({"what": "forward + backward time", "ratio": ratio, "least": pairs, "of least": ratio / pairs})
+    title = f"A tree of {asked.prompt:,} tokens with {asked.answers} times {asked.answer}, against sequences apart"
+    print(report.write("tree", title, rows))
+    sys.exit(any(row["of least"] > BAR for row in rows))
+
+
+if __name__ == "__main__":
+    main()
