@@ -10,6 +10,8 @@ from data_stores import alone, every_shard
 
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, LabelTriples, PackedSequences, best_fit, greedy, one_per_row, open_store
+from armillary.data.cli import main
+from armillary.data.inspection.statistics import describe
 from armillary.data.prepare import Preparation, prepare
 
 END = ByteTokenizer().end_of_document
@@ -283,3 +285,14 @@ def test_tree_rows_ask_for_best_fit_of_a_shard_alone(tmp_path):
     layout = SequenceLayout.zigzag(60, 4)
     rows = PackedSequences(stored(tmp_path), layout=layout, shard=3, rows_per_batch=1, packing=best_fit)
     assert next(rows).tokens.shape == (1, 15)
+
+
+def test_figures_say_what_is_shared(tmp_path, capsys):
+    store = stored(tmp_path)
+    found = describe(store)
+    each = [len(tokens) for line in LINES for tokens, _, _ in sequences(line)]
+    assert (found["sequences"], found["unshared_tokens"]) == (len(each), sum(each))
+    assert found["stored_percent"] == pytest.approx(100 * store.tokens / sum(each))
+    assert describe(store.select(np.array([0, 1, 0, 1, 0], bool)))["sequences"] == 3
+    main(["info", str(tmp_path / "store")])
+    assert "% of these stored" in capsys.readouterr().out

@@ -30,7 +30,7 @@ USAGE = """usage: armillary-data COMMAND [options]
 
   # text into tokens; stopped at any time, the same command goes on where it was
   armillary-data prepare my/texts --output store --tokenizer bpe
-  # how many, and how long documents are
+  # how many, how long documents are, and what trees share
   armillary-data info store
   # what each packing costs in rows of 65,536 tokens
   armillary-data pack store --length 64Ki
@@ -69,13 +69,15 @@ def prepare_command(
 ) -> None:
     """Makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files.
 
-    Three ways to start:
+    Four ways to start:
       # bytes of a folder of text
       armillary-data prepare my/texts --output store
       # a tokenizer trained on them first
       armillary-data prepare my/texts --output store --tokenizer bpe --vocab-size 32Ki
       # JSONL, with the tokenizer of a Hugging Face folder
       armillary-data prepare a.jsonl b.jsonl --output store --tokenizer path/to/folder
+      # lines such as {"prompt": ..., "completions": [...]}, each prompt stored once
+      armillary-data prepare a.jsonl --output store --tokenizer path/to/folder --format trees
 
     Stopped at any time, the same command goes on where it was.
 
@@ -86,7 +88,7 @@ def prepare_command(
         vocab_size: of a trained tokenizer.
         end_of_document: name of the token behind each document; by default what the tokenizer's files say.
         begin_of_document: name of a token before each document; by default none.
-        format: of all files; auto goes by their suffixes.
+        format: of all files; auto goes by their suffixes. trees: JSONL of prompts with completions.
         text_field: field of JSONL objects, or column, that holds the text.
         invalid: what to do with text that is not UTF-8; records that are broken are refused or skipped.
         overwrite: start over, and replace the store at the output once the new one is complete.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from armillary.data.shuffle import Index, bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
-from armillary.data.trees import SegmentTable, Tree
+from armillary.data.trees import SegmentTable, SegmentTree
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -130,12 +130,12 @@ class TokenStore:
         self._check_tokens(found, document, start, step)
         return found
 
-    def tree(self, document: int) -> Tree:
+    def tree(self, document: int) -> SegmentTree:
         """The segments of a document; one if the store has no trees."""
         start, stop = int(self.starts[document]), int(self.stops[document])
         if self.trees is not None:
             return self.trees.tree(start, stop)
-        return Tree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
+        return SegmentTree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
 
     def _check_tokens(self, found: Integers, document: int, start: int, step: int) -> None:
         size = self.vocabulary.size

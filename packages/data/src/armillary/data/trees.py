@@ -6,7 +6,7 @@ prompt for each. A *sequence* of a tree is the path from its first segment to on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ SegmentArray = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, eq=False)
-class Tree:
+class SegmentTree:
     """Segments in depth-first order: each follows its parent, which is the one before it or an ancestor of that.
 
     Args:
@@ -85,7 +85,7 @@ class Tree:
             segment = self.parents[segment]
         return found[::-1]
 
-    def fitted(self, room: int) -> list[Tree]:
+    def fitted(self, room: int) -> list[SegmentTree]:
         """The tree in trees of at most `room` tokens, each with as many sequences as fit, in order.
 
         What several of these share is repeated, so that losses are as before. A sequence that is longer than the room
@@ -110,13 +110,13 @@ class Tree:
                 held = self.depths[leaf] + int(self.lengths[leaf])
         return [self._of(sorted(part), room) for part in parts]
 
-    def _of(self, kept: Sequence[int], room: int) -> Tree:
+    def _of(self, kept: Sequence[int], room: int) -> SegmentTree:
         """These segments alone, cut off after `room` tokens of their path."""
         number = {s: i for i, s in enumerate(kept)} | {-1: -1}
         left = room - np.array([self.depths[s] for s in kept])
         parents = tuple(number[self.parents[s]] for s in kept)
         part = list(kept)
-        return Tree(
+        return SegmentTree(
             self.starts[part], np.minimum(self.lengths[part], left), parents, self.trained[part], self.weights[part]
         )
 
@@ -138,7 +138,7 @@ class SegmentTable:
         if len(falling):
             raise ValueError(f"{self.name}: segment {falling[0]} has no tokens; prepare the store again")
 
-    def tree(self, start: int, stop: int) -> Tree:
+    def tree(self, start: int, stop: int) -> SegmentTree:
         """That of a document which has tokens `start` to `stop - 1` of the store.
 
         Raises:
@@ -151,11 +151,26 @@ class SegmentTable:
         starts = np.concatenate([[0], ends[:-1]])
         parents = tuple(rows["parent"].tolist())
         check_order(parents, f"{self.name}, tokens {start} to {stop}")
-        return Tree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
+        return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
 
-    def trees(self, starts: Index, stops: Index) -> Iterator[Tree]:
-        """Those of several documents."""
-        return (self.tree(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
+    def figures(self, starts: Index, stops: Index) -> dict[str, int]:
+        """Of the trees of some documents: segments, sequences, and the tokens of these, each with all of its own."""
+        firsts = np.searchsorted(self._ends, starts, "right")
+        rows = [
+            range(a, b)
+            for a, b in zip(firsts.tolist(), np.searchsorted(self._ends, stops, "right").tolist(), strict=True)
+        ]
+        parents, lengths = self.table["parent"].tolist(), np.diff(self._ends, prepend=0).tolist()
+        below = [0] * len(parents)  # sequences that each segment is part of
+        sequences = 0
+        for tree in rows:
+            for s in reversed(tree):
+                sequences += not below[s]
+                below[s] = below[s] or 1
+                if parents[s] >= 0:
+                    below[tree.start + parents[s]] += below[s]
+        tokens = sum(lengths[s] * below[s] for tree in rows for s in tree)
+        return {"segments": sum(map(len, rows)), "sequences": sequences, "unshared_tokens": tokens}
 
 
 def check_order(parents: Sequence[int], name: str) -> None:

@@ -27,7 +27,12 @@ def show_left_out(header: Header) -> None:
             print(f"{counts[name]:,} {sentence.format(first=counts.get(f'first_{name}'))}")
 
 
-UNITS = {"mean_length": "mean length, tokens", "longest": "longest, tokens"}
+UNITS = {
+    "mean_length": "mean length, tokens",
+    "longest": "longest, tokens",
+    "unshared_tokens": "tokens if unshared",
+    "stored_percent": "% of these stored",
+}
 """Names of figures that do not say what they count."""
 
 

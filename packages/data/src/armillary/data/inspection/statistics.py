@@ -16,6 +16,7 @@ from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
+from armillary.data.trees import SegmentTable
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
@@ -36,7 +37,15 @@ def describe(store: TokenStore) -> dict[str, Any]:
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
         "longest": int(lengths.max(initial=0)),
         **{f"p{100 * q:g}": value for q, value in zip(QUANTILES, quantiles, strict=False)},
+        **({} if store.trees is None else of_trees(store, store.trees)),
     }
+
+
+def of_trees(store: TokenStore, trees: SegmentTable) -> dict[str, float]:
+    """What a store of trees shares: sequences, tokens that they would have by themselves, and how many of these (%) are
+    stored."""
+    found = trees.figures(store.starts, store.stops)
+    return found | {"stored_percent": 100 * store.tokens / max(found["unshared_tokens"], 1)}
 
 
 @dataclass(frozen=True)

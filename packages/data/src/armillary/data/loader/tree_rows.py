@@ -16,7 +16,7 @@ from armillary.data.loader.epochs import Epochs, PackedRow, Waste
 from armillary.data.packing import DocumentSlice, Packed, Packing, greedy
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
-from armillary.data.trees import Tree
+from armillary.data.trees import SegmentTree
 
 Weights = npt.NDArray[np.float64]
 
@@ -36,7 +36,7 @@ class TreeRow(PackedRow):
     depths: tuple[int, ...]
 
     @classmethod
-    def of(cls, store: TokenStore, trees: Sequence[tuple[int, Tree]], length: int) -> TreeRow:
+    def of(cls, store: TokenStore, trees: Sequence[tuple[int, SegmentTree]], length: int) -> TreeRow:
         """Trees, each of a document, one after the other, and padding up to `length`."""
         slices, parents, depths = list[DocumentSlice](), list[int](), list[int]()
         for document, tree in trees:
@@ -56,7 +56,7 @@ class TreeRow(PackedRow):
 
 
 class TreeEpochs(Epochs):
-    """As `Epochs`, of a store of trees. A tree that is longer than a row becomes several (`Tree.fitted`); none is cut.
+    """As `Epochs`, of a store of trees. One that is longer than a row becomes several (`SegmentTree.fitted`).
 
     Raises:
         ValueError: a packing that cuts documents, or nothing that has a place in a row.
@@ -84,7 +84,7 @@ class TreeEpochs(Epochs):
     def _row_of(self, pieces: Sequence[DocumentSlice]) -> TreeRow:
         return TreeRow.of(self._store, [self._tree(piece.document) for piece in pieces], self._length)
 
-    def _tree(self, item: int) -> tuple[int, Tree]:
+    def _tree(self, item: int) -> tuple[int, SegmentTree]:
         """Which document it is of, and which of its trees."""
         if item >= len(self._whole):
             return self._fitted[item - len(self._whole)]
