@@ -1,23 +1,39 @@
 """Balanced layouts: as much attention on every shard, exact counts, few spans."""
 
 import random
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.balance import Visibility, shared_out
+from armillary.core.parts import Part, Work
+from armillary.core.sharing import shared_out
+from armillary.core.slices import Slices, mask_slices, slice_array
 
 
-def brute(vis: Visibility, length: int, of_keys: bool = False) -> list[int]:
+class Mask:
+    """Slices by hand: all that balance asks of a mask."""
+
+    def __init__(self, *rows: Slices) -> None:
+        self.rows = rows
+
+    def slices(self, length: int) -> tuple[Slices, ...]:
+        return self.rows
+
+
+def brute(length: int, causal=True, window=None, documents=None, of_keys: bool = False) -> list[int]:
     """Keys that each query sees, or queries that see each key."""
-    document = torch.bucketize(torch.arange(length), torch.tensor(vis.ends[1:-1]), right=True)
+    left, right = window or (None, None)
+    document = torch.bucketize(torch.arange(length), torch.tensor((documents or (0, length))[1:-1]), right=True)
     i, j = torch.arange(length)[:, None], torch.arange(length)
     seen = document[:, None] == document
-    seen &= (j >= i - vis.left) if vis.left is not None else True
-    seen &= (j <= i + vis.right) if vis.right is not None else True
+    seen &= (j <= i) if causal else True
+    seen &= (j >= i - left) if left is not None else True
+    seen &= (j <= i + right) if right is not None else True
     return seen.sum(0 if of_keys else 1).tolist()
 
 
@@ -34,10 +50,17 @@ def cases(draw: st.DrawFn) -> tuple[int, dict]:
 @given(cases(), st.data())
 def test_pairs_are_counted_exactly(case, data):
     length, mask = case
-    vis = Visibility.of(length, **mask)
-    start = data.draw(st.integers(0, length))
-    stop = data.draw(st.integers(start, length))
-    assert vis.pairs(start, stop) == sum(brute(vis, length)[start:stop])
+    work = Work.of(mask_slices(length, **mask))
+    cuts = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6).map(sorted))
+    part = Part(np.array(cuts[:-1:2]), np.array(cuts[1::2]))  # some runs of the sequence
+    ends = data.draw(st.lists(st.integers(0, part.size), min_size=2, max_size=5).map(sorted))
+    held = [position for span in part.spans(0, part.size) for position in span]
+    assert len(held) == part.size
+    for side, of_keys in enumerate((False, True)):
+        seen = [brute(length, **mask, of_keys=of_keys)[position] for position in held]
+        expected = [sum(seen[a:b]) for a, b in pairwise(ends)]
+        assert part.pairs(np.array(ends), work)[side].tolist() == expected
+    assert [p for a, b in pairwise(ends) for span in part.spans(a, b) for p in span] == held[ends[0] : ends[-1]]
 
 
 @given(cases(), st.integers(1, 5), st.sampled_from(["balanced", "zigzag", "striped", "contiguous"]), st.booleans())
@@ -46,7 +69,7 @@ def test_balance_is_the_most_loaded_shard_over_the_mean(case, shards, kind, of_k
     shards = min(shards, length)
     make = SequenceLayout.balanced if kind == "balanced" else getattr(SequenceLayout, kind)
     layout = make(length, shards, **mask) if kind == "balanced" else make(length, shards)
-    seen = torch.tensor(brute(Visibility.of(length, **mask), length, of_keys))
+    seen = torch.tensor(brute(length, **mask, of_keys=of_keys))
     loads = [int(seen[layout.positions(shard)].sum()) for shard in range(shards)]
     assert attention_balance(layout, **mask, of_keys=of_keys) == pytest.approx(max(loads) * shards / sum(loads))
 
@@ -56,8 +79,10 @@ def test_rows_of_a_batch_are_balanced_together():
     layout = SequenceLayout.balanced(100_000, 8, documents=ends)
     loads = torch.zeros(8)
     for row in ends:
-        vis = Visibility.of(100_000, True, None, row)
-        loads += torch.tensor([float(vis.seen_from(layout.positions(shard)).sum()) for shard in range(8)])
+        starts = torch.tensor(row)
+        for shard in range(8):
+            held = layout.positions(shard)
+            loads[shard] += (held - starts[torch.bucketize(held, starts, right=True) - 1] + 1).sum()
     assert attention_balance(layout, documents=ends) == pytest.approx(float(loads.max() / loads.mean()))
     assert loads.max() / loads.mean() < 1.02
 
@@ -116,15 +141,67 @@ def test_documents_may_be_tensors():
 
 
 def test_pieces_are_shared_out_evenly_and_exchanged():
-    falling = [(8 - i, i + 1) for i in range(8)]  # the pairs of a causal mask's chunks, as queries and as keys
+    falling = np.array([[8 - i for i in range(8)], [i + 1 for i in range(8)]])  # as of a causal mask's chunks
+    one_kind = np.zeros(8, dtype=np.int64)
     for shards in (2, 4):
-        loads = [
-            [sum(side) for side in zip(*(falling[i] for i in part), strict=True)]
-            for part in shared_out(falling, shards)
-        ]
-        assert loads == [[36 // shards] * 2] * shards
-    works = [(9, 9), *[(1, 1)] * 5]
-    assert [sum(works[i][0] for i in part) for part in shared_out(works, 3)] == [10, 2, 2]
+        owner = shared_out(falling, one_kind, shards, goal=0)
+        assert loads_of(falling, owner, shards) == [[36 // shards] * 2] * shards
+    works = np.array([[9, 1, 1, 1, 1, 1]] * 2)
+    owner = shared_out(works, one_kind[:6], 3, goal=0)
+    assert loads_of(works, owner, 3) == [[10, 10], [2, 2], [2, 2]]
+
+
+def loads_of(works, owner, shards: int) -> list[list[int]]:
+    return [works[:, owner == shard].sum(1).tolist() for shard in range(shards)]
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_each_shard_gets_as_many_pieces_of_a_kind(shards, each, kinds, rng):
+    kind = np.repeat(np.arange(kinds), each * shards)
+    works = np.array([[rng.randint(0, 99) ** 2 for _ in kind] for _ in range(2)])
+    owner = shared_out(works, kind, shards, goal=0)
+    for number in range(kinds):
+        assert np.bincount(owner[kind == number], minlength=shards).tolist() == [each] * shards
+
+
+def test_tokens_that_all_others_see_are_cut_finer():
+    """A prompt of 1,000 tokens with answers of 1,000: two thirds of all pairs are of its keys."""
+    length, shards = 1_000_000, 32
+    starts = range(1000, length, 1000)
+    prompt = [(0, length, 0, 1000, None, 0)]
+    mask = Mask(slice_array(prompt + [(at, at + 1000, at, at + 1000, None, 0) for at in starts]))
+    assert attention_balance(SequenceLayout.zigzag(length, shards), mask=mask, of_keys=True) > 15
+    layout = SequenceLayout.balanced(length, shards, mask=mask)
+    assert attention_balance(layout, mask=mask) < 1.05
+    assert attention_balance(layout, mask=mask, of_keys=True) < 1.05
+    assert max(len(layout.spans(shard)) for shard in range(shards)) <= 16
+    assert max(layout.sizes) == min(layout.sizes)
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.data())
+def test_any_slices_leave_each_position_in_one_shard(length, shards, data):
+    shards = min(shards, length)
+    edges = st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True).map(sorted)
+    rows = data.draw(st.lists(st.tuples(edges, edges), max_size=4))
+    mask = Mask(slice_array((*queries, *keys, None, None) for queries, keys in rows))
+    layout = SequenceLayout.balanced(length, shards, mask=mask)
+    assert layout.length == length and max(layout.sizes) - min(layout.sizes) <= 1
+    pairs = np.zeros((length, length))
+    for queries, keys in rows:
+        pairs[slice(*queries), slice(*keys)] += 1
+    for side, of_keys in ((1, False), (0, True)):
+        seen = pairs.sum(side)
+        loads = [seen[layout.positions(shard).numpy()].sum() for shard in range(shards)]
+        expected = max(loads) * shards / sum(loads) if rows else 1
+        assert attention_balance(layout, mask=mask, of_keys=of_keys) == pytest.approx(expected)
+
+
+def test_a_mask_says_what_its_terms_say():
+    ends, window = [0, 3, 40, 64], (5, 0)
+    mask = Mask(*mask_slices(64, True, window, ends))
+    layout = SequenceLayout.balanced(64, 4, window=window, documents=ends)
+    assert SequenceLayout.balanced(64, 4, mask=mask) == layout
+    assert attention_balance(layout, mask=mask) == attention_balance(layout, window=window, documents=ends)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +212,10 @@ def test_pieces_are_shared_out_evenly_and_exchanged():
         ({"documents": [[0, 8], []]}, r"must rise from 0 to the length 8"),
         ({"documents": [0, 5, 5, 8]}, r"must rise from 0 to the length 8"),
         ({"window": (-1, 0)}, r"each None or at least 0"),
+        ({"mask": Mask(), "causal": False}, r"leave causal, window and documents"),
+        ({"mask": Mask(), "window": (1, 0)}, r"leave causal, window and documents"),
+        ({"mask": Mask(), "documents": [0, 8]}, r"leave causal, window and documents"),
+        ({"mask": "causal"}, r"mask is a str; an attention mask is needed"),
     ],
 )
 def test_what_is_no_mask_is_refused(options, message):

@@ -25,8 +25,7 @@ def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = 
         case "striped":
             return SequenceLayout.striped(length, shards)
         case "balanced":
-            mask = mask or AttentionMask()
-            return SequenceLayout.balanced(length, shards, mask.causal, mask.window, mask.documents)
+            return SequenceLayout.balanced(length, shards, mask=mask or AttentionMask())
         case _:
             raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")
 

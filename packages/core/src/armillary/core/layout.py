@@ -17,9 +17,10 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from armillary.core.balance import Visibility, balanced_spans
+from armillary.core.balance import balanced_spans
 from armillary.core.checked import flag, integer
 from armillary.core.quantity import LARGEST
+from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
 
 Spans = tuple[range, ...]
 """Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
@@ -108,18 +109,25 @@ class SequenceLayout:
         causal: bool = True,
         window: Sequence[int | None] | None = None,
         documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        mask: Sliced | None = None,
     ) -> SequenceLayout:
-        """As much attention to compute on every shard under such a mask, in few spans: up to 16 chunks a shard.
+        """As much attention to compute on every shard under such a mask, in few spans: up to 16 chunks a shard, or
+        twice to four times as many smaller ones where few tokens have most of the pairs.
 
-        Without documents that is zigzag or, if not causal, contiguous. Sizes differ by one at most.
+        Under a causal mask that is zigzag, where all see all contiguous. Sizes differ by one at most.
 
         Args:
             window: (left, right), each None or at least 0, as an attention mask has it.
             documents: boundaries 0, end of the first, ..., `length`; or a list of them for each row of a batch, whose
                 rows together are then balanced.
+            mask: any other, instead of these three.
+
+        Raises:
+            ValueError: documents that do not rise from 0 to `length`, a negative window, a mask beside another one.
         """
         length, shards = _sizes_of(length, shards)
-        return cls(balanced_spans(length, shards, Visibility.of_rows(length, causal, window, documents)))
+        return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask)))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
@@ -222,21 +230,41 @@ def attention_balance(
     window: Sequence[int | None] | None = None,
     documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
+    mask: Sliced | None = None,
     of_keys: bool = False,
 ) -> float:
     """What the most loaded shard has to attend to over what shards have in the mean, in (query, key) pairs: 1 is even.
 
     Args:
-        causal, window, documents: as in `SequenceLayout.balanced`.
+        causal, window, documents, mask: as in `SequenceLayout.balanced`.
         of_keys: count the pairs of a shard's keys, which it computes if queries travel, instead of its queries'.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    rows = Visibility.of_rows(layout.length, causal, window, documents)
-    rows = [row.mirrored for row in rows] if flag("of_keys", of_keys) else rows
-    positions = (layout.positions(shard) for shard in range(layout.shards))
-    loads = [sum(int(row.seen_from(held).sum()) for row in rows) for held in positions]
-    return max(loads) * layout.shards / sum(loads)
+    rows = _slices_of(layout.length, causal, window, documents, mask)
+    counts = [KeyCounts.of(mirrored(row) if flag("of_keys", of_keys) else row) for row in rows]
+    held = [layout.positions(shard).numpy() for shard in range(layout.shards)]
+    loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in held]
+    return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
+
+
+def _slices_of(
+    length: int,
+    causal: bool,
+    window: Sequence[int | None] | None,
+    documents: Sequence[int] | Sequence[Sequence[int]] | None,
+    mask: Sliced | None,
+) -> Sequence[Slices]:
+    """Of a mask, or of one in these terms: for each row of a batch that has its own."""
+    if mask is None:
+        return mask_slices(length, causal, window, documents)
+    if not (flag("causal", causal) and window is documents is None):
+        raise ValueError(f"mask={mask!r} says who sees whom; leave causal, window and documents as they are")
+    if not hasattr(mask, "slices"):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}; an attention mask is needed, or anything with slices(length)"
+        )
+    return mask.slices(length)
 
 
 def join_spans(spans: Iterable[range]) -> Spans:
