@@ -1,0 +1,139 @@
+"""Sequences that share beginnings, as the rows of trees: losses and gradients are those of each sequence by itself."""
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from armillary.attention import AttentionMask, build_attention
+from armillary.core.testing import mesh, relative_error
+from armillary.models import Checkpointing, LabelTriples, Llama, LlamaConfig, initialize, linear_token_loss
+
+# A window that is shorter than some paths, in all layers but the first.
+LLAMA = LlamaConfig(vocab_size=31, dim=16, layers=3, heads=4, kv_heads=2, hidden_dim=20, window=4, window_from=1)
+N = 29
+ROWS = [
+    ((0, 7, 9, 14, 15, 20, 26, N), (-1, 0, 0, 2, 2, 0, -1)),  # a tree, and a document behind it
+    ((0, 3, 5, 12, 16, 27, N), (-1, 0, 1, 1, -1, 4)),
+]
+WEIGHTS = [(3.5, 1, 1.5, 0.5, 1, 1, 1), (2, 2, 1, 1, 0.25, 0.25)]
+"""Of labels among each segment's tokens: as much as the sequences that share it."""
+METHODS = {
+    "ring": {"ring": 4},
+    "token_ring": {"ring": 4},
+    "ulysses": {"ulysses": 2, "ring": 1},
+    "usp": {"ring": 2, "ulysses": 2},
+}
+
+
+def model() -> Llama:
+    made = Llama(LLAMA).double()
+    initialize(made, 0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    return made
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(31, (2, N), generator=torch.Generator().manual_seed(1))
+
+
+def mask() -> AttentionMask:
+    return AttentionMask.rows([AttentionMask.tree(*row) for row in ROWS])
+
+
+def labels_of(row: int) -> dict[tuple[int, int], float]:
+    """By the position that predicts and the position of its label: the weight."""
+    ends, parents = ROWS[row]
+    found = {}
+    for s, (start, stop) in enumerate(pairwise(ends)):
+        found |= {(at - 1, at): WEIGHTS[row][s] for at in range(start + 1, stop)}
+        if parents[s] >= 0:
+            found[ends[parents[s] + 1] - 1, start] = WEIGHTS[row][s]
+    return found
+
+
+def triples(layout=None, shard=0) -> LabelTriples:
+    held = list(range(N)) if layout is None else layout.positions(shard).tolist()
+    place, tokens = {position: i for i, position in enumerate(held)}, ids()
+    found = [
+        (row * len(held) + place[at], int(tokens[row, label]), weight)
+        for row in range(2)
+        for (at, label), weight in labels_of(row).items()
+        if at in place
+    ]
+    return LabelTriples(*(torch.tensor(column) for column in zip(*found, strict=True)), (2, len(held)))
+
+
+def unshared() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Each segment's labels at the end of its own path, run by itself."""
+    made, tokens, total = model(), ids(), torch.zeros((), dtype=torch.float64)
+    for row, (ends, parents) in enumerate(ROWS):
+        for s in range(len(parents)):
+            path, at = [], s
+            while at >= 0:
+                path = [*range(ends[at], ends[at + 1]), *path]
+                at = parents[at]
+            logits = made(tokens[row, path][None])[0]
+            first = len(path) - (ends[s + 1] - ends[s])  # of this segment's tokens
+            kept = range(max(first, 1), len(path))
+            losses = F.cross_entropy(logits[[i - 1 for i in kept]], tokens[row, path][list(kept)], reduction="sum")
+            total = total + WEIGHTS[row][s] * losses
+    total.backward()
+    return total.detach(), [p.grad for p in made.parameters()]
+
+
+def packed(method=None, layout=None, policy="none") -> tuple[torch.Tensor, list[torch.Tensor]]:
+    made = model()
+    if method is not None:
+        for block in made.model.layers:
+            block.attention = method
+    Checkpointing(policy).apply(made)
+    shard = 0 if method is None else method.shard
+    found, tokens = triples(layout, shard), ids()
+    positions = torch.stack([mask().positions(N, row) for row in range(2)])
+    if layout is not None:
+        tokens, positions = (layout.take(x, shard, 1) for x in (tokens, positions))
+    total, count = made(
+        tokens,
+        positions=positions,
+        mask=mask(),
+        layout=layout,
+        head=lambda hidden, weight: linear_token_loss(hidden, weight, found),
+    )
+    total.backward()
+    assert count > 0
+    return total.detach(), [p.grad for p in made.parameters()]
+
+
+def error(found, exact) -> float:
+    return max(relative_error(a, b) for a, b in zip([found[0], *found[1]], [exact[0], *exact[1]], strict=True))
+
+
+def by_methods() -> dict[str, float]:
+    """The error of each method, layout and policy, its shares summed over ranks."""
+    exact, errors = unshared(), {}
+    for name, axes in METHODS.items():
+        ranks = axes["ring"] * axes.get("ulysses", 1)
+        over = mesh(**axes | {"replicate": 4 // ranks})
+        method = build_attention(name, over)
+        for kind, policy in (("zigzag", "none"), ("striped", "layer")):
+            total, grads = packed(method, method.layout(N, kind), policy)
+            for x in (total, *grads):
+                dist.all_reduce(x)
+            scale = ranks / 4
+            errors[f"{name} {kind} {policy}"] = error((total * scale, [x * scale for x in grads]), exact)
+    return errors
+
+
+def test_rows_of_trees_are_their_sequences_by_themselves():
+    exact = unshared()
+    for policy in ("none", "layer"):
+        assert error(packed(policy=policy), exact) < 1e-12
+
+
+def test_and_so_they_are_under_every_method(worlds):
+    for errors in worlds(4).run(by_methods):
+        assert len(errors) == 8 and max(errors.values()) < 1e-9, errors
