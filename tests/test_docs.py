@@ -120,7 +120,7 @@ def run_listings(page: str) -> None:
     exec("".join(listings(page, "python")), {})
 
 
-@pytest.mark.parametrize("page", ["masks.md", "layouts.md", "choosing.md"])
+@pytest.mark.parametrize("page", ["masks.md", "layouts.md", "choosing.md", "trees.md"])
 def test_listings_run_as_they_stand(page):
     run_listings(page)
 
