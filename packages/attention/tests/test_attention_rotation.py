@@ -1,4 +1,4 @@
-"""What goes round, as data: everything that is seen, nothing further than it is seen, the shorter way."""
+"""What goes round, as data: every token as far as to the last rank that sees it and no further, the shorter way."""
 
 from itertools import pairwise
 
@@ -9,15 +9,21 @@ from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
+from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import Moving, RingTopology
 from armillary.attention.spec import AttentionSpec, key_heads_of
 from armillary.core import Axis, SequenceLayout
+from armillary.core.token_ranges import TokenRanges
 
 
-def ring(place: int, moving: Moving, spec: AttentionSpec, ranks: int = 4) -> Rotation:
-    axis = Axis("ring", place, ranks, None, None)  # type: ignore[arg-type] - nothing is sent
-    return Rotation.of(axis, axis, RingTopology.of_all(ranks, moving), spec.grid)
+def ring(
+    place: int, moving: Moving, spec: AttentionSpec, ranks: int = 4, topology: RingTopology | None = None
+) -> Rotation:
+    """As the rank at `place` of a topology sees it, by default of all ranks in order."""
+    topology = topology or RingTopology.of_all(ranks, moving)
+    axis = Axis("ring", topology.ranks[place], ranks, None, None)  # type: ignore[arg-type] - nothing is sent
+    return Rotation.of(axis, axis, topology, spec.grid)
 
 
 def spec_of(mask: AttentionMask, layout: SequenceLayout, key_layout: SequenceLayout | None = None) -> AttentionSpec:
@@ -45,20 +51,64 @@ MASKS = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+def last_seen(spec: AttentionSpec, topology: RingTopology, origin: int) -> list[int]:
+    """For every token of the rotating shard from `origin`: how many steps on the last rank is that sees it."""
+    layouts = (spec.layout, spec.key_layout) if topology.moving == "keys" else (spec.key_layout, spec.layout)
+    own, last = layouts[1].positions(topology.rotating[origin]), []
+    for step in range(len(topology.ranks)):
+        stays = layouts[0].positions(topology.stationary[(origin + step) % len(topology.ranks)])
+        pair = (stays, own) if topology.moving == "keys" else (own, stays)
+        seen = visible_pairs(spec.mask, *pair, batch=2).any(0).any(0 if topology.moving == "keys" else 1)
+        last = [step if sees else before for sees, before in zip(seen, last or [0] * len(own), strict=True)]
+    return last
+
+
+def tokens(ranges: TokenRanges) -> list[int]:
+    return [token for run in ranges.runs for token in run]
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
-def test_no_more_goes_on_than_is_seen_and_no_less(data, mask, ranks, moving):
+def test_every_token_goes_as_far_as_it_is_seen_and_no_further(data, mask, ranks, moving):
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
-    rings = [ring(place, moving, spec, ranks) for place in range(ranks)]
-    assert len({ring.topology for ring in rings}) == 1, "ranks differ in which way they go"
-    first, sizes = rings[0], (spec.key_layout if moving == "keys" else spec.layout).sizes
-    for origin, steps in enumerate(first.needed):
-        assert len(steps) == ranks + 1 and steps[0] == range(sizes[first.topology.rotating[origin]])
-        for step in range(1, ranks + 1):
-            later = [first.seen((origin + s) % ranks, origin) for s in range(step, ranks)]
-            seen = {token for tokens in later for token in tokens}
-            assert steps[step] == (range(min(seen), max(seen) + 1) if seen else range(0))
-            assert set(steps[step]) <= set(steps[step - 1])
+    given = RingTopology.of_all(ranks, moving)
+    hops = [sum(sum(last_seen(spec, way, origin)) for origin in range(ranks)) for way in (given, given.opposite)]
+    topology = given.shorter_way(spec.grid)
+    assert topology == (given.opposite if hops[1] < hops[0] else given)
+    assert topology.tokens_sent(spec.grid) == min(hops)
+    assert [way.tokens_sent(spec.grid) for way in (given, given.opposite)] == hops
+    last = [last_seen(spec, topology, origin) for origin in range(ranks)]
+    for place in range(ranks):
+        rotation = ring(place, moving, spec, ranks, topology)
+        for step in rotation.steps:
+            held = last[rotation.origin(step.step)]
+            assert tokens(step.held) == [token for token, steps in enumerate(held) if steps >= step.step]
+            leaving, ending = ([tokens(step.held)[i] for i in tokens(some)] for some in (step.leaving, step.ending))
+            assert leaving == [token for token, steps in enumerate(held) if steps > step.step]
+            assert ending == [token for token, steps in enumerate(held) if steps == step.step]
+            assert step.coming == sum(steps > step.step for steps in last[rotation.origin(step.step + 1)])
+            assert tokens(step.returning) == [i for i, steps in enumerate(last[place]) if steps == step.step]
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
+def test_kernels_are_handed_what_they_see_of_what_is_at_hand(data, mask, ranks, moving):
+    """Every visible pair once, wherever its tokens are packed."""
+    spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
+    rotation = ring(data.draw(st.integers(0, ranks - 1)), moving, spec, ranks)
+    for step, direct in zip(rotation.steps, rotation.direct, strict=True):
+        assert [tokens(step.held)[i] for i in tokens(direct.packed)] == tokens(direct.seen)
+        for held in (step.held, direct.seen):
+            sides = (None, held) if moving == "keys" else (held, None)
+            chosen = zip((spec.layout, spec.key_layout), (step.query, step.key), sides, strict=True)
+            q, k = (layout.positions(n)[slice(None) if some is None else tokens(some)] for layout, n, some in chosen)
+            visible = visible_pairs(mask, q, k, batch=2).expand(2, -1, -1).long()
+            count = torch.zeros_like(visible)
+            for rows, columns, (low, high) in spec.block(step.query, step.key, *sides).calls:
+                part = count[rows.rows, rows.tokens, columns.tokens]
+                apart = torch.arange(part.shape[2])[None, :] - torch.arange(part.shape[1])[:, None]
+                part += (apart >= (-99 if low is None else low)) & (apart <= (99 if high is None else high))
+            assert torch.equal(count, visible)
 
 
 @pytest.mark.parametrize(

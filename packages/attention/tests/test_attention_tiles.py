@@ -1,6 +1,6 @@
 """Tiles cover every visible pair once and nothing else, and are as few as the layouts allow."""
 
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 import pytest
@@ -121,16 +121,16 @@ def test_windows_and_documents_are_covered_exactly(data):
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.data())
-def test_the_hull_is_the_smallest_rectangle_around_what_any_row_of_the_batch_sees(data):
+def test_what_is_seen_is_what_any_row_of_the_batch_sees(data):
     queries, i, keys, j, length = data.draw(cells())
     mask = data.draw(masks(length))
     pairs = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).expand(2, -1, -1)
     grid, visible = Grid(queries, keys, mask), pairs.any(0)
-    found = grid.hull(i, j)
+    found = grid.seen(i, j)
     assert grid.pairs(i, j, batch=2) == pairs.sum()
-    for tokens, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
-        indices = seen.nonzero().flatten().tolist()
-        assert tokens == (range(indices[0], indices[-1] + 1) if indices else range(0))
+    for runs, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
+        assert [token for run in runs for token in run] == seen.nonzero().flatten().tolist()
+        assert all(runs) and all(a.stop < b.start for a, b in pairwise(runs))
 
 
 def any_cell(seed: int) -> tuple[SequenceLayout, SequenceLayout, AttentionMask, Random]:

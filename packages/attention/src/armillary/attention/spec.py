@@ -15,6 +15,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
+from armillary.core.token_ranges import TokenRanges
 
 Known = TypeVar("Known")
 LAYOUTS = (SequenceLayout, type(None))
@@ -95,9 +96,11 @@ class AttentionSpec:
         """The call as a method inside sees it: these heads only."""
         return self.once(("heads", key_heads), lambda: replace(self, key_heads=key_heads))
 
-    def block(self, query: int, key: int, first_query: int = 0, first_key: int = 0) -> BlockAttention:
-        """Shard `query` of the queries against shard `key` of the keys, at hand from their first tokens on."""
-        where = (query, key, first_query, first_key)
+    def block(
+        self, query: int, key: int, queries: TokenRanges | None = None, keys: TokenRanges | None = None
+    ) -> BlockAttention:
+        """Shard `query` of the queries against shard `key` of the keys, or those tokens of them that are at hand."""
+        where = (query, key, queries, keys)
         if (found := self._known.get(where)) is None:
             calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *where)
             found = self._known[where] = BlockAttention(

@@ -56,8 +56,8 @@ class Ring(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, merged = self.ring("keys", spec), Merge.of(q, v)
         for hand in ring.rotate(k, v):  # the next keys and values are under way meanwhile
-            if hand.tokens:
-                block = spec.block(hand.query, hand.key, first_key=hand.tokens.start)
+            if hand.tensors:
+                block = spec.block(hand.query, hand.key, keys=hand.held)
                 block.forward(q, hand.tensors[0], hand.tensors[1], merged)
         out, lse = merged.result()
         return out, Saved(q, k, v, out, lse)
@@ -69,9 +69,9 @@ class Ring(Method):
         sums = RingReduce(ring)
         for hand in ring.rotate(saved.k, saved.v):
             shares = [Sum.like(x) for x in hand.tensors]
-            if hand.tokens:
+            if hand.tensors:
                 here = saved._replace(k=hand.tensors[0], v=hand.tensors[1])
-                block = spec.block(hand.query, hand.key, first_key=hand.tokens.start)
+                block = spec.block(hand.query, hand.key, keys=hand.held)
                 block.backward(dout, *here, dq, shares[0], shares[1])
                 del here
             sums.push(hand.step, [share.value() for share in shares])  # they follow their keys, one step behind

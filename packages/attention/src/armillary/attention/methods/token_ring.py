@@ -26,8 +26,9 @@ from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.steps import Returning, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.spec import AttentionSpec, Saved
-from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
+from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
+from armillary.core.token_ranges import TokenRanges
 
 
 class TokenRing(Method):
@@ -51,16 +52,16 @@ class TokenRing(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, merged = self.ring(spec), Merge.of(q, v)
 
-        def merge(tokens: range, share: Shares) -> None:
-            merged.add(TilePart(ALL, slice(tokens.start, tokens.stop), ALL), *share)
+        def merge(tokens: TokenRanges, share: Shares) -> None:
+            merged.add_tokens(tokens, *share)
 
         returns = DirectReduce(ring, merge)
         for hand in ring.rotate(q):  # the next queries are under way meanwhile
-            tokens, share = returns.tokens(hand.step), ()
-            if tokens:
-                (queries,) = hand.part(tokens)
+            (tokens, packed), share = returns.wanted(hand.step), ()
+            if tokens.runs:
+                (queries,) = hand.part(packed)
                 into = Merge.of(queries, v) if hand.step else merged
-                spec.block(hand.query, hand.key, first_query=tokens.start).forward(queries, k, v, into)
+                spec.block(hand.query, hand.key, queries=tokens).forward(queries, k, v, into)
                 share = into.result()
                 del queries, into
             returns.push(hand.step, share)  # straight to the owner of these queries
@@ -90,11 +91,11 @@ def pass_queries_backward(
     """
     dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), returning(ring)
     for hand in ring.rotate(saved.q, saved.out, dout, saved.lse):
-        tokens, share = returns.tokens(hand.step), ()
-        if tokens:
-            q, out, dout_, lse = hand.part(tokens)
+        (tokens, packed), share = returns.wanted(hand.step), ()
+        if tokens.runs:
+            q, out, dout_, lse = hand.part(packed)
             dq = Sum.like(q)
-            block = spec.block(hand.query, hand.key, first_query=tokens.start)
+            block = spec.block(hand.query, hand.key, queries=tokens)
             block.backward(dout_, q, saved.k, saved.v, out, lse, dq, dk, dv)
             share = (dq.value(),)
             del q, out, dout_, lse, dq

@@ -5,21 +5,23 @@
         compute with the shard in hand
         wait
 
-Of a shard, no more goes on than what some rank further on sees.
+Of a shard, no token goes further than to the last rank that sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
+from armillary.attention.rotation.reach import Reach
 from armillary.attention.rotation.topology import Moving, RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, start_exchange
+from armillary.core.token_ranges import TokenRanges
 
 
 class RingStep(NamedTuple):
@@ -28,32 +30,50 @@ class RingStep(NamedTuple):
     Args:
         step: 0 .. R - 1.
         query, key: the shards that meet.
-        held: tokens in hand of the shard that goes round.
-        leaving: those of them that go on to the next rank.
-        coming: tokens of the next shard that arrive from the rank before.
+        held: tokens in hand of the shard that goes round, packed.
+        leaving: those of them that go on to the next rank, as they lie there.
+        ending: those that go no further, as they lie there.
+        coming: how many tokens of the next shard arrive from the rank before.
+        returning: tokens of this rank's own shard that have gone as far as they go.
     """
 
     step: int
     query: int
     key: int
-    held: range
-    leaving: range
-    coming: range
+    held: TokenRanges
+    leaving: TokenRanges
+    ending: TokenRanges
+    coming: int
+    returning: TokenRanges
+
+
+class DirectStep(NamedTuple):
+    """What one rank sees at one step of what is in hand, and the rank that has its own shard of that.
+
+    Args:
+        seen: tokens in hand that this rank sees.
+        packed: those, as they lie among all that are in hand.
+        theirs: tokens of this rank's own shard that the other rank sees.
+    """
+
+    seen: TokenRanges
+    packed: TokenRanges
+    theirs: TokenRanges
 
 
 @dataclass
 class InFlight:
-    """The shard in hand: tensors with its tokens `tokens` on dim 1, which leave when the next one has arrived."""
+    """The shard in hand: tensors with its tokens `held` packed on dim 1, which leave when the next one has arrived."""
 
     step: int
     query: int
     key: int
-    tokens: range
+    held: TokenRanges
     tensors: tuple[Tensor, ...]
 
-    def part(self, tokens: range) -> tuple[Tensor, ...]:
-        """Views of some of the tokens."""
-        return tuple([tokens_of(x, self.tokens, tokens) for x in self.tensors])
+    def part(self, packed: TokenRanges | None) -> tuple[Tensor, ...]:
+        """Some of the tokens, as they lie in what is held; None: all. Views of one run, else copies."""
+        return self.tensors if packed is None else tuple([packed.take(x) for x in self.tensors])
 
 
 @dataclass(frozen=True)
@@ -87,8 +107,10 @@ class Rotation:
         shard, held, (behind, ahead) = tensors, None, self.neighbours
         for step in self.steps:
             hand = InFlight(step.step, step.query, step.key, step.held, shard)
-            sent = self._sent(step, held, hand) if step.leaving else None
-            received = FlatBuffer.like(tensors, len(step.coming)) if step.coming else None
+            sent = None
+            if step.leaving.runs:  # as it came; or where less goes on than came, or at first, a copy of what does
+                sent = held.part(step.leaving) if held else FlatBuffer.of(shard, step.leaving)
+            received = FlatBuffer.like(tensors, step.coming) if step.coming else None
             send, receive = {ahead: sent} if sent else {}, {behind: received} if received else {}
             exchange = start_exchange(self.axis, send, receive)
             yield hand
@@ -96,15 +118,6 @@ class Rotation:
             hand.tensors = ()  # two shards are alive at a time, not three
             held, shard = received, received.tensors if received else ()
             del exchange, send, receive, sent
-
-    @staticmethod
-    def _sent(step: RingStep, held: FlatBuffer | None, hand: InFlight) -> FlatBuffer:
-        """What goes on: as it came, or where less goes on than came, or at first, a copy of what does."""
-        if held is None:
-            return FlatBuffer.of(hand.part(step.leaving))
-        if step.leaving == step.held:
-            return held
-        return held.part(step.leaving.start - step.held.start, len(step.leaving))
 
     @cached_property
     def place(self) -> int:
@@ -117,20 +130,35 @@ class Rotation:
         return self.ahead(-1), self.ahead(1)
 
     @cached_property
-    def needed(self) -> tuple[tuple[range, ...], ...]:
-        """For the shard from each place: its tokens that any rank so many steps on, or further, sees."""
-        return self.topology.needed(self.grid)
-
-    @cached_property
     def steps(self) -> tuple[RingStep, ...]:
         """What this rank does."""
-        return tuple(self._step(step) for step in range(len(self.topology.ranks)))
+        reach = self.topology.reach(self.grid)
+        return tuple(self._step(reach, step) for step in range(len(reach)))
 
-    def _step(self, step: int) -> RingStep:
-        origin, following, needed = self.origin(step), self.origin(step + 1), self.needed
-        held, leaving = needed[origin][step : step + 2]
-        shards = self.topology.query_key_shards(self.place, origin)
-        return RingStep(step, *shards, held, leaving, needed[following][step + 1])
+    def _step(self, reach: Sequence[Reach], step: int) -> RingStep:
+        origin, following = self.origin(step), self.origin(step + 1)
+        held, leaving, ending = reach[origin].needed(step), reach[origin].needed(step + 1), reach[origin].ending(step)
+        return RingStep(
+            step,
+            *self.topology.query_key_shards(self.place, origin),
+            held,
+            leaving.within(held),
+            ending.within(held),
+            reach[following].counts[step + 1],
+            reach[self.place].ending(step),
+        )
+
+    @cached_property
+    def direct(self) -> tuple[DirectStep, ...]:
+        """What this rank and the others see, where shares go straight back; at step 0 it has all of its own."""
+        return tuple(map(self._direct, self.steps))
+
+    def _direct(self, step: RingStep) -> DirectStep:
+        if step.step == 0:
+            return DirectStep(step.held, step.held, TokenRanges())
+        other = (self.place + step.step) % len(self.steps)
+        seen = self.topology.seen(self.grid, self.place, self.origin(step.step))
+        return DirectStep(seen, seen.within(step.held), self.topology.seen(self.grid, other, self.place))
 
     def origin(self, step: int) -> int:
         """The place from which the shard set out that is in hand at `step`."""
@@ -139,12 +167,3 @@ class Rotation:
     def ahead(self, steps: int) -> int:
         """The rank of the axis that is so many places further round the ring."""
         return self.topology.ahead(self.place, steps)
-
-    def seen(self, place: int, origin: int) -> range:
-        """Tokens of the shard from `origin` that the rank at `place` sees."""
-        return self.topology.seen(self.grid, place, origin)
-
-
-def tokens_of(x: Tensor, held: range, wanted: range) -> Tensor:
-    """Some of the tokens that `x` holds on dim 1."""
-    return x if wanted == held else x.narrow(1, wanted.start - held.start, len(wanted))

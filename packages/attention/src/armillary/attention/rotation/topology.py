@@ -1,17 +1,19 @@
 """Who passes what to whom round a ring of ranks, and how much of it: pure, for the loop and for its plan.
 
 On every rank of a ring one shard is stationary and the others rotate past it: keys past queries, or queries past keys.
-Of a rotating shard, no more is sent on than what some rank further on sees.
+Of a rotating shard, no token is sent further than to the last rank that sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from armillary.attention.rotation.reach import Reach
 from armillary.attention.tiling.grid import Grid
 from armillary.core.network import Send
+from armillary.core.token_ranges import TokenRanges
 
 Moving = Literal["keys", "queries"]
 
@@ -49,11 +51,13 @@ class RingTopology:
         With causal masks and zigzag shards, keys that go down visit those who see all of them first, then those who see
         half: three quarters of what goes up. Where all see all, both ways are equal, and it is this one.
         """
-        return min((self, self.opposite), key=lambda way: way.tokens_sent(grid))
+        reach, opposite = self.reach(grid), self.opposite
+        other = grid.once(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
+        return opposite if _sent(other) < _sent(reach) else self
 
     def tokens_sent(self, grid: Grid) -> int:
         """By all ranks of the ring together, as many times as they make a hop."""
-        return sum(len(tokens) for steps in self.needed(grid) for tokens in steps[1:])
+        return _sent(self.reach(grid))
 
     def origin(self, place: int, step: int) -> int:
         """The place from which the rotating shard comes that is held at `step`."""
@@ -63,42 +67,31 @@ class RingTopology:
         """The rank that is so many places further round."""
         return self.ranks[(place + steps) % len(self.ranks)]
 
-    def needed(self, grid: Grid) -> tuple[tuple[range, ...], ...]:
-        """For the rotating shard from each place: its tokens that any rank so many steps on, or further, sees.
+    def reach(self, grid: Grid) -> tuple[Reach, ...]:
+        """How far the tokens of the rotating shard from each place go."""
+        return grid.once(self, lambda: tuple(self._reach(grid, origin) for origin in range(len(self.ranks))))
 
-        All of them at step 0, none at step R, and never more than the step before.
-        """
-        return grid.once(self, lambda: _needed(self, grid))
+    def _reach(self, grid: Grid, origin: int) -> Reach:
+        size, layout = len(self.ranks), grid.key_layout if self.moving == "keys" else grid.layout
+        seen = [self.seen(grid, (origin + step) % size, origin) for step in range(1, size)]
+        return Reach.of(layout.sizes[self.rotating[origin]], seen)
 
     def query_key_shards(self, place: int, origin: int) -> tuple[int, int]:
         """(shard of queries, shard of keys) at `place`, which holds the rotating shard from `origin`."""
         own, held = self.stationary[place], self.rotating[origin]
         return (own, held) if self.moving == "keys" else (held, own)
 
-    def seen(self, grid: Grid, place: int, origin: int) -> range:
+    def seen(self, grid: Grid, place: int, origin: int) -> TokenRanges:
         """Tokens of the rotating shard from `origin` that the rank at `place` sees."""
-        both = grid.hull(*self.query_key_shards(place, origin))
-        return both.keys if self.moving == "keys" else both.queries
+        both = grid.seen(*self.query_key_shards(place, origin))
+        return TokenRanges(both.keys if self.moving == "keys" else both.queries)
 
     def hops(self, grid: Grid, step: int) -> Iterator[Send]:
         """What goes on at `step`, in tokens."""
-        needed = self.needed(grid)
+        reach = self.reach(grid)
         for place, rank in enumerate(self.ranks):
-            yield Send(rank, self.ahead(place, 1), len(needed[self.origin(place, step)][step + 1]))
+            yield Send(rank, self.ahead(place, 1), reach[self.origin(place, step)].counts[step + 1])
 
 
-def _needed(ring: RingTopology, grid: Grid) -> tuple[tuple[range, ...], ...]:
-    size, sizes = len(ring.ranks), (grid.key_layout if ring.moving == "keys" else grid.layout).sizes
-
-    def of(origin: int) -> tuple[range, ...]:
-        ranges = [range(0)]
-        for step in range(size - 1, 0, -1):
-            ranges.append(_around(ranges[-1], ring.seen(grid, (origin + step) % size, origin)))
-        return (range(sizes[ring.rotating[origin]]), *reversed(ranges))
-
-    return tuple(of(origin) for origin in range(size))
-
-
-def _around(a: range, b: range) -> range:
-    """The smallest range with all of both."""
-    return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
+def _sent(reach: Iterable[Reach]) -> int:
+    return sum(sum(shard.counts[1:]) for shard in reach)

@@ -15,6 +15,7 @@ from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
 from armillary.core import span
 from armillary.core.observe.trace import IDLE, Trace
+from armillary.core.token_ranges import TokenRanges
 
 KernelCall = tuple[TilePart, TilePart, Window]
 """TilePart of the queries, part of the keys, band."""
@@ -99,23 +100,36 @@ class BlockAttention(NamedTuple):
 
 
 def kernel_calls(
-    grid: Grid, kernel: Kernel, heads: tuple[HeadRun, ...], query: int, key: int, first_query: int, first_key: int
+    grid: Grid,
+    kernel: Kernel,
+    heads: tuple[HeadRun, ...],
+    query: int,
+    key: int,
+    queries: TokenRanges | None,
+    keys: TokenRanges | None,
 ) -> Iterator[KernelCall]:
     """The calls for shard `query` of the queries and shard `key` of the keys.
 
     Args:
-        first_query, first_key: the first tokens of the shards that are at hand; what is seen begins no earlier.
+        queries, keys: the tokens of the shards that are at hand, packed; what is seen is among them. None: all.
     """
     for row in grid.rows:
         rows = slice(row, row + 1) if grid.mask.per_row else ALL
         for whole in grid.tiles(query, key, row):
             for tile in kernel.cut(whole):
+                of_queries, of_keys = _packed(tile.q0, tile.q1, queries), _packed(tile.k0, tile.k1, keys)
                 for run in heads:
                     yield (
-                        TilePart(rows, slice(tile.q0 - first_query, tile.q1 - first_query), slice(run.q0, run.q1)),
-                        TilePart(rows, slice(tile.k0 - first_key, tile.k1 - first_key), slice(run.k0, run.k1)),
+                        TilePart(rows, of_queries, slice(run.q0, run.q1)),
+                        TilePart(rows, of_keys, slice(run.k0, run.k1)),
                         tile.offsets,
                     )
+
+
+def _packed(start: int, stop: int, held: TokenRanges | None) -> slice:
+    """Where a tile's side is among the tokens at hand: all of it is seen, so it lies in one run of them."""
+    shift = 0 if held is None else held.index(start) - start
+    return slice(start + shift, stop + shift)
 
 
 @lru_cache(maxsize=256)

@@ -16,17 +16,6 @@ from armillary.core import SequenceLayout
 Known = TypeVar("Known")
 
 
-class Visible(NamedTuple):
-    """The fewest neighbouring queries and keys of two shards, as local indices, with every visible pair among them.
-
-    Args:
-        queries, keys: over all rows of the batch; two empty ranges if no pair is visible.
-    """
-
-    queries: range = range(0)
-    keys: range = range(0)
-
-
 class Seen(NamedTuple):
     """Tokens of two shards that see each other, as local indices: sorted ranges that do not touch.
 
@@ -59,10 +48,6 @@ class Grid:
     def rows(self) -> range:
         """Rows of the batch with masks of their own; one for all, where they have none."""
         return range(self.mask.batch or 1)
-
-    def hull(self, query: int, key: int) -> Visible:
-        """Of shard `query` of the queries and shard `key` of the keys."""
-        return self.once(("hull", query, key), lambda: _around(self.seen(query, key)))
 
     def seen(self, query: int, key: int) -> Seen:
         """What shard `query` of the queries and shard `key` of the keys see of each other."""
@@ -112,7 +97,3 @@ def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionM
     """The grid, the same one for all calls that are alike: layers, forward and backward."""
     key = (mask, layout, key_layout)
     return GRIDS.get(key) or GRIDS.add(key, Grid(layout, key_layout, mask), mask)
-
-
-def _around(seen: Seen) -> Visible:
-    return Visible(*(range(some[0].start, some[-1].stop) if some else range(0) for some in seen))

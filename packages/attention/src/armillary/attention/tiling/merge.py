@@ -10,6 +10,7 @@ from torch import Tensor
 
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.merge import merge_
+from armillary.core.token_ranges import TokenRanges
 
 ALL = slice(None)
 
@@ -55,6 +56,18 @@ class Merge:
             return
         whole_out, whole_lse = self.start()
         merge_(part.of(whole_out), part.of(whole_lse), out, lse)
+
+    def add_tokens(self, tokens: TokenRanges, out: Tensor, lse: Tensor) -> None:
+        """Merges a partial result of all rows and heads for some tokens: out [B, t, H, Dv] and lse [B, t, H]."""
+        if len(tokens.runs) == 1:
+            (run,) = tokens.runs
+            self.add(TilePart(ALL, slice(run.start, run.stop), ALL), out, lse)
+            return
+        whole = self.start()
+        parts = tokens.take(whole[0]), tokens.take(whole[1])  # copies: one merge, not one a run
+        merge_(*parts, out, lse)
+        for x, part in zip(whole, parts, strict=True):
+            tokens.put(x, part)
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The accumulators, in the accumulation dtype, made when they are first needed."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from armillary.core import compat
 from armillary.core.mesh import Axis
 from armillary.core.observe.trace import IDLE, Trace, record, span, watched
+from armillary.core.token_ranges import TokenRanges
 
 ALIGNED = 16
 """Bytes: kernels on CUDA read rows that begin at multiples of it."""
@@ -36,9 +37,20 @@ class FlatBuffer:
         return self.views or self.buffer.unbind(0)
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> FlatBuffer:
-        """A buffer with these values: copies, but for a contiguous tensor on its own."""
+    def of(cls, tensors: Sequence[Tensor], tokens: TokenRanges | None = None) -> FlatBuffer:
+        """A buffer with these values: copies, but for a contiguous tensor on its own.
+
+        Args:
+            tokens: those on dim 1 that are wanted; None: all.
+        """
         values = [x.detach() if x.requires_grad else x for x in tensors]
+        if tokens is not None:
+            if len(tokens.runs) > 1:
+                flat = cls.like(values, tokens.count)
+                for into, x in zip(flat.tensors, values, strict=True):
+                    tokens.take(x, out=into)
+                return flat
+            values = [tokens.take(x) for x in values]
         if len(values) == 1:
             alone = values[0].contiguous()
             return cls(alone, (alone,))
@@ -59,11 +71,14 @@ class FlatBuffer:
         buffer = first.new_empty(shape if len(tensors) == 1 else (len(tensors), *shape))
         return cls(buffer, (buffer,) if len(tensors) == 1 else ())
 
-    def part(self, start: int, tokens: int) -> FlatBuffer:
-        """A buffer with `tokens` tokens of each tensor, from `start` on, on their dim 1."""
-        if self.views:
-            return FlatBuffer.of([x.narrow(1, start, tokens) for x in self.views])
-        return FlatBuffer(self.buffer.narrow(2, start, tokens).contiguous())
+    def part(self, tokens: TokenRanges) -> FlatBuffer:
+        """A buffer with some tokens of each tensor, on their dim 1: itself where they are all that it has."""
+        if tokens.count == self.tensors[0].shape[1]:
+            return self
+        if self.views or len(tokens.runs) > 1:
+            return FlatBuffer.of(self.tensors, tokens)
+        run = tokens.runs[0]
+        return FlatBuffer(self.buffer.narrow(2, run.start, len(run)).contiguous())
 
     @classmethod
     def _of_bytes(cls, tensors: Sequence[Tensor], tokens: int | None) -> FlatBuffer:

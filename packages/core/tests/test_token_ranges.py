@@ -1,0 +1,76 @@
+"""Ranges of tokens are sets of tokens, and take from tensors and add to them what those hold."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.core import FlatBuffer
+from armillary.core.token_ranges import TokenRanges
+
+TOKENS = 24
+RANGES = st.lists(st.builds(lambda start, size: range(start, start + size), st.integers(0, 19), st.integers(0, 5)))
+
+
+def tokens(ranges: TokenRanges) -> list[int]:
+    return [token for run in ranges.runs for token in run]
+
+
+def some_of(ranges: TokenRanges, chosen: int) -> TokenRanges:
+    """Those of the tokens whose bits are set."""
+    return TokenRanges.union(range(token, token + 1) for token in tokens(ranges) if chosen >> token & 1)
+
+
+@settings(derandomize=True, max_examples=200)
+@given(RANGES, RANGES)
+def test_sets_of_tokens(a, b):
+    one, other = TokenRanges.union(a), TokenRanges.union(b)
+    assert tokens(one) == sorted({token for some in a for token in some})
+    assert all(first.stop < second.start for first, second in pairwise(one.runs)) and all(one.runs)
+    assert one.count == len(tokens(one))
+    assert (one - other).runs == some_of(one, ~sum(1 << token for token in tokens(other))).runs
+    ends = np.array([0, *sorted({side for run in one.runs for side in (run.start, run.stop)} - {0, TOKENS}), TOKENS])
+    wanted = np.array([start in tokens(one) for start in ends[:-1]])
+    assert TokenRanges.where(ends, wanted).runs == one.runs
+
+
+@settings(derandomize=True, max_examples=200)
+@given(RANGES, st.integers(0, 2**TOKENS - 1))
+def test_in_tensors(ranges, chosen):
+    held = TokenRanges.union(ranges)
+    wanted = some_of(held, chosen)
+    if not wanted.runs:
+        return
+    packed, x = wanted.within(held), torch.arange(TOKENS)[None, :, None].expand(2, -1, 3).clone()
+    mine = held.take(x)
+    assert [mine[0, held.index(token), 0] for token in tokens(held)] == tokens(held)
+    part = packed.take(mine)
+    assert part[1, :, 2].tolist() == tokens(wanted)
+    packed.add(mine, 100 * part.clone())
+    assert mine[1, :, 0].tolist() == [token * (101 if token in tokens(wanted) else 1) for token in tokens(held)]
+    packed.put(mine, torch.zeros_like(part))
+    assert mine[0, :, 1].tolist() == [token * (token not in tokens(wanted)) for token in tokens(held)]
+
+
+def test_what_is_taken_is_a_view_where_it_can_be():
+    x = torch.randn(2, 6, 3)
+    assert TokenRanges((range(6),)).take(x) is x
+    one, two = TokenRanges((range(1, 4),)), TokenRanges((range(2), range(3, 5)))
+    assert one.take(x).data_ptr() == x[:, 1:].data_ptr()
+    assert torch.equal(two.take(x), torch.cat([x[:, :2], x[:, 3:5]], 1))
+    assert torch.equal(one.within(TokenRanges((range(1, 5),))).take(x[:, 1:5]), x[:, 1:4])
+
+
+@pytest.mark.parametrize("shapes", [[(2, 6, 3)], [(2, 6, 3)] * 2, [(2, 6, 3, 2), (2, 6, 3)]])
+def test_a_message_with_some_tokens(shapes):
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for runs in ((range(6),), (range(1, 4),), (range(2), range(3, 5))):
+        wanted = TokenRanges(runs)
+        every = FlatBuffer.of(tensors, TokenRanges((range(6),)))
+        for flat in (FlatBuffer.of(tensors, wanted), every.part(wanted)):
+            assert flat.buffer.is_contiguous() and flat.buffer.nbytes == sum(x.nbytes for x in flat.tensors)
+            assert all(torch.equal(got, wanted.take(x)) for got, x in zip(flat.tensors, tensors, strict=True))
+    assert every.part(TokenRanges((range(6),))) is every
