@@ -12,6 +12,7 @@ RUN_BY_A_STEP = [
     "core/src/armillary/core/accumulate.py",
     "core/src/armillary/core/gradients.py",
     "core/src/armillary/core/recompute.py",
+    "core/src/armillary/core/token_ranges.py",
     "attention/src/armillary/attention/kernels",
     "attention/src/armillary/attention/methods",
     "attention/src/armillary/attention/rotation",
@@ -34,6 +35,7 @@ METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "
 
 ALLOWED = {
     "core/recompute.py: tolist": "states of random numbers, which are the host's",
+    "core/token_ranges.py: tolist": "numbers of the host's",
     "attention/compiled.py: tolist": "ends of documents, which are the host's",
     "attention/compiled.py: item": "a module's number, which is the host's",
     "attention/compiled.py: tensor": "a module's number, which is the host's",

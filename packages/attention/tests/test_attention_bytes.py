@@ -17,6 +17,8 @@ from armillary.attention.conformance.case import CAUSAL
 from armillary.attention.conformance.sample import MASKS
 from armillary.attention.methods import ring, upipe
 from armillary.attention.methods import wallfacer as wall_facer
+from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.tiling.grid import Grid
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 
@@ -225,3 +227,65 @@ def wrong_in_any_teams() -> list[list[str]]:
 
 def test_wall_facer_with_a_layout_that_is_not_its_own(worlds):
     assert worlds(8).run(wrong_in_any_teams) == [[]] * 8
+
+
+# -- masks that leave holes ------------------------------------------------------------------------------------------
+
+HOLES = {
+    "ends of a shard": (AttentionMask(False, documents=(0, 12, 52, 64)), "zigzag"),
+    "edges of chunks": (AttentionMask(False, window=(3, 3)), "zigzag"),
+    "many documents": (AttentionMask(documents=(0, 3, 9, 10, 24, 37, 41, 42, 58, 64)), "striped"),
+    "rows": (AttentionMask(False, documents=((0, 12, 52, 64), (0, 11, 53, 64))), "zigzag"),
+    "a prompt and its answers": (AttentionMask.tree((0, 9, 22, 30, 47, 64), (-1, 0, 0, 2, 2)), "striped"),
+}
+"""A rank further on sees some tokens of a shard, but none of those between them."""
+
+
+def moves(mask: AttentionMask, layout: SequenceLayout, of_keys: bool) -> tuple[int, int]:
+    """Looking at each token: (hops to the last rank that sees it, the shorter way round; other ranks that see it)."""
+    positions = torch.arange(layout.length)
+    pairs = torch.stack([mask.visible(positions, positions, row) for row in range(2)]).any(0)
+    ranks = range(layout.shards)
+    sees = [(pairs if of_keys else pairs.T)[layout.positions(rank)].any(0).tolist() for rank in ranks]
+    owners = [(rank, token) for rank in ranks for token in layout.positions(rank).tolist()]
+
+    def hops(way: int) -> int:
+        return sum(max(n for n in ranks if n == 0 or sees[(rank + way * n) % len(ranks)][i]) for rank, i in owners)
+
+    return min(hops(1), hops(-1)), sum(sees[other][i] for rank, i in owners for other in ranks if other != rank)
+
+
+def tokens_by_hand(method: str, work: AttentionShape) -> tuple[int, int]:
+    """Bytes that all ranks send, forward and backward."""
+    (keys, _), (queries, seen) = (moves(work.mask, work.layout, of_keys) for of_keys in (True, False))
+    kv, lse, onward = work.k + work.v, work.lse * work.a, (work.q + 2 * work.out) * work.e + work.lse * work.a
+    if method == "token_ring":
+        return queries * work.q * work.e + seen * (work.out * work.e + lse), queries * onward + seen * work.q * work.a
+    back = queries * (onward + work.q * work.a) if method == "ring-queries" else keys * kv * (work.e + work.a)
+    return keys * kv * work.e, back
+
+
+RINGS = ("ring-keys", "ring-queries", "token_ring")
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_every_token_is_sent_as_often_as_it_must_be(name):
+    mask, kind = HOLES[name]
+    layout = getattr(SequenceLayout, kind)(64, 4)
+    shards = RingTopology.of_all(4, "keys").reach(Grid(layout, layout, mask))
+    assert any(len(shard.needed(step).runs) > 1 for shard in shards for step in (1, 2, 3))
+    for method in RINGS:
+        work = work_of(replace(SMALL, mask=mask, batch=2, value_dim=16, dtype=torch.bfloat16), layout, layout, False)
+        plan = Composition.of(method, ring=4).comm_plan(work)
+        sent = tuple(sum(plan.bytes(rank, "p2p", phase) for rank in range(4)) for phase in ("forward", "backward"))
+        assert sent == tokens_by_hand(method, work)
+
+
+def wrong_with_holes() -> list[str]:
+    chosen = [replace(SMALL, mask=mask, kind=kind, batch=2, length=64) for mask, kind in HOLES.values()]
+    names = (*RINGS, "wallfacer-1", "wallfacer-2")
+    return [line for name in names for line in wrong(Composition.of(name, ring=4), chosen)]
+
+
+def test_every_method_sends_what_its_plan_says_where_masks_leave_holes(worlds):
+    assert worlds(4).run(wrong_with_holes) == [[]] * 4

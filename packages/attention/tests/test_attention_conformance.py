@@ -852,3 +852,22 @@ def judge_badly(chunk, device):
     if dist.get_rank() and any(trial.number == 1 for trial in chunk):
         raise RuntimeError("no")
     return [Verdict(3.0, "dq", "dq off by 3 (limit 1)") for _ in chunk]
+
+
+# -- tokens that are passed on with gaps between them -----------------------------------------------------------------
+
+GAPS = [
+    Case(mask=AttentionMask(False, (3, 3)), length=64, heads=4),
+    Case(mask=AttentionMask(documents=(0, 3, 9, 10, 24, 37, 41, 42, 58, 64)), kind="striped", heads=4, length=64),
+    Case(mask=AttentionMask(False, documents=((0, 12, 52, 64), (0, 11, 53, 64))), length=64, heads=4, value_dim=24),
+]
+"""A rank further on sees some tokens of a shard, but none of those between them: see `test_attention_bytes.py`."""
+
+
+def through_gaps(names: list[str]) -> list[str]:
+    return conform([(of(name, ring=4), GAPS) for name in names])
+
+
+def test_what_is_passed_on_with_gaps(worlds):
+    names = ["ring-keys", "ring-queries", "token_ring", "wallfacer-1"]
+    assert worlds(4).run(through_gaps, names) == [[]] * 4

@@ -126,3 +126,23 @@ def test_kernels_are_handed_what_they_see_of_what_is_at_hand(data, mask, ranks, 
 def test_tokens_sent_of_the_120_of_a_full_round(mask, kind, moving, tokens):
     spec = spec_of(mask, getattr(SequenceLayout, kind)(40, 4))
     assert ring(0, moving, spec).topology.tokens_sent(spec.grid) == tokens
+
+
+def test_what_lies_between_tokens_that_are_seen_stays_behind():
+    """Shard 1 has positions 8..15 and 48..55. Rank 0 sees their ends, of the first and the last document; ranks 2 and 3
+    what is between."""
+    mask = AttentionMask(causal=False, documents=(0, 12, 52, 64))
+    spec = spec_of(mask, SequenceLayout.zigzag(64, 4))
+    rotation = ring(1, "keys", spec)
+    assert rotation.topology == RingTopology.of_all(4, "keys")
+    whole, middle, ends = (range(16),), (range(4, 12),), (range(4), range(12, 16))
+    reach = rotation.topology.reach(spec.grid)[1]
+    assert [reach.needed(step).runs for step in range(5)] == [whole, whole, whole, ends, ()]
+    assert [reach.ending(step).runs for step in range(4)] == [(), (), middle, ends]
+    assert reach.counts == (16, 16, 16, 8, 0)
+    assert [step.returning.runs for step in rotation.steps] == [(), (), middle, ends]
+    last = ring(0, "keys", spec).steps[3]
+    assert (last.held.runs, last.leaving.runs, last.ending.runs) == (ends, (), (range(8),))
+    assert last.held.index(13) == 5
+    seen = ring(0, "queries", spec).direct[3]
+    assert (seen.seen.runs, seen.packed.runs) == (ends, (range(8),))
