@@ -75,9 +75,9 @@ class FlatBuffer:
         """A buffer with some tokens of each tensor, on their dim 1: itself where they are all that it has."""
         if tokens.count == self.tensors[0].shape[1]:
             return self
-        if self.views or len(tokens.runs) > 1:
+        if self.views or len(tokens.runs) != 1:
             return FlatBuffer.of(self.tensors, tokens)
-        run = tokens.runs[0]
+        (run,) = tokens.runs
         return FlatBuffer(self.buffer.narrow(2, run.start, len(run)).contiguous())
 
     @classmethod
