@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from armillary.attention.conformance.case import CAUSAL, GRADIENTS, KINDS, Case
-from armillary.attention.conformance.sample_masks import ANY_KEYS, MASKS
+from armillary.attention.conformance.sample_masks import ANY_KEYS, MASKS, some_masks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 HEADS = ((8, 8), (8, 2), (8, 1), (12, 4), (9, 3))
@@ -46,13 +46,15 @@ def cases(
     """A few dozen cases, always the same, in which any two settings of any two of these meet at least once.
 
     Args:
-        brief: about ten cases instead, in which each setting occurs at least once; other ones for each number.
+        brief: about ten cases instead, in which each setting occurs at least once; other ones for each number. Of the
+            masks of other kinds than the plain ones each number has a third, and the next two have the others.
         masks: names in `MASKS`.
         heads: pairs (H, K).
         large_head_dims: tried once each, on top of the rest.
         value_dims: how much wider v's heads are than q's.
         keys: names in `KEYS`.
     """
+    masks = masks if brief is None else some_masks(masks, brief)
     factors = [masks, heads, lengths, dtypes, kinds, keys, head_dims, value_dims, (1, 2, 3), MEMORIES]
     rows = _covering([*factors, sinks, softcaps, STRETCH], 2 if brief is None else 1, brief or 0)
     made = [_case(seed, *row) for seed, row in enumerate(rows, 1000 * (brief or 0))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import torch
 
 from armillary.attention.conformance.case import Case
 from armillary.attention.mask import AttentionMask, Slice
@@ -20,12 +22,14 @@ MASKS: dict[str, Callable[[int, int, int], AttentionMask]] = {
     "slices": lambda length, batch, keys: slices(length, keys),
     "tree": lambda length, batch, keys: tree(length),
     "prefix": lambda length, batch, keys: AttentionMask.prefix((0, length // 2 + 2, length), (length // 4, 3)),
-    "chunked": lambda length, batch, keys: AttentionMask.chunked(length // 5, (0, length // 3, length)),
+    "chunked": lambda length, batch, keys: AttentionMask.chunked(length // 3, (0, length // 2, length)),
     "image-spans": lambda length, batch, keys: spans(length),
     "blocks": lambda length, batch, keys: blocks(length, keys),
     "kinds": lambda length, batch, keys: AttentionMask.rows(every_kind(length)[:batch]),
 }
 """Masks by name, made to fit (length, batch, number of keys)."""
+PLAIN = ("full", "causal", "window", "band", "documents", "rows")
+"""Those that are only causal, windows and documents."""
 ANY_KEYS = ("full", "causal", "window", "band", "slices", "blocks")
 """Those that may have other numbers of queries and keys."""
 
@@ -38,9 +42,9 @@ def slices(length: int, keys: int) -> AttentionMask:
 
 
 def tree(length: int) -> AttentionMask:
-    """A prompt, an answer with two of its own, another answer, and one more prompt."""
-    ends = (0, length // 4, length // 3, length // 2, length // 2 + 4, length - 5, length)
-    return AttentionMask.tree(ends, (-1, 0, 1, 1, 0, -1))
+    """A prompt, an answer with one of its own, another answer, and one more prompt."""
+    ends = (0, length // 3, length // 2, length - 9, length - 4, length)
+    return AttentionMask.tree(ends, (-1, 0, 1, 0, -1))
 
 
 def spans(length: int) -> AttentionMask:
@@ -50,26 +54,37 @@ def spans(length: int) -> AttentionMask:
 
 
 def blocks(length: int, keys: int) -> AttentionMask:
-    """Blocks of seven tokens: rows of them alike and not, one of which sees nothing."""
-    rows, columns = -(-length // 7), -(-keys // 7)
-    visible = [[(a // 2 + b) % 3 != 1 and a != 2 for b in range(columns)] for a in range(rows)]
-    return AttentionMask.blocks(visible, 7)
+    """Three or four rows of blocks: two of them alike, and one that sees nothing."""
+    block = length // 3
+    rows, columns = -(-length // block), -(-keys // block)
+    return AttentionMask.blocks(
+        [[a != 2 and (a // 2 + b) % 3 != 1 for b in range(columns)] for a in range(rows)], block
+    )
 
 
 def every_kind(length: int) -> list[AttentionMask]:
-    """A mask of each kind: the tree under a window along its paths, and what is not causal cut so."""
+    """A mask of each kind, of few parts: the tree under a window along its paths, and what is not causal cut so."""
+    third, half = length // 3, length // 2
+    table = [[True, False], [True, True]]
     return [
-        replace(tree(length), window=(length // 4, None)),
-        spans(length),
-        replace(blocks(length, length), causal=True),
-        AttentionMask.prefix((0, length // 3, length), (0, length // 5)),
-        AttentionMask.chunked(length // 6, origin="row"),
-        replace(slices(length, length), window=(length // 2, 5)),
-        AttentionMask(documents=(0, length // 2, length)),
+        AttentionMask.tree((0, third, half, length), (-1, 0, 0), window=(length // 4, None)),
+        AttentionMask.image_spans([range(2, third)], (0, half, length), window=(length // 5, None)),
+        AttentionMask.blocks(table, -(-length // 2), causal=True),
+        AttentionMask.prefix((0, length), (third,)),
+        AttentionMask.chunked(half, origin="row"),
+        replace(AttentionMask.of_slices([Slice(range(half), range(third, length), 1, None)]), window=(None, half)),
     ]
 
 
 def with_every_kind(case: Case) -> Case:
-    """The case with a batch of a row for each kind of mask."""
-    masks = every_kind(case.length)
-    return replace(case, batch=len(masks), mask=AttentionMask.rows(masks), key_length=None)
+    """The case with a batch of a row for each kind of mask, at less cost: in float64, with short heads."""
+    length, dim = min(case.length, 37), min(case.head_dim, 16)
+    masks = every_kind(length)
+    case = replace(case, batch=len(masks), mask=AttentionMask.rows(masks), length=length, key_length=None)
+    return replace(case, head_dim=dim, value_dim=dim, heads=8, kv_heads=2, dtype=torch.float64)
+
+
+def some_masks(masks: Sequence[str], number: int) -> list[str]:
+    """Of these names all of plain masks, and of other kinds every third one: others for the next two numbers."""
+    others = [name for name in masks if name not in PLAIN]
+    return [name for name in masks if name in PLAIN] + (others[number % 3 :: 3] or others)
