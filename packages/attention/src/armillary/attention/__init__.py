@@ -1,6 +1,7 @@
 """Exact attention over sequences sharded across ranks: Ring, Ulysses, and their compositions."""
 
 from armillary.attention.comm_plan import AttentionShape, CommPlan
+from armillary.attention.drawing import draw_mask
 from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.all_gather import AllGatherKV
@@ -37,6 +38,7 @@ __all__ = [
     "WallFacer",
     "build_attention",
     "build_comm_plan",
+    "draw_mask",
     "reference_attention",
     "register_transformers",
     "sdpa_parallel",

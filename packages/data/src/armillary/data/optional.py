@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import ModuleType
+
+from armillary.core import optional as core
 
 
 def optional(module: str, extra: str, package: str = "armillary-data") -> ModuleType:
-    """The package `module`, which the extra `extra` of one of our packages installs.
-
-    Raises:
-        ImportError: it is not installed; says how to install it.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{module} cannot be imported ({error}): pip install '{package}[{extra}]'") from error
+    """As `armillary.core.optional`, for the extras of this package unless told otherwise."""
+    return core.optional(module, extra, package)

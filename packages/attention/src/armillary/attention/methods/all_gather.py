@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
 from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import OnSequence
+from armillary.attention.methods.entry import OnSequence, RingWalk
+from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
-from armillary.core import Axis
+from armillary.core import Axis, SequenceLayout
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 
@@ -78,6 +79,12 @@ def comm_plan(work: AttentionShape) -> CommPlan:
     return CommPlan(steps(gather, attend), steps(gather, attend, scatter))
 
 
+def walk(layout: SequenceLayout) -> RingWalk:
+    """Each rank's queries against all keys, at once."""
+    together = SequenceLayout.contiguous(layout.length, 1)
+    return RingWalk(layout, together, [RingTopology((rank,), (rank,), (0,), "keys") for rank in range(layout.shards)])
+
+
 # -- what is allocated ------------------------------------------------------------------------------------------------
 
 
@@ -104,4 +111,5 @@ REGISTERED = OnSequence(
     comm_plan=lambda work, _: comm_plan(work),
     forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
     backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
+    walk=lambda layout, _: walk(layout),
 )

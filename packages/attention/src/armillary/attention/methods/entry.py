@@ -6,7 +6,7 @@ asks for methods by name goes through it: `build_attention`, the conformance sui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.memory import HeadStages, Sizes
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.teams import Placement
+from armillary.attention.rotation.topology import Moving, RingTopology
 from armillary.core import SequenceLayout
 
 Backward = Literal["auto", "keys", "queries"]
@@ -35,6 +36,24 @@ class MethodOptions(NamedTuple):
 UNLESS_GIVEN = MethodOptions()
 
 
+class RingWalk(NamedTuple):
+    """Which rank computes which block at which step of forward.
+
+    Args:
+        layout, key_layout: of the queries and keys whose shards the rings name.
+        rings: as they stand; they turn the shorter way. Together all ranks of the axis.
+    """
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    rings: Sequence[RingTopology]
+
+    @classmethod
+    def of_ring(cls, layout: SequenceLayout, moving: Moving) -> RingWalk:
+        """One ring of all ranks, each with its own shard."""
+        return cls(layout, layout, [RingTopology.of_all(layout.shards, moving)])
+
+
 @dataclass(frozen=True)
 class OnSequence:
     """A method on the sequence axis.
@@ -47,6 +66,7 @@ class OnSequence:
         variants: options worth trying on so many ranks; none where another method is the same.
         shown: options that differ from what they are unless given, as they follow the name.
         layout: that of `Method.layout`, zigzag, from tokens and ranks.
+        walk: who computes what, when a layout is as `layout` gives it; for pictures.
         published: for each rank, what the paper counts for forward under a full mask, in bytes: (p2p, in collectives).
     """
 
@@ -58,6 +78,7 @@ class OnSequence:
     variants: Callable[[int], Iterable[MethodOptions]] = lambda ranks: (UNLESS_GIVEN,)
     shown: Callable[[MethodOptions], str] = lambda options: ""
     layout: Callable[[int, int, MethodOptions], SequenceLayout] = lambda n, ranks, _: SequenceLayout.zigzag(n, ranks)
+    walk: Callable[[SequenceLayout, MethodOptions], RingWalk] | None = None
     published: Callable[[AttentionShape, MethodOptions], tuple[int, int]] | None = None
 
 

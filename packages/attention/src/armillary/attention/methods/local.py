@@ -7,7 +7,7 @@ from torch import Tensor
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step
 from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import OnSequence
+from armillary.attention.methods.entry import OnSequence, RingWalk
 from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
 
@@ -61,4 +61,5 @@ REGISTERED = OnSequence(
     comm_plan=lambda work, _: comm_plan(work),
     forward_memory=lambda x, ranks, _: forward_memory(x),
     backward_memory=lambda x, ranks, _: backward_memory(x),
+    walk=lambda layout, _: RingWalk.of_ring(layout, "keys"),
 )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.memory import Sizes, rotate_keys_backward, rotate_keys_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import Backward, OnSequence
+from armillary.attention.methods.entry import Backward, OnSequence, RingWalk
 from armillary.attention.methods.token_ring import pass_queries_backward, pass_queries_backward_steps
 from armillary.attention.rotation.returns import RingReduce
 from armillary.attention.rotation.rotate import Rotation
@@ -152,6 +152,7 @@ REGISTERED = OnSequence(
     comm_plan=lambda work, options: comm_plan(work, options.backward),
     forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
     backward_memory=lambda x, ranks, options: backward_memory(x, ranks, options.backward),
+    walk=lambda layout, _: RingWalk.of_ring(layout, "keys"),
     published=lambda work, _: published_bytes(work),
     takes=("backward",),
 )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import OnSequence
+from armillary.attention.methods.entry import OnSequence, RingWalk
 from armillary.attention.rotation.returns import DirectReduce, Returns, Shares
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.steps import Returning, rotation_steps
@@ -145,4 +145,5 @@ REGISTERED = OnSequence(
     comm_plan=lambda work, _: comm_plan(work),
     forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
     backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
+    walk=lambda layout, _: RingWalk.of_ring(layout, "queries"),
 )

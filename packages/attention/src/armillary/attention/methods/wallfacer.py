@@ -35,7 +35,7 @@ from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.memory import Sizes, kernel_forward, rotate_keys_forward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import Backward, MethodOptions, OnSequence
+from armillary.attention.methods.entry import Backward, MethodOptions, OnSequence, RingWalk
 from armillary.attention.methods.ring import Ring, backward_steps, check_backward, forward_steps
 from armillary.attention.methods.ring import backward_memory as ring_backward_memory
 from armillary.attention.methods.teams import Placement, Teams, fitting_teams
@@ -274,6 +274,12 @@ def comm_plan(
     )
 
 
+def walk(layout: SequenceLayout, teams: Teams) -> RingWalk:
+    """Step 3."""
+    by_teams = teams.layout(layout)
+    return RingWalk(by_teams, by_teams, teams.rings("keys"))
+
+
 def published_bytes(work: AttentionShape, team: int) -> tuple[int, int]:
     """As arXiv 2407.00611 counts it: P / C^2 steps of a team's k and v; and q, k, v and out within the team."""
     ranks = work.layout.shards
@@ -343,5 +349,6 @@ REGISTERED = OnSequence(
     variants=variants,
     shown=shown,
     layout=lambda length, ranks, options: team_layout(Teams(ranks, team_of(options, ranks), options.placement), length),
+    walk=lambda layout, options: walk(layout, Teams(layout.shards, team_of(options, layout.shards), options.placement)),
     published=lambda work, options: published_bytes(work, team_of(options, work.layout.shards)),
 )

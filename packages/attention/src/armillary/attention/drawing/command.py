@@ -1,0 +1,214 @@
+"""Draws an attention mask: who sees whom, which rank holds what, and who computes what at which step.
+
+Ways to start:
+  # three documents under a window of a token and the four before it
+  python -m armillary.attention.mask --documents 0,5,12,32 --window 4,none --length 32 --out mask.png
+  # the same on four ranks: zigzag shards, a ring
+  python -m armillary.attention.mask --documents 0,5,12,32 --length 32 --layout zigzag --ranks 4 --out mask.png
+  # a prompt of 8 tokens with two answers, over ranks that share the work as evenly as can be; numbers as JSON too
+  python -m armillary.attention.mask tree --ends 0,8,20,32 --parents none,0,0 --layout balanced --ranks 4 \\
+      --out tree.png --json tree.json
+  # other kinds, each with options of its own
+  python -m armillary.attention.mask prefix --documents 0,20,32 --prefixes 8,4 --out prefix.png
+  python -m armillary.attention.mask chunked --size 8 --length 1M --out chunked.svg
+  python -m armillary.attention.mask image-spans --spans 4:10,16:24 --length 32 --out images.png
+  python -m armillary.attention.mask blocks --visible 100,110,101 --block 8 --out blocks.png
+  python -m armillary.attention.mask slices --slice 0:16,0:8,none,none --slice 8:16,8:16,none,0 --out slices.png
+
+Lists are written with commas; none is a side of a window or a band that is not bounded, or the parent of a root.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from armillary.attention.drawing.draw import draw_mask
+from armillary.attention.drawing.shares import Shares, shares_of
+from armillary.attention.layouts import layout_of
+from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tree
+from armillary.attention.methods.entry import MethodOptions
+from armillary.core import SequenceLayout
+from armillary.core.commands import ending
+from armillary.core.quantity import count_argument, whole
+from armillary.core.table import Column, print_table
+
+PROGRAM = "python -m armillary.attention.mask"
+NONE = "none"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draws what the command line asks for, and prints the numbers of it."""
+    options = parsed(arguments)
+    with ending(PROGRAM):
+        mask = options.make(options)
+        length = options.length or length_of(mask)
+        layout = layout_asked_for(options, mask, length)
+        method = MethodOptions(team=options.team)
+        if options.out:
+            draw_mask(mask, length, options.out, layout, options.method, options=method)
+        shares = layout and shares_of(mask, layout, options.method, options=method)
+        show(mask, length, shares)
+        if options.json:
+            found = {"mask": repr(mask), "length": length, "pairs": mask.pairs(length)}
+            options.json.write_text(json.dumps(found | (shares.as_dict if shares else {}), indent=1) + "\n")
+    return 0
+
+
+def length_of(mask: AttentionMask) -> int:
+    """Tokens of the sequence, where the mask says.
+
+    Raises:
+        ValueError: it does not.
+    """
+    pattern = mask.pattern
+    if isinstance(pattern, SliceList):
+        return max((max(its.queries.stop, its.keys.stop) for its in pattern.given), default=1)
+    if isinstance(pattern, Blocks):
+        return pattern.length or pattern.block * len(pattern.visible)
+    ends = pattern.ends if isinstance(pattern, Tree) else mask.boundaries()
+    if ends is None:
+        raise ValueError("--length is needed: a mask without documents fits a sequence of any length")
+    return ends[-1]
+
+
+def layout_asked_for(options: Namespace, mask: AttentionMask, length: int) -> SequenceLayout | None:
+    """Over `--ranks`; None for a picture of the mask alone."""
+    return None if options.ranks is None else layout_of(options.layout, length, options.ranks, mask)
+
+
+def show(mask: AttentionMask, length: int, shares: Shares | None) -> None:
+    """The numbers of a picture, for those who read."""
+    print(f"{mask.pairs(length):,} of {length * length:,} pairs are visible")
+    if shares is None:
+        return
+    columns = [Column("rank"), Column("tokens"), Column("pairs"), Column("pairs by step", text=True)]
+    steps = (", ".join(f"{pairs:,}" for pairs in its) for its in shares.by_step)
+    rows = zip(range(len(shares.tokens)), shares.tokens, shares.by_rank, strict=True)
+    print_table(columns, [(*(f"{n:,}" for n in row), its) for row, its in zip(rows, steps, strict=True)])
+    print(f"max / mean of pairs: {shares.evenness:.3f}")
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def made_tree(options: Namespace) -> AttentionMask:
+    parents = [-1 if parent is None else parent for parent in options.parents]
+    return AttentionMask.tree(options.ends, parents, options.window)
+
+
+Make = Callable[[Namespace], AttentionMask]
+KINDS: dict[str, tuple[str, tuple[str, ...], Make]] = {
+    "plain": (
+        "causal, windows, documents (the kind unless one is named)",
+        ("documents", "window", "not_causal"),
+        lambda x: AttentionMask(not x.not_causal, x.window, x.documents),
+    ),
+    "tree": ("a tree of segments", ("ends", "parents", "window"), made_tree),
+    "prefix": (
+        "prefixes seen both ways",
+        ("documents", "prefixes"),
+        lambda x: AttentionMask.prefix(x.documents or [0, x.length], x.prefixes),
+    ),
+    "chunked": (
+        "causal within chunks",
+        ("size", "origin", "documents"),
+        lambda x: AttentionMask.chunked(x.size, x.documents, x.origin),
+    ),
+    "image-spans": (
+        "images within text",
+        ("spans", "documents", "window"),
+        lambda x: AttentionMask.image_spans(x.spans, x.documents, x.window),
+    ),
+    "blocks": (
+        "a table of blocks",
+        ("visible", "block", "causal"),
+        lambda x: AttentionMask.blocks(x.visible, x.block, x.length, x.causal),
+    ),
+    "slices": ("slices, one by one", ("slice",), lambda x: AttentionMask.of_slices(x.slice)),
+}
+
+
+def numbers(text: str) -> list[int]:
+    return [whole(part) for part in text.split(",")]
+
+
+def numbers_or_none(text: str) -> list[int | None]:
+    return [None if part == NONE else whole(part) for part in text.split(",")]
+
+
+def span(text: str) -> range:
+    start, stop = map(whole, text.split(":"))
+    return range(start, stop)
+
+
+def spans(text: str) -> list[range]:
+    return [span(part) for part in text.split(",")]
+
+
+def one_slice(text: str) -> Slice:
+    queries, keys, *bounds = text.split(",")
+    low, high = (None if bound == NONE else whole(bound) for bound in bounds or (NONE, NONE))
+    return Slice(span(queries), span(keys), low, high)
+
+
+def table(text: str) -> list[list[bool]]:
+    if not set(text) <= set("01,"):
+        raise ValueError(f"{text!r}: rows of 0 and 1 are needed, such as 100,110,111")
+    return [[cell == "1" for cell in row] for row in text.split(",")]
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "documents": {"type": numbers, "metavar": "0,..,N", "help": "boundaries of documents"},
+    "window": {"type": numbers_or_none, "metavar": "LEFT,RIGHT", "help": "neighbours that are seen"},
+    "not_causal": {"action": "store_true", "help": "later keys are seen too"},
+    "causal": {"action": "store_true", "help": "and no later keys"},
+    "ends": {"type": numbers, "required": True, "metavar": "0,..,N", "help": "boundaries of segments, depth first"},
+    "parents": {"type": numbers_or_none, "required": True, "metavar": "none,0,..", "help": "of each segment"},
+    "prefixes": {"type": numbers, "required": True, "metavar": "P,..", "help": "tokens of each document"},
+    "size": {"type": count_argument(), "required": True, "metavar": "C", "help": "tokens of a chunk"},
+    "origin": {"default": "document", "choices": ("document", "row"), "help": "from whose start chunks are counted"},
+    "spans": {"type": spans, "required": True, "metavar": "A:B,..", "help": "positions of images"},
+    "visible": {"type": table, "required": True, "metavar": "100,110,..", "help": "for each block, which it sees"},
+    "block": {"type": count_argument(), "required": True, "metavar": "T", "help": "tokens of a block"},
+    "slice": {
+        "type": one_slice,
+        "required": True,
+        "action": "append",
+        "metavar": "Q0:Q1,K0:K1,LOW,HIGH",
+        "help": "queries, keys and the band that is seen; several times",
+    },
+}
+
+
+def parsed(arguments: Sequence[str] | None) -> Namespace:
+    """The options; a kind's own follow its name."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in (*KINDS, "-h", "--help"):
+        given.insert(0, "plain")
+    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(metavar="KIND", required=True)
+    for kind, (text, flags, make) in KINDS.items():
+        command = commands.add_parser(kind, help=text, parents=[shared()])
+        command.set_defaults(make=make)
+        for flag in flags:
+            command.add_argument(f"--{flag.replace('_', '-')}", **FLAGS[flag])
+    return parser.parse_args(given)
+
+
+def shared() -> ArgumentParser:
+    """What all kinds have."""
+    parser = ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--length", type=count_argument(), metavar="N", help="tokens, where the mask does not say")
+    add("--ranks", type=count_argument(), metavar="P", help="of the sequence axis: who computes what is drawn too")
+    add("--layout", default="zigzag", help="of the ranks: zigzag, contiguous, striped or balanced (default: zigzag)")
+    add("--method", default="ring", help="who computes what (default: ring)")
+    add("--team", type=count_argument(), help="of wallfacer")
+    add("--out", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    add("--json", type=Path, metavar="FILE", help="a file for the numbers")
+    return parser
