@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import cast
 
 from torch import Tensor
 
 from armillary.attention.checks import check_layout
-from armillary.attention.mask import AttentionMask
+from armillary.attention.mask import AttentionMask, Rows, Tree
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 
@@ -17,12 +18,20 @@ Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class Sharding:
-    """What `sequence` holds; `layout` and `documents` None: not told. `asked`: whether attention has asked for it."""
+    """What `sequence` holds; `layout`, `documents` and `mask` None: not told.
+
+    `documents` are those of the mask too, and the segments of a tree: where position ids may start anew. `asked`:
+    whether attention has asked for it.
+    """
 
     def __init__(
-        self, layout: SequenceLayout | None = None, documents: Documents | None = None, padded: bool = False
+        self,
+        layout: SequenceLayout | None = None,
+        documents: Documents | None = None,
+        padded: bool = False,
+        mask: AttentionMask | None = None,
     ) -> None:
-        self.layout, self.documents, self.padded, self.asked = layout, documents, padded, False
+        self.layout, self.documents, self.padded, self.mask, self.asked = layout, documents, padded, mask, False
 
     def layout_for(self, attend: Method, tokens: int) -> SequenceLayout:
         """The layout over all ranks of `attend`; where there is one, it holds `tokens` tokens.
@@ -75,6 +84,7 @@ def sequence(
     layout: SequenceLayout | None = None,
     documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     padded: bool = False,
+    mask: AttentionMask | None = None,
 ) -> Generator[None]:
     """Tells `sdpa_parallel` and `register_transformers` what cannot be seen from a shard.
 
@@ -87,16 +97,22 @@ def sequence(
             that there is only one.
         padded: tokens that a model's attention_mask hides are in documents of their own, as `shard_batch` makes them;
             otherwise such a mask is refused.
+        mask: who sees whom, instead of what the model says; a layer with a window narrows it. Documents are its own;
+            beside slices and blocks, which have none, `documents` says where position ids start anew.
 
     Raises:
-        ValueError: boundaries that do not rise, or do not end where the layout does; when the block ends, if no
-            attention in it has asked for what it holds: the model attended within each shard.
+        ValueError: boundaries that do not rise, or do not end where the layout does; a mask that does not fit the
+            layout, or has other documents; when the block ends, if no attention in it has asked for what it holds: the
+            model attended within each shard.
     """
     known = AttentionMask(documents=documents)
     check_layout("layout", layout)
+    restarts = known.documents if mask is None else _restarts(mask, known.documents)
     if layout is not None:
-        known.check(layout.length, layout.length, known.batch or 1)
-    held, around = Sharding(layout, known.documents, padded), current()
+        for each in (known, mask):
+            if each is not None:
+                each.check(layout.length, layout.length, each.batch or 1)
+    held, around = Sharding(layout, restarts, padded, mask), current()
     token = _current.set(held)
     try:
         yield
@@ -104,8 +120,28 @@ def sequence(
         _current.reset(token)
         if around is not None:
             around.asked |= held.asked
-    if not held.asked and (layout is not None or documents is not None):
+    if not held.asked and not (layout is None and documents is None and mask is None):
         raise ValueError(UNUSED)
+
+
+def _restarts(mask: AttentionMask, documents: Documents | None) -> Documents | None:
+    """The documents of a mask, or the segments of its tree; `documents` where it has none.
+
+    Raises:
+        ValueError: it is no mask, or has other documents.
+    """
+    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
+    if isinstance(mask.pattern, Rows):
+        rows = [_restarts(row, None) for row in mask.pattern.masks]
+        own = None if None in rows else cast(Documents, tuple(rows))
+    else:
+        own = mask.pattern.ends if isinstance(mask.pattern, Tree) else mask.documents
+    if documents is not None and own not in (None, documents):
+        raise ValueError(f"documents={documents} beside a mask whose documents are {own}; leave documents out")
+    if documents is not None and own is None and mask.pattern is None:
+        raise ValueError(f"documents={documents} beside a mask without them: AttentionMask(documents=...) is one mask")
+    return documents if own is None else own
 
 
 UNUSED = (

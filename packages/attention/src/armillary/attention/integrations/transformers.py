@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from inspect import currentframe
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.integrations.packing import check_positions, check_shards, find_documents, gather
-from armillary.attention.integrations.sequence import Documents, Sharding, check_method, check_tokens, current
-from armillary.attention.integrations.transformers_masks import window_of
+from armillary.attention.integrations.callers import Caller, callers, model_of
+from armillary.attention.integrations.llama4 import scaled_by_position
+from armillary.attention.integrations.packing import gather
+from armillary.attention.integrations.sequence import Sharding, check_method, current
+from armillary.attention.integrations.shard_mask import ShardMask
+from armillary.attention.integrations.transformers_documents import DocumentFinder, of_cu_seq_lens
+from armillary.attention.integrations.transformers_groups import GroupFinder
+from armillary.attention.integrations.transformers_masks import Rule, rule_of
 from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, check_modules, wrap_models
-from armillary.attention.mask import AttentionMask, Window
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout
 
 
 def register_transformers(attend: Method, name: str = "armillary") -> None:
@@ -76,45 +77,12 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     wrap_models(models)
 
 
-class ShardMask:
-    """What stands for the attention mask between a model's mask function and its layers."""
-
-    # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("layout", "position_ids", "sharding", "window")
-
-    def __init__(
-        self, sharding: Sharding, layout: SequenceLayout, window: Window | None, position_ids: Tensor | None
-    ) -> None:
-        self.sharding, self.layout, self.window, self.position_ids = sharding, layout, window, position_ids
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise NoTensorError(name)
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise NoTensorError("__getitem__")
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
-        raise NoTensorError(getattr(func, "__name__", str(func)))
-
-
-class NoTensorError(ValueError, AttributeError):
-    """A model computes with what stands for its mask. An AttributeError too, for code that asks what it can do."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"the model computes with its attention mask ({name}), which on a sharded sequence is no tensor: it "
-            "changes the mask, or attends without transformers' attention interface; use another attn_implementation"
-        )
-
-
 class Implementation:
     """The pair of functions that transformers calls, for one method."""
 
     def __init__(self, attend: Method) -> None:
         self.attend = attend
-        self.found: Any = WeakTensorKeyDictionary()
-        """By position_ids: (its version, layout, documents), so that layers share one answer."""
+        self.documents, self.groups = DocumentFinder(attend), GroupFinder(attend)
         self.checked: WeakSet[nn.Module] = WeakSet()
 
     def mask(
@@ -136,14 +104,15 @@ class Implementation:
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
         check_layers(config)
-        self._check_model(_local_of_caller("self", 3))
-        window = window_of(mask_function)
+        around = callers()
+        self._check_model(model_of(around))
         sharding = current() or Sharding()
+        rule = _rule(mask_function, sharding)
         layout = sharding.layout_for(self.attend, q_length)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
-        # Some models give position ids to the maker of masks and not to layers.
-        return ShardMask(sharding, layout, window, _local_of_caller("position_ids", 2))
+        groups = None if rule is None or sharding.mask is not None else self.groups.find(rule, around, layout)
+        return ShardMask(sharding, layout, rule, groups, *_placed(around))
 
     def attention(
         self,
@@ -167,8 +136,6 @@ class Implementation:
         name = type(module).__name__
         if dropout:
             raise ValueError(f"{name} asks for attention dropout {dropout}: set attention_dropout=0 in the config")
-        if is_causal is False or (is_causal is None and getattr(module, "is_causal", None) is False):
-            raise ValueError(f"{name} is bidirectional; only causal self-attention is done on a sharded sequence here")
         if key.shape[2] != query.shape[2]:
             raise ValueError(
                 f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: no KV cache, no cross-attention"
@@ -179,68 +146,23 @@ class Implementation:
                 f"{name} comes with a mask that is not from create_causal_mask or its sliding window kin ({given}), "
                 "so that what it sees on other ranks is unknown; use another attn_implementation for this module"
             )
-        _check_window(name, attention_mask.window, sliding_window)
+        _check_layer(name, attention_mask, sliding_window, getattr(module, "is_causal", None) if is_causal is None else is_causal)
         _check_others(name, others)
         if self.attend.shards > 1 and others.get("output_router_logits") and others.get("shift_labels") is not None:
             raise ValueError(ROUTERS)
-        mask = AttentionMask(
-            window=attention_mask.window,
-            documents=self._documents(name, attention_mask, query.shape[2], position_ids, cu_seq_lens_q, cu_seq_lens_k),
-        )
+        layout, told = attention_mask.layout, attention_mask.sharding.documents
+        if told is None and cu_seq_lens_q is not None:
+            told = of_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, layout)
+        documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, told)
+        mask = attention_mask.with_documents(documents)
+        query = scaled_by_position(module, query, layout.positions(self.attend.shard))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        layout = attention_mask.layout
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
-
-    def _documents(
-        self,
-        name: str,
-        mask: ShardMask,
-        tokens: int,
-        position_ids: Tensor | None,
-        cu_seq_lens_q: Tensor | None,
-        cu_seq_lens_k: Tensor | None,
-    ) -> Documents | None:
-        """The documents: those told, else those seen, from what says it for certain to what says it least."""
-        documents = mask.sharding.documents
-        if documents is None and cu_seq_lens_q is not None:
-            documents = self._cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, mask.layout)
-        if position_ids is None or position_ids.ndim != 2:
-            position_ids = mask.position_ids
-        if position_ids is None or position_ids.ndim != 2:
-            check_tokens(self.attend.shard, tokens, mask.layout)
-            if documents is None:
-                raise ValueError(
-                    f"{name} is given no position ids [batch, tokens], so that documents cannot be seen; say them with "
-                    f"`with sequence(layout=..., documents=...)`: [0, {mask.layout.length}] if there is only one"
-                )
-            return documents
-        known = self.found.get(position_ids)
-        version = None if position_ids.is_inference() else position_ids._version
-        if known is not None and version is not None and known[:3] == (version, mask.layout, documents):
-            return known[3]
-        check_shards(tokens, position_ids.shape[1], mask.layout, self.attend)
-        if documents is None:
-            seen = find_documents(position_ids, mask.layout, self.attend)
-        else:
-            check_positions(position_ids, mask.layout, self.attend, documents)
-            seen = documents
-        self.found[position_ids] = (version, mask.layout, documents, seen)
-        return seen
-
-    def _cu_seq_lens(self, queries: Tensor, keys: Tensor | None, layout: SequenceLayout) -> Documents | None:
-        documents = AttentionMask(documents=queries).documents
-        if keys is not None and AttentionMask(documents=keys).documents != documents:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
-        if int(queries[-1]) != layout.length:
-            raise ValueError(
-                f"cu_seq_lens_q ends at {int(queries[-1])}; it must be that of the whole sequence, of {layout.length}"
-            )
-        return documents
 
     def _check_model(self, model: Any) -> None:
         """Looks once through the modules of a model that makes masks, where the one who does is a module."""
         if isinstance(model, nn.Module) and model not in self.checked:
-            check_modules(model)
+            check_modules(model, self.attend.shards)
             self.checked.add(model)
 
     def _check_padding(self, attention_mask: Tensor) -> None:
@@ -253,20 +175,40 @@ class Implementation:
             )
 
 
-def _local_of_caller(name: str, levels: int) -> Any:
-    """A local of the function that many calls further out; None where it has none of this name."""
-    frame = currentframe()
-    for _ in range(levels):
-        frame = frame and frame.f_back
-    return frame.f_locals.get(name) if frame else None
+def _rule(mask_function: Callable[..., Any] | None, sharding: Sharding) -> Rule | None:
+    """What the mask function says; None where it is not known and need not be."""
+    if sharding.mask is None:
+        return rule_of(mask_function)
+    try:
+        return rule_of(mask_function)
+    except ValueError:
+        return None
 
 
-def _check_window(name: str, window: Window | None, sliding_window: int | None) -> None:
-    """Refuses a layer that says one window to its mask and another to its attention."""
-    told = None if sliding_window is None else (sliding_window - 1, None)
-    if told is not None and told != window:
+def _placed(around: list[Caller]) -> tuple[Tensor | None, bool]:
+    """(position ids that callers know, whether the model has tokens and will make positions for them).
+
+    Some models give position ids to the maker of masks and not to layers, some to neither. What has no tokens, such as
+    a tower of images, is sharded after it has added its positions.
+    """
+    known = [ids for caller in around if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
+    if known:
+        return known[0], False
+    of_model = [caller.locals for caller in around if isinstance(caller.locals.get("self"), nn.Module)]
+    tokens = [its.get(name) for its in of_model for name in ("input_ids", "inputs_embeds")]
+    return None, any("position_ids" in its for its in of_model) or any(isinstance(its, Tensor) for its in tokens)
+
+
+def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_causal: bool | None) -> None:
+    """Refuses a layer that says one thing to its mask and another to its attention."""
+    rule = mask.rule
+    window = None if rule is None else rule.window
+    if sliding_window is not None and (window is None or window[0] != sliding_window - 1):
         made = "no window" if window is None else f"sliding_window={(window[0] or 0) + 1}"
         raise ValueError(f"{name} asks for sliding_window={sliding_window}, but its mask has {made}")
+    if rule is not None and is_causal is not None and bool(is_causal) != rule.causal:
+        said, made = ("causal", "bidirectional") if is_causal else ("bidirectional", "causal")
+        raise ValueError(f"{name} is {said}, but its mask is {made}")
 
 
 HARMLESS = frozenset(

@@ -18,7 +18,8 @@ from torch import nn
 from armillary.attention.integrations.registries import Registries, is_own
 from armillary.attention.methods.base import Method
 
-LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "sparse", "dense", "mlp"})
+LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+LAYERS |= {"moe", "sparse", "dense", "mlp"}
 """Kinds of layers that mix tokens by attention alone, or not at all."""
 
 
@@ -86,15 +87,34 @@ def check_layers(config: Any, name: str | None = None) -> set[str]:
     return kinds
 
 
-def check_modules(model: nn.Module) -> None:
-    """Refuses a model with modules that mix tokens along the sequence, whatever its config says."""
+def check_modules(model: nn.Module, shards: int = 1) -> None:
+    """Refuses a model with modules that mix tokens along the sequence, whatever its config says.
+
+    Parts with an implementation of their own that is none of ours, such as the tower of images, are left out.
+    """
+    others = [name for name, module in model.named_modules() if module is not model and _is_elsewhere(module)]
     for name, module in model.named_modules():
+        if any(name == other or name.startswith(f"{other}.") for other in others):
+            continue
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
         if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise ValueError(
                 f"{type(model).__name__}.{name} ({type(module).__name__}) lets tokens see each other without "
                 "attention, within each shard only; such a model cannot be sharded so"
             )
+        if shards > 1 and type(module).__name__.endswith("Pooler"):
+            raise ValueError(
+                f"{type(model).__name__}.{name} ({type(module).__name__}) takes the first token of each shard for that "
+                "of the sequence: make the model with add_pooling_layer=False"
+            )
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether a model inside another attends by other means than an implementation of ours."""
+    found, config = Registries.loaded(), getattr(module, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    is_model = hasattr(type(module), "get_correct_attn_implementation")
+    return is_model and found is not None and name is not None and not is_own(found.attention.get(name))
 
 
 def calls_attention(model: type) -> bool:
