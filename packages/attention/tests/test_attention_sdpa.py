@@ -112,6 +112,44 @@ def test_a_shard_computes_what_one_rank_does(worlds):
             assert relative_error(torch.stack(parts).sum(0), gradient) < 1e-12, (kind, documents, how)
 
 
+TREE = AttentionMask.tree((0, 9, 20, 30, LENGTH), (-1, 0, 0, 2))
+
+
+def of_the_whole_sequence(wrong: str = "") -> torch.Tensor:
+    """A tree's pairs [N, N], or what one rank has instead."""
+    seen = TREE.visible(torch.arange(LENGTH), torch.arange(LENGTH))
+    return {"another": seen.tril(-1), "a bias": seen.double()}.get(wrong, seen)
+
+
+def with_tensors():
+    """Outputs and gradients under a tensor, and what is said where one rank has another, or one that is no mask."""
+    attend, blocks = usp(), model()
+    layout = attend.layout(LENGTH)
+    x, dout = (layout.take(y, attend.shard) for y in inputs())
+    with sequence(layout=layout), sdpa_parallel(attend):
+        out = blocks[1](blocks[0](x, of_the_whole_sequence()), of_the_whole_sequence())
+        said: list[str] = []
+        for wrong in ("another", "a bias"):
+            with pytest.raises(ValueError, match="attn_mask") as refused:
+                blocks[0](x, of_the_whole_sequence(wrong if attend.shard == 1 else ""))
+            said.append(str(refused.value))
+    out.backward(dout)
+    return out.detach(), [p.grad for p in blocks.parameters()], said
+
+
+def test_a_tensor_of_the_whole_sequence_is_attended_by_shards(worlds):
+    blocks, (x, dout) = model(), inputs()
+    expected = blocks[1](blocks[0](x, of_the_whole_sequence()), of_the_whole_sequence())
+    expected.backward(dout)
+    outs, shares, said = zip(*worlds(4).run(with_tensors), strict=True)
+    assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(outs), expected) < 1e-12
+    for parameter, *parts in zip(blocks.parameters(), *shares, strict=True):
+        assert relative_error(torch.stack(parts).sum(0), parameter.grad) < 1e-12
+    for differ, bias in said:
+        assert "ranks of one sequence were given different values" in differ
+        assert "is a bias: it has 1" in bias or "another rank" in bias
+
+
 def recompute_outside() -> str:
     attend, (block, _) = usp(), model()
     layout = attend.layout(LENGTH)
@@ -178,7 +216,7 @@ def test_the_innermost_sequence_holds():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, "documents="),
+        ({"attn_mask": torch.ones(9, 5, dtype=torch.bool)}, "not of the whole sequence of 9"),
         ({"dropout_p": 0.1}, "dropout"),
         ({"key": torch.zeros(2, 2, 9, 8), "value": torch.zeros(2, 2, 9, 8)}, "enable_gqa=True"),
         ({name: torch.zeros(2, 9, 8) for name in ("query", "key", "value")}, "4 dims"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import AttentionMask, Local, Ring, Ulysses
+from armillary.attention import Local, Ring, Ulysses
 from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence, shard_batch, whole_loss
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
@@ -380,7 +380,7 @@ def refusal(wrong: str) -> str:
     register_transformers(attend)
     layout = attend.layout(LENGTH, "contiguous")
     ids, _ = (layout.take(x, attend.shard) for x in tokens())
-    built = model("gemma3" if wrong == "bidirectional" else "llama", "armillary")
+    built = model("llama", "armillary")
     given = {"position_ids": layout.positions(attend.shard)[None], "use_cache": False}
     held = {"layout": layout}
     ones = torch.ones_like(ids)
@@ -428,10 +428,8 @@ def refusal(wrong: str) -> str:
             given["output_attentions"] = True
         case "bias":
             given["position_bias"] = torch.zeros(1)
-        case "bidirectional":
-            built = model("gemma3", "armillary", use_bidirectional_attention=True)
         case "not causal":
-            given["is_causal"] = False
+            built.model.layers[0].self_attn.is_causal = False
         case _:
             raise AssertionError(wrong)
     try:
@@ -461,8 +459,7 @@ REFUSED = {
     "dropout": "attention_dropout=0",
     "weights": "output_attentions",
     "bias": "position_bias",
-    "bidirectional": "mask made of",
-    "not causal": "bidirectional",
+    "not causal": "is bidirectional, but its mask is causal",
 }
 
 
@@ -523,14 +520,15 @@ def test_a_mask_of_ones_is_no_padding():
     assert relative_error(got, model("gpt-oss", "eager")(ids, attention_mask=ones).logits) < TOLERANCE
 
 
-def test_cross_attention_and_encoders_are_refused():
+def test_cross_attention_is_refused():
     register_transformers(Local())
     small = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
     config = transformers.BartConfig(
         **small, decoder_attention_heads=2, vocab_size=VOCABULARY, attn_implementation="armillary", dropout=0.0
     )
-    with pytest.raises(ValueError, match="bidirectional_mask_function"):
-        transformers.BartModel(config)(tokens()[0])
+    ids, _ = tokens()
+    with pytest.raises(ValueError, match="mask of cross-attention"), sequence(documents=[0, LENGTH]):
+        transformers.BartModel(config)(ids, decoder_input_ids=ids)
 
 
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
@@ -629,22 +627,6 @@ def test_a_layer_that_contradicts_its_mask_is_refused():
     built.model.layers[1].self_attn.sliding_window = 4
     with pytest.raises(ValueError, match="sliding_window=4, but its mask has no window"):
         built(tokens()[0])
-
-
-@pytest.mark.parametrize("window", [1, 2, 8])
-def test_windows_mean_what_transformers_says(window):
-    from transformers import masking_utils
-
-    from armillary.attention.integrations.transformers import window_of
-
-    positions = torch.arange(12)
-    function = masking_utils.sliding_window_causal_mask_function(window)
-    dense = function(0, 0, positions[:, None], positions[None, :])
-    assert torch.equal(AttentionMask(window=window_of(function)).visible(positions, positions), dense)
-    chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    for other in (None, partial(function), masking_utils.or_masks(function, function), chunked):
-        with pytest.raises(ValueError, match="only causal attention"):
-            window_of(other)
 
 
 def test_importing_the_package_imports_neither_hosts_nor_the_compiler():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import Local, Ring, Ulysses
+from armillary.attention import Ring, Ulysses
 from armillary.attention.integrations import register_transformers, sequence
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
@@ -29,7 +29,9 @@ IDS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 6
 
 def gemma3():
     text = transformers.Gemma3TextConfig(**TEXT | LAYERS | {"query_pre_attn_scalar": 8})
-    config = transformers.Gemma3Config(text_config=text, vision_config=PATCHES, mm_tokens_per_image=16, image_token_id=IMAGE)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=PATCHES, mm_tokens_per_image=16, image_token_id=IMAGE
+    )
     return transformers.Gemma3ForConditionalGeneration, config
 
 
@@ -50,16 +52,26 @@ def hrm_text():
 def llama4():
     sizes = {"intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 7}
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "floor_scale": 5}
-    return transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**TEXT | sizes | layers, attn_scale=0.7, experts_implementation="eager")
+    return transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(
+        **TEXT | sizes | layers, attn_scale=0.7, experts_implementation="eager"
+    )
 
 
 def embedding_gemma():
-    config = transformers.Gemma3TextConfig(**TEXT | LAYERS | {"query_pre_attn_scalar": 8}, use_bidirectional_attention=True)
+    config = transformers.Gemma3TextConfig(
+        **TEXT | LAYERS | {"query_pre_attn_scalar": 8}, use_bidirectional_attention=True
+    )
     return transformers.Gemma3TextModel, config
 
 
+def llama():
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT, is_causal=False)
+
+
 def modernbert():
-    config = transformers.ModernBertConfig(**TEXT | {"num_hidden_layers": 3}, local_attention=8, global_attn_every_n_layers=2)
+    config = transformers.ModernBertConfig(
+        **TEXT | {"num_hidden_layers": 3}, local_attention=8, global_attn_every_n_layers=2
+    )
     return transformers.ModernBertForMaskedLM, config
 
 
@@ -68,7 +80,9 @@ def bert():
 
 
 def vit():
-    return transformers.ViTModel, transformers.ViTConfig(**PATCHES | NO_DROPOUT | {"image_size": 14, "hidden_size": WIDTH})
+    return transformers.ViTModel, transformers.ViTConfig(
+        **PATCHES | NO_DROPOUT | {"image_size": 14, "hidden_size": WIDTH}
+    )
 
 
 def qwen2_vl(name: str = "Qwen2VL"):
@@ -76,7 +90,9 @@ def qwen2_vl(name: str = "Qwen2VL"):
     vision = {"depth": 1, "patch_size": 2, "num_heads": 2, "temporal_patch_size": 1, "spatial_merge_size": 1}
     wide = {"embed_dim": 16, "hidden_size": WIDTH, "mlp_ratio": 1}
     wide = wide if name == "Qwen2VL" else {"hidden_size": 16, "out_hidden_size": WIDTH, "intermediate_size": 16}
-    config = getattr(transformers, f"{name}Config")(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision | wide, **IDS)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=TEXT | {"rope_parameters": rope}, vision_config=vision | wide, **IDS
+    )
     return getattr(transformers, f"{name}ForConditionalGeneration"), config
 
 
@@ -97,7 +113,9 @@ def built(name: str, implementation: str):
     """A model with the same random weights wherever it is made; `implementation` of its text part alone, if any."""
     kind, config = globals()[name]()
     parts = ("text_config", "vision_config") if hasattr(config, "text_config") else ()
-    config._attn_implementation = dict.fromkeys(parts, "eager") | {"text_config": implementation} if parts else implementation
+    config._attn_implementation = (
+        dict.fromkeys(parts, "eager") | {"text_config": implementation} if parts else implementation
+    )
     torch.manual_seed(0)
     made = kind(config, **{"add_pooling_layer": False} if name == "vit" else {}).double().train()
     generator = torch.Generator().manual_seed(1)
@@ -123,7 +141,7 @@ def whole_inputs(name: str, model, documents=None) -> dict[str, torch.Tensor]:
     (ids, types), positions = tokens(), restarting(documents or (0, LENGTH))
     if name == "vit":
         return {"pixel_values": torch.randn(2, 3, 14, 14, generator=generator, dtype=torch.float64)}
-    if name in ("llama4", "embedding_gemma", "modernbert", "bert"):
+    if name in ("llama4", "embedding_gemma", "llama", "modernbert", "bert"):
         return {"input_ids": ids, "position_ids": positions}
     if name == "hrm_text":  # one group of tokens, in two parts of the row
         prefix = (torch.arange(LENGTH) < torch.tensor([[30], [17]])) & ((torch.arange(LENGTH) - 9).abs() > 2)
@@ -165,6 +183,7 @@ CASES = [
     ("llama4", "zigzag", None),
     ("llama4", "contiguous", ((0, 20, LENGTH), (0, 3, 33, LENGTH))),
     ("embedding_gemma", "zigzag", None),
+    ("llama", "contiguous", ((0, 20, LENGTH), (0, 3, 33, LENGTH))),
     ("modernbert", "striped", (0, 13, 30, LENGTH)),
     ("bert", "zigzag", None),
     ("vit", "contiguous", None),
@@ -184,7 +203,10 @@ def on_a_shard(name: str, kind: str, documents):
         if name == "vit":
             model.embeddings.register_forward_hook(lambda module, given, out: layout.take(out, attend.shard))
         else:
-            inputs = {key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1) for key, x in inputs.items()}
+            inputs = {
+                key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1)
+                for key, x in inputs.items()
+            }
         with sequence(layout=layout, documents=documents):
             out = outputs(model, inputs)
     out.backward(layout.take(upstream(torch.empty(2, length, out.shape[-1])), attend.shard))
@@ -206,7 +228,7 @@ def on_one_rank(name: str, documents):
 
 
 def of_documents(name: str, model, inputs, row: int, ends) -> torch.Tensor:
-    """One document at a time; but Llama 4's as a packed row, in which it scales queries by where they are in the row."""
+    """One document at a time; but Llama 4's as a packed row: it scales queries by where they are in the row."""
     own = {key: x[min(row, len(x) - 1)][None] for key, x in inputs.items()}
     if name == "llama4":
         return outputs(model, own | {"position_ids": restarting(ends)})

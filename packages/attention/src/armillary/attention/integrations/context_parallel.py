@@ -40,7 +40,8 @@ class ContextParallel(ParallelStyle):
     what the module returns then leaves as DTensors placed likewise, on the same mesh.
 
     Not seen from a module, and so for the caller to get right: positions (a module's own `torch.arange(T)` are those of
-    a first shard: pass `layout.positions(attend.shard)`), and masks (`attn_mask` is refused; see `mask`).
+    a first shard: pass `layout.positions(attend.shard)`), and masks of its tokens alone (an `attn_mask` is of the
+    whole sequence, and in a graph refused; see `mask`).
 
     Backward that recomputes the module (activation checkpointing) attends as its forward did, where `layout` is given.
     Else call it inside `sequence(...)`, too; on a GPU autograd's threads do not see that, so give `layout`.

@@ -14,6 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention.checks import as_autocast
+from armillary.attention.integrations.dense_masks import REMEDY, MaskReader
 from armillary.attention.integrations.registries import Refusal, refuse_models
 from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
 from armillary.attention.mask import AttentionMask
@@ -50,9 +51,14 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     Models of Hugging Face transformers are refused: with a window that is no shorter than the shard they leave their
     masks out and say `is_causal` alone. They are for `register_transformers`, with which they may be in the block.
 
+    An `attn_mask` is taken if it is of the whole sequence, the same for all heads and no bias: bool, or of 0 and -inf,
+    [N, N] or what broadcasts so. It is read as a value, exactly, once for each tensor and on the host, looking at each
+    pair; a value from the start is cheaper (`sequence(mask=...)`).
+
     Raises:
-        ValueError: at a call with `attn_mask` or dropout, or with shapes that `attend` refuses; at a model of
-            transformers; at attention that is not routed, and at the end of a block without a routed call.
+        ValueError: at a call with another `attn_mask`, with one beside `is_causal` or what `sequence` says, with
+            dropout, or with shapes that `attend` refuses; at a model of transformers; at attention that is not routed,
+            and at the end of a block without a routed call.
     """
     return SdpaParallel(attend)
 
@@ -67,7 +73,7 @@ class Routing(TorchFunctionMode):
     def __init__(self, attend: Method, layout: SequenceLayout | None = None, mask: AttentionMask | None = None) -> None:
         check_method(attend)
         super().__init__()
-        self.attend, self.mask = attend, mask
+        self.attend, self.mask, self.reader = attend, mask, MaskReader(attend)
         self.sharding = None if layout is None else Sharding(layout)
         self.used, self.beside = False, ""
         """Whether a call was routed or refused, and the name of what attended beside. Only set, not read, in what may
@@ -120,11 +126,6 @@ class Routing(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None:
-            raise ValueError(
-                f"attn_mask {tuple(attn_mask.shape)} cannot say what is visible on other ranks; use is_causal=True, "
-                "and `with sequence(documents=...)` for packed or padded rows"
-            )
         if dropout_p != 0:
             raise ValueError(f"dropout_p={dropout_p}: attention dropout is not done on a sharded sequence; pass 0")
         if not query.ndim == key.ndim == value.ndim == 4:
@@ -138,9 +139,41 @@ class Routing(TorchFunctionMode):
         layout = held.layout_for(self.attend, query.shape[2])
         if not is_dtensor(query):  # of a DTensor the method looks, for its shape is that of all shards
             check_tokens(self.attend.shard, query.shape[2], layout)
-        mask = self.mask or AttentionMask(causal=is_causal, documents=held.documents)
+        mask = self._mask(query, attn_mask, is_causal, layout)
         q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
+
+    def _mask(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout) -> AttentionMask:
+        """What the style says, or the call, or `sequence` around it; refused where two of them say it."""
+        held = self.held()
+        told = held.mask if self.mask is None else self.mask
+        if held.mask not in (None, told):
+            raise ValueError(f"sequence(mask={held.mask}) around a module whose style has mask={told}; leave one out")
+        if attn_mask is None:
+            if self.mask is None and told is not None:
+                check_told(told, is_causal)
+            return told or AttentionMask(causal=is_causal, documents=held.documents)
+        beside = {"is_causal": is_causal, "mask": told is not None, "documents": held.documents is not None}
+        if any(beside.values()):
+            names = ", ".join(name for name, is_there in beside.items() if is_there)
+            raise ValueError(
+                f"attn_mask {tuple(attn_mask.shape)} beside {names}, which say who sees whom too; give one of them"
+            )
+        if torch.compiler.is_compiling():
+            raise ValueError(f"attn_mask {tuple(attn_mask.shape)} in a compiled graph, which cannot read it; {REMEDY}")
+        return self.reader.read(attn_mask, 1 if is_dtensor(query) else query.shape[0], layout)
+
+
+def check_told(mask: AttentionMask, is_causal: bool) -> None:
+    """Refuses a mask of `sequence(...)` that contradicts the call.
+
+    Raises:
+        ValueError: the call is causal and the mask, which could say so, is not; or the other way round.
+    """
+    if is_causal and not mask.causal and mask.pattern is None:
+        raise ValueError(f"is_causal=True, but sequence(mask=...) has causal=False: {mask}")
+    if not is_causal and mask.causal:
+        raise ValueError(f"is_causal=False, but sequence(mask=...) has causal=True: {mask}")
 
 
 def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,8 +73,8 @@ def narrowed(told: AttentionMask, rule: Rule) -> AttentionMask:
     """
     if rule.chunk is not None:
         raise ValueError(
-            f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot say those of "
-            "each; leave mask out, the model says its own"
+            f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot say those "
+            "of each; leave mask out, the model says its own"
         )
     if told.causal and not rule.causal:
         raise ValueError(f"sequence(mask=...) has causal=True, but the model is bidirectional: {told}")

@@ -105,6 +105,8 @@ class Implementation:
             )
         check_layers(config)
         around = callers()
+        if any(caller.locals.get("encoder_hidden_states") is not None for caller in around[:1]):
+            raise ValueError("the model asks for a mask of cross-attention, which is not done on a sharded sequence")
         self._check_model(model_of(around))
         sharding = current() or Sharding()
         rule = _rule(mask_function, sharding)
@@ -146,7 +148,9 @@ class Implementation:
                 f"{name} comes with a mask that is not from create_causal_mask or its sliding window kin ({given}), "
                 "so that what it sees on other ranks is unknown; use another attn_implementation for this module"
             )
-        _check_layer(name, attention_mask, sliding_window, getattr(module, "is_causal", None) if is_causal is None else is_causal)
+        _check_layer(
+            name, attention_mask, sliding_window, getattr(module, "is_causal", None) if is_causal is None else is_causal
+        )
         _check_others(name, others)
         if self.attend.shards > 1 and others.get("output_router_logits") and others.get("shift_labels") is not None:
             raise ValueError(ROUTERS)
@@ -193,7 +197,7 @@ def _placed(around: list[Caller]) -> tuple[Tensor | None, bool]:
     """
     known = [ids for caller in around if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
     if known:
-        return known[0], False
+        return known[0] if known[0].ndim > 1 else known[0][None], False
     of_model = [caller.locals for caller in around if isinstance(caller.locals.get("self"), nn.Module)]
     tokens = [its.get(name) for its in of_model for name in ("input_ids", "inputs_embeds")]
     return None, any("position_ids" in its for its in of_model) or any(isinstance(its, Tensor) for its in tokens)

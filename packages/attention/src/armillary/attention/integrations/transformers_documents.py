@@ -36,7 +36,7 @@ class DocumentFinder:
             ValueError: position ids that do not fit, or none where they are needed; on every rank.
         """
         position_ids = given if given is not None and given.ndim == 2 else mask.position_ids
-        if position_ids is None or position_ids.shape[:-2] not in ((), (3,)):
+        if position_ids is None or not (position_ids.ndim == 2 or (position_ids.ndim == 3 and len(position_ids) == 3)):
             return self._without_positions(name, mask, tokens, told)
         bidirectional = mask.rule is not None and mask.rule.bidirectional
         version = None if position_ids.is_inference() else position_ids._version
@@ -71,8 +71,8 @@ class DocumentFinder:
         check_tokens(self.attend.shard, tokens, mask.layout)
         if mask.unplaced and self.attend.shards > 1:
             raise ValueError(
-                f"{name} is given no position ids, and the model makes them for its tokens as if they were the first of "
-                f"the sequence; {REMEDY}"
+                f"{name} is given no position ids, and the model makes them for its tokens as if they were the first "
+                f"of the sequence; {REMEDY}"
             )
         if told is None and not (mask.rule is not None and mask.rule.bidirectional):
             raise ValueError(

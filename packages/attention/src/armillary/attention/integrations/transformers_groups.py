@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -71,8 +72,12 @@ def _numbering(groups: Tensor, around: Sequence[Caller]) -> tuple[Tensor, Callab
         number = caller.globals.get("get_block_sequence_ids_for_mask")
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = caller.locals.get(name)
-            if number is not None and isinstance(types, Tensor) and torch.equal(number(types, types.device), groups):
-                return types, lambda whole: number(whole, whole.device)
+            if (
+                number is not None
+                and isinstance(types, Tensor)
+                and torch.equal(number(types, device=groups.device), groups)
+            ):
+                return types, partial(number, device=torch.device("cpu"))
     made = around[-1].module if around else "a model"
     raise ValueError(
         f"{made} gives tokens to blocks that see each other, numbered in a way that is not known, so that a shard's "

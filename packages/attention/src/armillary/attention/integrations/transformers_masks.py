@@ -61,15 +61,14 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     Raises:
         ValueError: part of it is not known, or cannot be joined with the rest.
     """
-    found = UnknownMaskError("none") if mask_function is None else None
     try:
-        rule = found or _read(mask_function)
+        rule = _read(mask_function)
+        if rule.apart is None and rule.within is None:
+            raise UnknownMaskError("parts that hide everything")
     except UnknownMaskError as unknown:
-        found = unknown
-    if found is not None or (rule.apart is None and rule.within is None):
         raise ValueError(
-            f"the model asks for a mask made of {found or 'parts that hide everything'}, which is not known; masks made "
-            f"of {', '.join(sorted(MAKERS))} with and_masks and or_masks are. Use another attn_implementation for this "
+            f"the model asks for a mask made of {unknown}, which is not known; masks made of "
+            f"{', '.join(sorted(MAKERS))} with and_masks and or_masks are. Use another attn_implementation for this "
             "model, or say the mask: `with sequence(layout=..., mask=AttentionMask...)`"
         ) from None
     return rule
@@ -80,6 +79,8 @@ class UnknownMaskError(Exception):
 
 
 def _read(function: Any) -> Rule:
+    if function is None:
+        raise UnknownMaskError("none")
     name = _maker(function)
     if name is None:
         return _constant(function)
@@ -129,9 +130,8 @@ def _constant(function: Any) -> Rule:
         raise UnknownMaskError(name)
     if any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in get_instructions(code)):
         raise UnknownMaskError(name)
-    if getattr(function, "__globals__", {}).get("torch", torch) is not torch or function(0, 0, 0, 0) != torch.tensor(
-        True
-    ):
+    of_torch = getattr(function, "__globals__", {}).get("torch", torch) is torch
+    if not of_torch or not bool(function(0, 0, 0, 0)):
         raise UnknownMaskError(name)
     return _banded(*EVERYTHING)
 

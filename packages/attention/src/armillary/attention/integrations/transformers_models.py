@@ -18,8 +18,9 @@ from torch import nn
 from armillary.attention.integrations.registries import Registries, is_own
 from armillary.attention.methods.base import Method
 
-LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
-LAYERS |= {"moe", "sparse", "dense", "mlp"}
+LAYERS = frozenset(
+    {"attention", "full_attention", "sliding_attention", "chunked_attention"} | {"moe", "sparse", "dense", "mlp"}
+)
 """Kinds of layers that mix tokens by attention alone, or not at all."""
 
 

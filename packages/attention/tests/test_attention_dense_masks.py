@@ -1,0 +1,151 @@
+"""Tensors of `attn_mask`: read as values, pair by pair the same; refused by name where they are more than that."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from armillary.attention import AttentionMask, Local, Slice
+from armillary.attention.integrations import sdpa_parallel, sequence
+from armillary.attention.integrations.dense_masks import mask_of_tensor
+from armillary.core import SequenceLayout
+
+LENGTH = 40
+POSITIONS = torch.arange(LENGTH)
+DOCUMENTS = (0, 1, 12, 13, 30, LENGTH)
+MASKS = {
+    "causal": AttentionMask(),
+    "full": AttentionMask(causal=False),
+    "window": AttentionMask(window=(5, None)),
+    "window of one": AttentionMask(window=(0, None)),
+    "two sides": AttentionMask(causal=False, window=(3, 6)),
+    "left side": AttentionMask(causal=False, window=(3, None)),
+    "right side": AttentionMask(causal=False, window=(None, 2)),
+    "documents": AttentionMask(documents=DOCUMENTS),
+    "documents, both ways": AttentionMask(causal=False, documents=DOCUMENTS),
+    "documents and a window": AttentionMask(window=(4, None), documents=DOCUMENTS),
+}
+OTHERS = {
+    "tree": AttentionMask.tree([0, 8, 15, 22, 33, LENGTH], [-1, 0, 1, 0, -1]),
+    "tree and a window": AttentionMask.tree([0, 8, 15, 22, 33, LENGTH], [-1, 0, 1, 0, -1], window=(6, None)),
+    "prefix": AttentionMask.prefix((0, 13, LENGTH), (4, 9)),
+    "chunks": AttentionMask.chunked(7, (0, 13, LENGTH)),
+    "images": AttentionMask.image_spans([range(3, 9), range(20, 34)], window=(8, None)),
+    "blocks": AttentionMask.blocks(torch.rand(8, 8, generator=torch.Generator().manual_seed(1)) > 0.4, 5),
+    "slices": AttentionMask.of_slices([Slice(range(5, 20), range(8, 30), -4, 3), Slice(range(22, 25), range(2, 9))]),
+    "nothing": AttentionMask.of_slices([]),
+    "later keys alone": AttentionMask.of_slices([Slice(range(LENGTH), range(LENGTH), 1, None)]),
+}
+
+
+def dense(mask: AttentionMask, row: int = 0) -> torch.Tensor:
+    return mask.visible(POSITIONS, POSITIONS, row=row)
+
+
+@pytest.mark.parametrize("name", [*MASKS, *OTHERS])
+def test_a_tensor_is_read_exactly(name):
+    mask = (MASKS | OTHERS)[name]
+    found = mask_of_tensor(dense(mask), 2, LENGTH)
+    assert torch.equal(dense(found), dense(mask))
+    assert name in OTHERS or found.pattern is None or name == "window of one"  # the compact form
+
+
+def test_few_slices_are_enough():
+    for name, most in (("tree", 9), ("prefix", 4), ("chunks", 6), ("images", 12), ("nothing", 0)):
+        found = mask_of_tensor(dense(OTHERS[name]), 1, LENGTH)
+        assert sum(map(len, found.slices(LENGTH))) <= most, (name, found.slices(LENGTH))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_tensors_are_read_exactly(seed):
+    generator = torch.Generator().manual_seed(seed)
+    seen = torch.rand(LENGTH, LENGTH, generator=generator) < torch.rand((), generator=generator)
+    seen[torch.rand(LENGTH, generator=generator) < 0.2] = False
+    seen = seen.roll(int(seed), 1) | (dense(MASKS["window"]) if seed % 2 else torch.zeros_like(seen))
+    assert torch.equal(dense(mask_of_tensor(seen, 1, LENGTH)), seen)
+
+
+def test_shapes_dtypes_and_rows():
+    causal = dense(MASKS["causal"])
+    added = torch.zeros(LENGTH, LENGTH).masked_fill(~causal, -torch.inf)
+    least = added.clamp(min=torch.finfo(added.dtype).min)
+    for given in (causal[None], causal[None, None], causal.expand(2, 3, -1, -1), added, least, added.bfloat16()):
+        assert mask_of_tensor(given, 2, LENGTH) == AttentionMask()
+    rows = mask_of_tensor(torch.stack([causal, dense(OTHERS["images"])])[:, None], 2, LENGTH)
+    assert torch.equal(dense(rows, 0), causal) and torch.equal(dense(rows, 1), dense(OTHERS["images"]))
+    hidden = POSITIONS >= 30  # padding: hidden from all queries
+    padded = mask_of_tensor((~hidden)[None, None, None], 2, LENGTH)
+    assert torch.equal(dense(padded), (~hidden).expand(LENGTH, LENGTH))
+
+
+CAUSAL = dense(MASKS["causal"])
+REFUSED = {
+    "a shard's": (CAUSAL[:10, :10], "not of the whole sequence of 40"),
+    "a shard's queries": (CAUSAL[:10], "not of the whole sequence of 40"),
+    "heads": (torch.stack([CAUSAL, CAUSAL.T])[None], "another one for each head"),
+    "rows": (CAUSAL.expand(3, 1, -1, -1), "has 3 rows; the batch has 2"),
+    "bias": (torch.where(CAUSAL, 0.5, -torch.inf), "is a bias: it has 0.5"),
+    "not a number": (torch.where(CAUSAL, 0.0, torch.nan), "is a bias: it has nan"),
+    "learned": (torch.zeros(LENGTH, LENGTH, requires_grad=True), "requires a gradient"),
+    "integers": (CAUSAL.long(), "is torch.int64"),
+    "all keys hidden alike": (torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min), "sees them all alike"),
+    "five dims": (CAUSAL[None, None, None], "not of the whole sequence"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_mask_of_the_sequence_is_refused(name):
+    given, said = REFUSED[name]
+    with pytest.raises(ValueError, match=said) as refused:
+        mask_of_tensor(given, 2, LENGTH)
+    assert "sequence(layout=..., mask=AttentionMask...)" in str(refused.value)
+
+
+def test_what_would_be_too_many_slices_is_refused():
+    with pytest.raises(ValueError, match="more than 16384 slices"):
+        mask_of_tensor(torch.rand(400, 400, generator=torch.Generator().manual_seed(0)) > 0.5, 1, 400)
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def attended(mask: AttentionMask | None = None, documents=None, **options) -> torch.Tensor:
+    q, k, v = torch.randn(3, 2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with sequence(layout=SequenceLayout.contiguous(LENGTH, 1), documents=documents, mask=mask), sdpa_parallel(Local()):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("name", ["tree", "images", "blocks"])
+def test_a_tensor_and_a_value_do_the_same(name):
+    q, k, v = torch.randn(3, 2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense(OTHERS[name])).nan_to_num()
+    torch.testing.assert_close(attended(attn_mask=dense(OTHERS[name])), expected, rtol=0, atol=1e-12)
+    said = attended(mask=OTHERS[name], is_causal=name != "blocks")
+    torch.testing.assert_close(said, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"attn_mask": CAUSAL, "is_causal": True}, "beside is_causal"),
+        ({"attn_mask": CAUSAL, "documents": DOCUMENTS}, "beside documents"),
+        ({"attn_mask": CAUSAL, "mask": AttentionMask()}, "beside mask"),
+        ({"mask": AttentionMask()}, "is_causal=False, but"),
+        ({"mask": AttentionMask(causal=False), "is_causal": True}, "is_causal=True, but"),
+        ({"mask": AttentionMask(), "documents": DOCUMENTS}, "beside a mask without them"),
+        ({"mask": AttentionMask(documents=(0, LENGTH)), "documents": DOCUMENTS}, "beside a mask whose documents are"),
+        ({"mask": AttentionMask(documents=(0, 7))}, "end at 7"),
+        ({"mask": "causal"}, "mask is a str; an AttentionMask is needed"),
+    ],
+)
+def test_two_masks_that_contradict_each_other_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        attended(**given)
+
+
+def test_a_tensor_is_read_once():
+    from armillary.attention.integrations.dense_masks import MaskReader
+
+    reader, layout, given = MaskReader(Local()), SequenceLayout.contiguous(LENGTH, 1), CAUSAL.clone()
+    assert reader.read(given, 2, layout) is reader.read(given, 2, layout)
+    given[0, 1] = True
+    assert torch.equal(dense(reader.read(given, 2, layout)), given)
