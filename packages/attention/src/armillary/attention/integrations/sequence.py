@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor
 
 from armillary.attention.checks import check_layout
-from armillary.attention.mask import AttentionMask, Rows, Tree
+from armillary.attention.mask import AttentionMask, RowMasks, Tree
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 
@@ -132,15 +132,16 @@ def _restarts(mask: AttentionMask, documents: Documents | None) -> Documents | N
     """
     if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
-    if isinstance(mask.pattern, Rows):
-        rows = [_restarts(row, None) for row in mask.pattern.masks]
-        own = None if None in rows else cast(Documents, tuple(rows))
+    if isinstance(mask.pattern, RowMasks):
+        rows = [cast(tuple[int, ...] | None, _restarts(row, None)) for row in mask.pattern.masks]
+        length = next((ends[-1] for ends in rows if ends), None)
+        own = None if length is None else tuple(ends or (0, length) for ends in rows)
     else:
         own = mask.pattern.ends if isinstance(mask.pattern, Tree) else mask.documents
     if documents is not None and own not in (None, documents):
-        raise ValueError(f"documents={documents} beside a mask whose documents are {own}; leave documents out")
+        raise ValueError(f"documents={documents!s:.80} beside a mask whose documents are {own!s:.80}; leave them out")
     if documents is not None and own is None and mask.pattern is None:
-        raise ValueError(f"documents={documents} beside a mask without them: AttentionMask(documents=...) is one mask")
+        raise ValueError(f"documents={documents!s:.80} beside a mask without them; give them to AttentionMask")
     return documents if own is None else own
 
 
