@@ -11,7 +11,7 @@ from data_stores import alone, every_shard
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, LabelTriples, PackedSequences, best_fit, greedy, one_per_row, open_store
 from armillary.data.cli import main
-from armillary.data.inspection.statistics import describe
+from armillary.data.inspection.statistics import describe, measure_packings
 from armillary.data.prepare import Preparation, prepare
 
 END = ByteTokenizer().end_of_document
@@ -296,3 +296,20 @@ def test_figures_say_what_is_shared(tmp_path, capsys):
     assert describe(store.select(np.array([0, 1, 0, 1, 0], bool)))["sequences"] == 3
     main(["info", str(tmp_path / "store")])
     assert "% of these stored" in capsys.readouterr().out
+
+
+def test_packings_are_measured_by_who_sees_whom(tmp_path):
+    lines = [{"prompt": "p" * 200, "completions": ["c" * n for n in range(10, 60, 5)]} for _ in range(3)]
+    store = stored(tmp_path, lines)
+    row = alone(store, 600, packing=best_fit).row(0)
+    (slices,) = row.visible.slices(600)
+    seen = np.zeros((600, 600), int)
+    for q0, q1, k0, k1, _, high in slices.tolist():
+        i, j = np.ogrid[:600, :600]
+        seen += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (j - i <= high)
+    for at in (0, 199, 200, 215, 400, 599):
+        assert np.flatnonzero(seen[at]).tolist() == path_of((row.ends, row.parents), at)
+    assert seen.max() == 1
+    measured = measure_packings(store, 600, shards=4, rows=2)
+    assert [found.packing for found in measured] == ["best_fit", "one_per_row"]
+    assert all(found.balanced < 1.05 < found.zigzag for found in measured)

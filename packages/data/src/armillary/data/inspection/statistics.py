@@ -13,6 +13,7 @@ from armillary.core import SequenceLayout, attention_balance
 from armillary.data.loader.batches import check_least
 from armillary.data.loader.epochs import Waste
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
+from armillary.data.loader.tree_rows import TreeRow
 from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
@@ -76,7 +77,7 @@ class MeasuredPacking:
     """What a packing costs, and how even rows are: slowest shard over mean in (query, key) pairs, mean and worst row.
 
     Args:
-        documents: pieces of documents in a row, on average.
+        documents: pieces of documents in a row, or segments of trees, on average.
         spans: of the shard that has most, under the balanced layout.
     """
 
@@ -97,7 +98,7 @@ def measure_packings(
     rows: int,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[MeasuredPacking]:
-    """Each packing of the store in rows of `length` tokens, over the first `rows` rows.
+    """Each packing of the store in rows of `length` tokens, over the first `rows` rows; of trees, those that cut none.
 
     Args:
         progress: called with the numbers of rows done, and of all.
@@ -109,18 +110,19 @@ def measure_packings(
     check_length([store], length)
     zigzag = SequenceLayout.zigzag(length, shards)
     found: list[MeasuredPacking] = []
-    packings = (greedy, best_fit, one_per_row)
+    packings = (greedy, best_fit, one_per_row) if store.trees is None else (best_fit, one_per_row)
     for i, packing in enumerate(packings):
         packed = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
-        ends = [packed.row(number).ends for number in range(min(rows, packed.rows_per_epoch))]
+        made = [packed.row(number) for number in range(min(rows, packed.rows_per_epoch))]
         plain, even, spans = list[float](), list[float](), 0
-        for j, row in enumerate(ends):
+        for j, row in enumerate(made):
             progress(i * rows + j, len(packings) * rows)
-            layout = SequenceLayout.balanced(length, shards, documents=row)
-            plain.append(attention_balance(zigzag, documents=row))
-            even.append(attention_balance(layout, documents=row))
+            seen: dict[str, Any] = {"mask": row.visible} if isinstance(row, TreeRow) else {"documents": row.ends}
+            layout = SequenceLayout.balanced(length, shards, **seen)
+            plain.append(attention_balance(zigzag, **seen))
+            even.append(attention_balance(layout, **seen))
             spans = max(spans, *(len(layout.spans(shard)) for shard in range(shards)))
-        documents = mean(len(row) - 1 for row in ends)
+        documents = mean(len(row.ends) - 1 for row in made)
         worst = (mean(plain), max(plain), mean(even), max(even))
         found.append(MeasuredPacking(packing.__name__, packed.waste()[0], documents, *worst, spans))
     return found

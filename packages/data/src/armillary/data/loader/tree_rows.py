@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from armillary.core.labels import LabelTriples
+from armillary.core.slices import Slices, slice_array
 from armillary.data.loader.batch import IGNORE
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste
 from armillary.data.packing import DocumentSlice, Packed, Packing, greedy
@@ -19,6 +20,23 @@ from armillary.data.store import TokenStore
 from armillary.data.trees import SegmentTree
 
 Weights = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleSegments:
+    """A token sees its own segment, up to itself, and those that this follows."""
+
+    ends: Sequence[int]
+    parents: Sequence[int]
+
+    def slices(self, length: int) -> list[Slices]:
+        """One for each segment, which is seen from its start to the end of all that follows it (`core.slices`)."""
+        last = list(range(len(self.parents)))
+        for s in range(len(last) - 1, 0, -1):
+            if (parent := self.parents[s]) >= 0:
+                last[parent] = max(last[parent], last[s])
+        pieces = zip(self.ends[:-1], self.ends[1:], last, strict=True)
+        return [slice_array((start, self.ends[s + 1], start, stop, None, 0) for start, stop, s in pieces)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +67,11 @@ class TreeRow(PackedRow):
         if ends[-1] < length:
             ends, parents, depths, weights = (*ends, length), [*parents, -1], [*depths, 0], [*weights, np.zeros(1)]
         return cls(store, slices, ends, tuple(parents), np.concatenate(weights), tuple(depths))
+
+    @property
+    def visible(self) -> VisibleSegments:
+        """Who sees whom, as balanced layouts take it for a mask."""
+        return VisibleSegments(self.ends, self.parents)
 
     @property
     def origins(self) -> Sequence[int]:
