@@ -37,15 +37,7 @@ LINES = [
     {"prompt": "one prompt that is longer", "completions": ["yes", "no"]},
     {"prompt": "q", "completions": [{"text": "r", "children": ["s", "t"]}, "u"]},
 ]
-MESHES = (
-    {"ring": 4},
-    {"ulysses": 4},
-    {"ring": 2, "ulysses": 2},
-    {"ring": 2, "tp": 2},
-    {"tp": 4},
-    {"shard": 2, "ring": 2},
-    {"replicate": 2, "shard": 2},
-)
+MESHES = ({"ring": 4}, {"ulysses": 4}, {"ring": 2, "ulysses": 2}, {"replicate": 2, "tp": 2}, {"ring": 2, "tp": 2})
 
 
 def sequences(node, before=(), trained=()):
@@ -103,7 +95,8 @@ def of_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = summed(run, torch.stack([backward(run, batch, labelled) for batch in batches]).sum())
         grads = {name: p.grad for name, p in run.model.named_parameters()}
         whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-        assert not bad_rows(run, batches) and 0 < validate(run)["loss"] < 20
+        if config.train.accumulation > 1:
+            assert not bad_rows(run, batches) and 0 < validate(run)["loss"] < 20
         return loss, whole
 
 
@@ -126,8 +119,7 @@ def test_a_batch_of_trees_is_its_sequences_by_themselves(worlds, config):
     exact = unshared(config)
     alone = of_batch(meshed(config))
     assert error(alone, exact) < 1e-9
-    others = [meshed(config, "balanced", ring=4), meshed(config, "balanced", 2, ring=2, shard=2)]
-    configs = [*(meshed(config, **axes) for axes in MESHES), *others]
+    configs = [*(meshed(config, **axes) for axes in MESHES), meshed(config, "balanced", 2, ring=2, shard=2)]
     for rank in worlds(4).run(each_of, configs):
         for each, found in zip(configs, rank, strict=True):
             assert error(found, exact) < 1e-9, each.parallel
