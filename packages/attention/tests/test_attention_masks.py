@@ -38,7 +38,7 @@ DRAWS: dict[str, Callable[[Random, int], AttentionMask]] = {
     "blocks": block_mask,
     "rows": lambda random, length: row_masks(random, length, 3),
 }
-CASES = 150
+CASES = 80
 """Masks of each kind."""
 
 each_kind = pytest.mark.parametrize("kind", DRAWS)

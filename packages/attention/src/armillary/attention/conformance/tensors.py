@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.attention.conformance.case import Case
+from armillary.attention.conformance.case import CAUSAL, Case
 from armillary.attention.conformance.memory import Memory
 from armillary.core import SequenceLayout
 from armillary.core.placements import chunk_sizes
@@ -88,7 +88,8 @@ def _sum(shares: Sequence[Tensor]) -> Tensor:
 def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
     match kind:
         case "balanced":
-            return attend.layout(length, kind, case.mask)
+            fits = case.mask.pattern is None or case.keys == case.length  # for one sequence of this length
+            return attend.layout(length, kind, case.mask if fits else CAUSAL)
         case "uneven" | "spans":
             within = attend.shards // attend.sequence_shards
             random, shards = Random(f"{case.seed} {length}"), attend.sequence_shards
