@@ -40,6 +40,7 @@ from armillary.attention.kernels.packing import lengths
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.local import Local
 from armillary.attention.spec import AttentionSpec
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum, TilePart
@@ -278,6 +279,14 @@ def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask,
         assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
     for got, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)
+def test_small_tiles_of_no_rows_are_a_batch_of_none(kernel):
+    q = torch.zeros(0, 4, 2, 8, requires_grad=True)
+    out = Local()(q, q, q, mask=AttentionMask.chunked(2), kernel=kernel)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == q.shape
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)

@@ -43,5 +43,6 @@ class Batched(Kernel):
 
 
 def _apart(results: Sequence[Tensor], pieces: Sequence[Forward] | Sequence[Backward]) -> Any:
-    """For each piece its part of the results."""
-    return zip(*(x.split(pieces[0].q.shape[0]) for x in results), strict=True)
+    """For each piece its part of the results; of no rows, where a rank has none of the batch."""
+    sizes = [pieces[0].q.shape[0]] * len(pieces)
+    return zip(*(x.split(sizes) for x in results), strict=True)
