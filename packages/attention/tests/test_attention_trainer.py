@@ -63,8 +63,8 @@ def packed(batch):
 
 
 def arguments(folder, **changes):
-    """Of a run of 10 steps of two micro-batches; the last of each epoch has but one, of 22 rows."""
-    given = {"max_steps": 10, "gradient_accumulation_steps": 2, "eval_steps": 5, "save_steps": 5, "logging_steps": 1}
+    """Of a run of 6 steps of two micro-batches; the last of each epoch has but one, of 14 rows."""
+    given = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_steps": 3, "logging_steps": 1}
     given |= {"eval_strategy": "steps", "save_strategy": "steps", "report_to": [], "disable_tqdm": True}
     given |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
     given |= {"include_num_input_tokens_seen": "non_padding", "use_cpu": True, "dataloader_pin_memory": False}
@@ -73,7 +73,7 @@ def arguments(folder, **changes):
 
 def trainer(kind: type, implementation: str, folder, collator=padded, data=None, **changes):
     built = model(implementation)
-    return kind(built, arguments(folder, **changes), collator, data or rows(22), eval_dataset=rows(4, seed=2))
+    return kind(built, arguments(folder, **changes), collator, data or rows(14), eval_dataset=rows(4, seed=2))
 
 
 def trained(kind: type, implementation: str, folder, resume: int = 0, **changes):
@@ -109,14 +109,14 @@ def variants(kind: type, implementation: str, folder):
 
 
 def on_ranks(folder):
-    """10 steps under DDP, and again from the middle on; fewer under FSDP2 in two groups; variants; what is refused."""
+    """6 steps under DDP, and again from the middle on; fewer under FSDP2 in two groups; variants; what is refused."""
     usp = Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
     register_transformers(usp)
     register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
     found = {}
     with accelerated():
         found["ddp"] = trained(LongTrainer, "armillary", folder / "ddp")
-        found["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=5)
+        found["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=3)
         found |= variants(LongTrainer, "armillary", folder)
         found["refused"] = refused_on_ranks(folder)
     with accelerated():
@@ -130,7 +130,7 @@ def on_ranks(folder):
 def refused_on_ranks(folder):
     """What is said of rows that differ, and of a loss that is not of the next token."""
     said = []
-    run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(22, seed=dist.get_rank() // 3), **SHORT)
+    run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(14, seed=dist.get_rank() // 3), **SHORT)
     tagger = model("armillary", "MistralForTokenClassification")
     batch = shard_batch(run.attend, torch.ones(2, 16, dtype=torch.long))
     with pytest.raises(ValueError) as raised:
@@ -148,7 +148,7 @@ def runs(worlds, tmp_path_factory):
     ranks = worlds(4).run(on_ranks, folder)
     with accelerated():
         one = variants(transformers.Trainer, "sdpa", folder / "one")
-        for name, resume, steps in (("ddp", 5, {}), ("fsdp2", 2, SHORTER)):
+        for name, resume, steps in (("ddp", 3, {}), ("fsdp2", 2, SHORTER)):
             one[name] = trained(transformers.Trainer, "sdpa", folder / name / "one", **steps)
             one[f"{name}, resumed"] = trained(transformers.Trainer, "sdpa", folder / name / "one", resume, **steps)
     return one, ranks
