@@ -1,10 +1,11 @@
-"""New documents at every step: what a mask that was never seen before costs, and that nothing of it stays.
+"""A new mask at every step: what one that was never seen before costs, and that nothing of it stays.
 
     uv run python benchmarks/masks.py                          # 1,000 masks of 1,000 documents over 64k tokens, 8 ranks
-    uv run python benchmarks/masks.py --masks 200 --documents 4000 --tokens 1048576 --ranks 32
+    uv run python benchmarks/masks.py --masks 50 --documents 10000 --tokens 1m --ranks 32 --kind tree
 
-Each step makes a mask with documents of random lengths and all that a rank of a ring derives from it: what each rank
-must pass on, both ways round, and the tiles of its own cells. Every tenth step also runs attention over `--attended` of
+Each step makes a mask with parts of random lengths (documents; prompts with 16 answers each; documents with an image
+each; or slices as they are given) and all that a rank of a ring derives from it: what each rank must pass on, both ways
+round, and the tiles of its own cells. Every tenth step also runs attention over `--attended` of
 the tokens on this process, forward and backward. Shown by tenths of the run, in milliseconds of processor time
 (medians), with the resident memory at the end of each tenth: a cache that keeps masks shows as growth.
 """
@@ -18,13 +19,14 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from armillary.attention import AttentionMask, Local
+from armillary.attention import AttentionMask, Local, Slice
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
@@ -45,17 +47,39 @@ def milliseconds(run: Callable[[], object]) -> float:
     return 1e3 * (time.thread_time() - start)
 
 
-def derive(layout: SequenceLayout, ends: tuple[int, ...]) -> None:
+def trees(ends: tuple[int, ...]) -> AttentionMask:
+    """Prompts with 16 answers each."""
+    return AttentionMask.tree(ends, [-1 if part % 17 == 0 else part - part % 17 for part in range(len(ends) - 1)])
+
+
+def images(ends: tuple[int, ...]) -> AttentionMask:
+    """Documents whose later halves are images."""
+    return AttentionMask.image_spans([range((a + b) // 2, b) for a, b in pairwise(ends)], documents=ends)
+
+
+def slices(ends: tuple[int, ...]) -> AttentionMask:
+    return AttentionMask.of_slices([Slice(range(a, b), range(a, b), None, 0) for a, b in pairwise(ends)])
+
+
+KINDS: dict[str, Callable[[tuple[int, ...]], AttentionMask]] = {
+    "documents": lambda ends: AttentionMask(documents=ends),
+    "tree": trees,
+    "images": images,
+    "slices": slices,
+}
+
+
+def derive(layout: SequenceLayout, ends: tuple[int, ...], kind: str) -> None:
     """What rank 0 of a ring finds out about a mask before its first kernel call."""
-    grid = grid_of(layout, layout, AttentionMask(documents=ends))
+    grid = grid_of(layout, layout, KINDS[kind](ends))
     RingTopology.of_all(layout.shards, "keys").shorter_way(grid)
     for shard in range(layout.shards):
         grid.tiles(0, shard, 0)
 
 
-def attend(tokens: int, ends: tuple[int, ...]) -> None:
+def attend(tokens: int, ends: tuple[int, ...], kind: str) -> None:
     q, k, v = (torch.randn(1, tokens, 2, 16, requires_grad=True) for _ in range(3))
-    Local()(q, k, v, mask=AttentionMask(documents=ends)).sum().backward()
+    Local()(q, k, v, mask=KINDS[kind](ends)).sum().backward()
 
 
 def resident() -> float:
@@ -64,16 +88,15 @@ def resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def tenth(
-    steps: int, layout: SequenceLayout, documents: int, attended: int, generator: random.Random
-) -> dict[str, Any]:
+def tenth(steps: int, layout: SequenceLayout, asked: argparse.Namespace, generator: random.Random) -> dict[str, Any]:
+    documents, attended, kind = asked.documents, asked.attended, asked.kind
     derived, attending = list[float](), list[float]()
     for step in range(steps):
         ends = boundaries(layout.length, documents, generator)
-        derived.append(milliseconds(lambda ends=ends: derive(layout, ends)))
+        derived.append(milliseconds(lambda ends=ends: derive(layout, ends, kind)))
         if step % 10 == 0:
             share = boundaries(attended, min(documents, attended // 2), generator)
-            attending.append(milliseconds(lambda share=share: attend(attended, share)))
+            attending.append(milliseconds(lambda share=share: attend(attended, share, kind)))
     gc.collect()
     return {"new mask ms": median(derived), "attention ms": median(attending), "resident MiB": resident()}
 
@@ -85,17 +108,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=count_argument(), default=65536)
     parser.add_argument("--ranks", type=count_argument(), default=8)
     parser.add_argument("--attended", type=count_argument(), default=8192)
+    parser.add_argument("--kind", choices=KINDS, default="documents")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     generator, layout = random.Random(0), SequenceLayout.zigzag(asked.tokens, asked.ranks)
-    tenth(20, layout, asked.documents, asked.attended, generator)  # warm up: libraries load, caches fill
+    tenth(20, layout, asked, generator)  # warm up: libraries load, caches fill
     rows = list[dict[str, Any]]()
     for i in range(10):
-        row = tenth(asked.masks // 10, layout, asked.documents, asked.attended, generator)
+        row = tenth(asked.masks // 10, layout, asked, generator)
         rows.append({"masks": (i + 1) * (asked.masks // 10)} | row)
         print(f"{rows[-1]}", file=sys.stderr)
-    of, over = f"{asked.masks:,} new masks of {asked.documents:,} documents", f"{asked.tokens:,} tokens"
-    print(report.write("masks", f"{of} over {over} on {asked.ranks} ranks", rows))
+    of, over = f"{asked.masks:,} new masks of {asked.documents:,} parts ({asked.kind})", f"{asked.tokens:,} tokens"
+    name = "masks" if asked.kind == "documents" else f"masks-{asked.kind}"
+    print(report.write(name, f"{of} over {over} on {asked.ranks} ranks", rows))
 
 
 if __name__ == "__main__":

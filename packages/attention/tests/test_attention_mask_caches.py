@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import torch
 
@@ -60,3 +61,10 @@ def test_masks_of_many_documents_are_fewer():
     assert [key for key, *_ in recent.kept] == [14, 15]
     recent.add(16, "large", AttentionMask(documents=range(2 * BYTES // EACH)))
     assert [key for key, *_ in recent.kept] == [16]
+
+
+def test_another_pattern_is_looked_into():
+    mask = replace(AttentionMask.chunked(3), pattern=AttentionMask.chunked(4).pattern)
+    assert mask == AttentionMask.chunked(4) != AttentionMask.chunked(3)
+    assert hash(mask) == hash(AttentionMask.chunked(4)) and mask.pairs(8) == 20
+    assert torch.equal(mask.numbers, AttentionMask.chunked(4).numbers)

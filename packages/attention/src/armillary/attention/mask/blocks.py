@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window, integer
-from armillary.core.slices import FAR, Slices
+from armillary.core.slices import FAR, Integers, Slices
 
 
 class Blocks(Pattern):
@@ -42,9 +42,9 @@ class Blocks(Pattern):
             self._check_count("rows", len(table), self.length)
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> Integers:
         rows, columns = self._table.shape
-        return self.block, self.length or 0, rows, columns, *self._table.ravel().astype(int).tolist()
+        return integers((self.block, self.length or 0, rows, columns), self._table)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Blocks:

@@ -7,9 +7,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window, integer, one_of
-from armillary.core.slices import Slices, document_slices
+from armillary.core.slices import Integers, Slices, document_slices
 
 Origin = Literal["document", "row"]
 
@@ -29,8 +29,8 @@ class Chunked(Pattern):
         self.origin = one_of("origin", origin, get_args(Origin))
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        return self.size, get_args(Origin).index(self.origin)
+    def numbers(self) -> Integers:
+        return integers((self.size, get_args(Origin).index(self.origin)))
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Chunked:

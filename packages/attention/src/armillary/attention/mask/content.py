@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 
-from armillary.attention.mask.pattern import Pattern
+from armillary.attention.mask.pattern import Pattern, integers
+from armillary.core.slices import Integers
 
 Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """Boundaries of documents, of all rows or of each."""
@@ -17,19 +19,23 @@ class Content:
 
     def __init__(self, documents: Documents | None, pattern: Pattern | None) -> None:
         self.documents, self.pattern = documents, pattern
-        listed = _listed(documents, pattern)
-        self.numbers = None if documents is pattern is None else torch.tensor(listed, device="cpu")
-        self.hash = hash(tuple(listed))  # of numbers only: pickles go to other processes
+        self.numbers, self.hash = None, 0
+        if documents is not None or pattern is not None:
+            listed = _listed(documents, pattern)
+            self.numbers, self.hash = (
+                torch.from_numpy(listed),
+                crc32(listed.tobytes()),
+            )  # the same hash in every process
 
     def holds(self, documents: object, pattern: object) -> bool:
         """Whether it is of these very objects."""
         return documents is self.documents and pattern is self.pattern
 
 
-def _listed(documents: Documents | None, pattern: Pattern | None) -> list[int]:
+def _listed(documents: Documents | None, pattern: Pattern | None) -> Integers:
     """The pattern's code; -1, or how many rows have documents of their own; all boundaries; the pattern's numbers."""
     per_row = documents is not None and isinstance(documents[0], tuple)
     rows = cast(Any, documents if per_row else () if documents is None else (documents,))
     count = len(rows) if per_row else -len(rows)
-    every: list[int] = [number for row in rows for number in (len(row), *row)]
-    return [0, count, *every] if pattern is None else [pattern.code, count, *every, *pattern.numbers]
+    code, rest = (0, ()) if pattern is None else (pattern.code, pattern.numbers)
+    return integers((code, count), *(part for row in rows for part in ((len(row),), row)), rest)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window
-from armillary.core.slices import Slices, document_slices, slice_array
+from armillary.core.slices import Integers, Slices, document_slices, slice_array
 
 
 class ImageSpans(Pattern):
@@ -38,8 +38,8 @@ class ImageSpans(Pattern):
                 raise ValueError(f"image spans {a} and {b} overlap; they must be disjoint")
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(edge for span in self.spans for edge in (span.start, span.stop))
+    def numbers(self) -> Integers:
+        return integers([(span.start, span.stop) for span in self.spans])
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> ImageSpans:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import numpy as np
@@ -31,7 +31,7 @@ class Pattern(ABC):
 
     @cached_property
     @abstractmethod
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> Integers:
         """All of it, for `of_numbers`."""
 
     @classmethod
@@ -57,7 +57,7 @@ class Pattern(ABC):
 
     @cached_property
     def _hash(self) -> int:
-        return crc32(np.array(self.numbers, dtype=np.int64).tobytes(), self.code)  # the same in every process
+        return crc32(self.numbers.tobytes(), self.code)  # the same in every process
 
     def __hash__(self) -> int:
         return self._hash
@@ -67,7 +67,7 @@ class Pattern(ABC):
             return True
         if not isinstance(other, Pattern) or self.code != other.code:
             return False
-        return hash(self) == hash(other) and self.numbers == other.numbers
+        return hash(self) == hash(other) and np.array_equal(self.numbers, other.numbers)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={shortened(value)}" for name, value in vars(self).items() if name in self._shown())
@@ -77,6 +77,11 @@ class Pattern(ABC):
     def _shown(cls) -> set[str]:
         """Names of the constructor's arguments."""
         return set(cls.__init__.__code__.co_varnames[1 : cls.__init__.__code__.co_argcount])
+
+
+def integers(*parts: Any) -> Integers:
+    """Numbers one after another, in an array of one dim."""
+    return np.concatenate([np.asarray(part, dtype=np.int64).ravel() for part in parts])
 
 
 def offsets(ends: Ends, length: int) -> Integers:

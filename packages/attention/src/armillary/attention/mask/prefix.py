@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window, integer
-from armillary.core.slices import FAR, Slices
+from armillary.core.slices import FAR, Integers, Slices
 
 
 class Prefix(Pattern):
@@ -29,8 +29,8 @@ class Prefix(Pattern):
         self.prefixes = tuple(integer("prefix", prefix, least=0) for prefix in prefixes)
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        return self.prefixes
+    def numbers(self) -> Integers:
+        return integers(self.prefixes)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Prefix:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window
-from armillary.core.slices import Slices
+from armillary.core.slices import Integers, Slices
 
 
 class RowMasks(Pattern):
@@ -33,9 +33,8 @@ class RowMasks(Pattern):
                 raise ValueError(f"the mask of row {row} is {mask!r}; an AttentionMask of one row is needed")
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        encoded = (mask.encoded for mask in self.masks)
-        return tuple(number for its in encoded for number in (len(its), *its))
+    def numbers(self) -> Integers:
+        return integers(*(part for mask in self.masks for part in ((len(mask.encoded),), mask.encoded)))
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> RowMasks:

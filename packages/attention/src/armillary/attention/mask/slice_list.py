@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window, integer
 from armillary.core.slices import FAR, Integers, Slices, slice_array, trimmed
 
@@ -40,8 +40,8 @@ class SliceList(Pattern):
         check_disjoint(self._array)
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(self._array.ravel().tolist())
+    def numbers(self) -> Integers:
+        return integers(self._array)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> SliceList:
@@ -69,8 +69,8 @@ def _checked(given: Any) -> Slice:
     for its in (queries, keys):
         if not isinstance(its, range) or its.step != 1 or its.start < 0:
             raise ValueError(f"{given!r}: queries and keys of a slice are ranges of step 1, from 0 or above")
-    bounds = (None if bound is None else integer("the bound of a slice", bound) for bound in (low, high))
-    return Slice(queries, keys, *bounds)
+    low, high = (b if b is None or type(b) is int else integer("the bound of a slice", b) for b in (low, high))
+    return Slice(queries, keys, low, high)
 
 
 def _of_row(row: Sequence[int]) -> Slice:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern
+from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window, boundaries_of, integer
 from armillary.core.slices import FAR, Integers, Slices
 
@@ -48,8 +48,8 @@ class Tree(Pattern):
             path.append(segment)
 
     @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        return (*self.ends, *self.parents)
+    def numbers(self) -> Integers:
+        return integers(self.ends, self.parents)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Tree:

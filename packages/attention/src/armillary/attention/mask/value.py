@@ -12,11 +12,11 @@ from torch import Tensor
 from armillary.attention.mask.blocks import Blocks
 from armillary.attention.mask.chunked import Chunked
 from armillary.attention.mask.content import Content, Documents
-from armillary.attention.mask.pattern import Ends, Pattern, offsets, shortened
+from armillary.attention.mask.pattern import Ends, Pattern, integers, offsets, shortened
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.tree import Tree
 from armillary.core.checked import Window, documents_of, flag, window_of
-from armillary.core.slices import Slices, band, count_pairs, document_slices, slice_array, within_band
+from armillary.core.slices import Integers, Slices, band, count_pairs, document_slices, slice_array, within_band
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -217,7 +217,7 @@ class MaskValue:
         return self.pattern.length if isinstance(self.pattern, Blocks) else None
 
     @property
-    def encoded(self) -> tuple[int, ...]:
+    def encoded(self) -> Integers:
         """The whole mask as integers."""
         left, right = (-1 if side is None else side for side in self.window or (None, None))
-        return int(self.causal), left, right, *([0, 0] if self.numbers is None else self.numbers.tolist())
+        return integers((self.causal, left, right), (0, 0) if self.numbers is None else self.numbers)
