@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
+from itertools import accumulate
+from math import gcd, isqrt
 from typing import Literal, get_args
 
 from armillary.attention.rotation.topology import Moving, RingTopology
 from armillary.core import SequenceLayout
 from armillary.core.checked import integer, one_of
+from armillary.core.layout import Spans
 
 Placement = Literal["collect_intra", "p2p_intra"]
 
@@ -59,6 +61,29 @@ class Teams:
         group, member = divmod(rest, self.team)
         return group * self.ring + place, member
 
+    def dealt(self, layout: SequenceLayout) -> SequenceLayout:
+        """Teams as shards, from a layout over R shards: the tokens of each go to C teams by turns.
+
+        Member a of a team computes its queries against the keys of teams a, a + C, ...; where queries rotate, keys of
+        these against the queries of its group. The C teams of a shard differ in group and in t % C, so that each query
+        sees as many keys at every member, to one, and each key is seen by as many queries of every group: ranks have as
+        even work as the R shards have, whatever the mask.
+
+        Raises:
+            ValueError: fewer tokens than ranks.
+        """
+        if layout.length < self.ranks:
+            raise ValueError(f"a sequence of {layout.length} tokens is shorter than its {self.ranks} shards")
+        turns = [_by_turns(layout.spans(shard), self.team) for shard in range(self.ring)]
+        held = {self.dealt_to(shard, n): spans for shard, dealt in enumerate(turns) for n, spans in enumerate(dealt)}
+        return SequenceLayout([held[team] for team in range(self.ranks // self.team)])
+
+    def dealt_to(self, shard: int, group: int) -> int:
+        """The team of a group that gets tokens of one of R shards: of all groups together, one for each t % C."""
+        both = gcd(self.ring, self.team)  # the first teams of groups are multiples of it, modulo C
+        first = shard - shard % both
+        return group * self.ring + first + (shard + group * both // self.team) % both
+
     def seated(self, cut: SequenceLayout) -> SequenceLayout:
         """The same shards in the order of ranks: `cut` has those of the first team's members first, and so on."""
         seats = (self.seat(rank) for rank in range(self.ranks))
@@ -97,3 +122,9 @@ class Teams:
         """All rings."""
         each = range(self.team)
         return [self.ring_of(group, member, moving) for group in each for member in each]
+
+
+def _by_turns(spans: Spans, n: int) -> list[list[range]]:
+    """The tokens of a shard for each of `n`: the first has tokens 0, n, 2 n, ..."""
+    starts = list(accumulate(map(len, spans), initial=0))
+    return [[span[(turn - at) % n :: n] for span, at in zip(spans, starts, strict=False)] for turn in range(n)]

@@ -177,8 +177,12 @@ class WallFacer(Method):
 
 
 def team_layout(teams: Teams, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-    """Each team holds what a rank of a ring of P / C would, cut in C."""
-    return teams.seated(layout_of(kind, length, teams.ranks // teams.team, mask).refine(teams.team))
+    """Each team has what one of P / C ranks would; for balance, every C-th token of what one of P / C^2 would."""
+    if kind == "balanced":
+        by_teams = teams.dealt(layout_of(kind, length, teams.ring, mask))
+    else:
+        by_teams = layout_of(kind, length, teams.ranks // teams.team, mask)
+    return teams.seated(by_teams.refine(teams.team))
 
 
 class TeamRing(Ring):

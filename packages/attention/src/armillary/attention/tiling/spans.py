@@ -29,7 +29,7 @@ class SpanTable:
         shard: of each run.
         at: the local index of its first token.
         start, stop, step, count: its positions: the last one is before `stop`.
-        apart: whether no run begins before the one before it has ended.
+        reach: where the last of a run and those before it ends: runs with steps may lie in each other.
     """
 
     shard: Integers
@@ -38,7 +38,7 @@ class SpanTable:
     stop: Integers
     step: Integers
     count: Integers
-    apart: bool
+    reach: Integers
 
     @classmethod
     def of(cls, shards: Iterable[Spans]) -> SpanTable:
@@ -49,14 +49,11 @@ class SpanTable:
                 rows.append((shard, at, span.start, span[-1] + 1, span.step, len(span)))
                 at += len(span)
         table = np.array(sorted(rows, key=lambda row: row[2]), dtype=np.int64).T
-        return cls(*table, apart=bool((table[2, 1:] >= table[3, :-1]).all()))
+        return cls(*table, reach=np.maximum.accumulate(table[3]))
 
     def meeting(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-        """For runs of positions, the spans that overlap them: (run, span) for each such pair."""
-        if self.apart:
-            first, last = np.searchsorted(self.stop, starts, side="right"), np.searchsorted(self.start, stops)
-        else:  # spans with steps lie within each other
-            first, last = np.zeros_like(starts), np.full_like(stops, len(self.start))
+        """For runs of positions, the spans that may overlap them: (run, span) for each such pair."""
+        first, last = np.searchsorted(self.reach, starts, side="right"), np.searchsorted(self.start, stops)
         run, within = repeated(np.maximum(last - first, 0))
         return run, first[run] + within
 

@@ -1,0 +1,155 @@
+"""Balanced layouts of methods: whatever the mask, no rank has more than 1.05 times the mean to compute."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.attention.layouts import layout_of
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.teams import Teams, fitting_teams
+from armillary.attention.methods.wallfacer import team_layout
+from armillary.attention.rotation.topology import Moving
+from armillary.attention.tiling.grid import Grid
+from armillary.core import SequenceLayout, attention_balance
+
+N = 2**16
+
+
+def boundaries(draw, length: int = N) -> list[int]:
+    ends = [0]
+    while ends[-1] < length:
+        ends.append(min(length, ends[-1] + 1 + int(draw())))
+    return ends
+
+
+def web(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return boundaries(lambda: rng.lognormvariate(7, 1.5))
+
+
+def prompt_with_answers(prompt: int) -> AttentionMask:
+    rng = random.Random(0)
+    answers = boundaries(lambda: rng.lognormvariate(7, 0.7), N - prompt)
+    ends = [0, *(prompt + end for end in answers)]
+    return AttentionMask.tree(ends, [-1] + [0] * (len(ends) - 2))
+
+
+def forest(answers: int, window: tuple[int, int] | None = None) -> AttentionMask:
+    """Prompts with answers, and answers to each of these."""
+    rng = random.Random(1)
+    ends, parents = boundaries(lambda: rng.lognormvariate(6.5, 0.7)), list[int]()
+    for segment in range(len(ends) - 1):
+        at = segment % (2 * answers + 1)
+        parents.append(-1 if at == 0 else segment - at if at % 2 else segment - 1)
+    return AttentionMask.tree(ends, parents, window)
+
+
+def deep_tree() -> AttentionMask:
+    rng = random.Random(2)
+    ends, parents, path = boundaries(lambda: rng.lognormvariate(6, 1)), list[int](), list[int]()
+    for segment in range(len(ends) - 1):
+        del path[rng.randint(max(0, len(path) - 3), len(path)) :]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    return AttentionMask.tree(ends, parents)
+
+
+def images(window: tuple[int | None, int | None] | None) -> AttentionMask:
+    rng = random.Random(3)
+    starts = boundaries(lambda: 1500 + rng.lognormvariate(6, 1), N)[1:-2]
+    return AttentionMask.image_spans([range(at, at + rng.choice([256, 576, 1024])) for at in starts], window=window)
+
+
+def some_blocks() -> AttentionMask:
+    """A tenth of the blocks below the diagonal, and the first ones, which all see."""
+    rng = np.random.default_rng(0)
+    visible = np.tril(rng.random((128, 128)) < 0.1) | np.eye(128, dtype=bool)
+    visible[:, :2] = True
+    return AttentionMask.blocks(visible.tolist(), N // 128, causal=True)
+
+
+MASKS = {
+    "causal": AttentionMask(),
+    "window": AttentionMask(window=(2047, 0)),
+    "both ways": AttentionMask(causal=False, window=(1000, 1000)),
+    "documents": AttentionMask(documents=web(0)),
+    "documents, rows": AttentionMask(documents=[web(0), web(1)]),
+    "documents, window": AttentionMask(documents=web(0), window=(1023, 0)),
+    "prompt of 1k": prompt_with_answers(1000),
+    "prompt of 16k": prompt_with_answers(16000),
+    "forest": forest(4),
+    "forest, window": forest(4, (1023, 0)),
+    "deep tree": deep_tree(),
+    "prefixes": AttentionMask.prefix(web(2), [size // 3 for size in np.diff(web(2)).tolist()]),
+    "chunked": AttentionMask.chunked(8192),
+    "chunked documents": AttentionMask.chunked(4096, documents=web(3)),
+    "images": images(None),
+    "images, window": images((1024, None)),
+    "blocks": some_blocks(),
+}
+
+
+@pytest.mark.parametrize("shards", [8, 32])
+@pytest.mark.parametrize("name", MASKS)
+def test_shards_are_even_by_queries_and_by_keys(name, shards):
+    mask = MASKS[name]
+    layout = layout_of("balanced", N, shards, mask)
+    assert attention_balance(layout, mask=mask) < 1.05
+    assert attention_balance(layout, mask=mask, of_keys=True) < 1.05
+    assert max(len(layout.spans(shard)) for shard in range(shards)) <= 20
+    # A head axis computes with what its members hold together: the shards before they were cut.
+    assert layout.refine(4).coarsen(4) == layout
+
+
+def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, moving: Moving) -> list[int]:
+    """What ranks compute: pairs of every two teams that meet in a ring."""
+    by_teams = teams.layout(layout)
+    grid, loads = Grid(by_teams, by_teams, mask), [0] * teams.ranks
+    for ring in teams.rings(moving):
+        for place, rank in enumerate(ring.ranks):
+            blocks = (ring.query_key_shards(place, origin) for origin in range(len(ring.ranks)))
+            loads[rank] += sum(grid.pairs(*block, batch=1) for block in blocks)
+    return loads
+
+
+@pytest.mark.parametrize(("ranks", "team"), [(8, 2), (32, 4)])
+@pytest.mark.parametrize("name", MASKS)
+def test_ranks_of_teams_are_even_whatever_rotates(name, ranks, team):
+    mask, teams = MASKS[name], Teams(ranks, team, "p2p_intra")
+    layout = team_layout(teams, N, "balanced", mask)
+    for moving in ("keys", "queries"):
+        loads = ranks_of(teams, layout, mask, moving)
+        assert sum(loads) == sum(mask.pairs(N, row) for row in range(mask.batch or 1))
+        assert max(loads) * ranks < 1.05 * sum(loads), moving
+
+
+def test_teams_share_documents_shorter_than_a_shard():
+    """Contiguous teams would each have whole ones, whose pairs are then all of one member's."""
+    teams, mask = Teams(8, 2, "collect_intra"), MASKS["chunked"]
+    contiguous = teams.seated(SequenceLayout.contiguous(N, 8))
+    assert max(ranks_of(teams, contiguous, mask, "keys")) * 8 == 2 * mask.pairs(N)
+    layout = teams.layout(team_layout(teams, N, "balanced", mask))
+    assert [layout.spans(team) for team in (0, 3)] == [(range(0, N // 2, 2),), (range(1, N // 2, 2),)]
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 40).flatmap(lambda p: st.tuples(st.just(p), st.sampled_from(fitting_teams(p)))), st.integers(0, 99)
+)
+def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, more):
+    teams = Teams(*world, "collect_intra")
+    dealt = [[teams.dealt_to(shard, group) for group in range(teams.team)] for shard in range(teams.ring)]
+    assert sorted(team for shard in dealt for team in shard) == list(range(teams.ranks // teams.team))
+    for shard in dealt:
+        assert [team // teams.ring for team in shard] == list(range(teams.team))
+        assert sorted(team % teams.team for team in shard) == list(range(teams.team))
+    layout = team_layout(teams, teams.ranks + more, "balanced")
+    assert layout.length == teams.ranks + more and max(layout.sizes) - min(layout.sizes) <= 1
+
+
+def test_fewer_tokens_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="a sequence of 7 tokens is shorter than its 8 shards"):
+        team_layout(Teams(8, 2, "collect_intra"), 7, "balanced")
