@@ -125,6 +125,11 @@ def test_listings_run_as_they_stand(page):
     run_listings(page)
 
 
+def test_the_page_of_masks_has_the_pictures_that_are_drawn_for_it():
+    shown = re.findall(r"\]\((pictures/\w+\.png)\)", (DOCS / "masks.md").read_text())
+    assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("pictures/*"))
+
+
 def test_the_listing_of_the_first_page_runs_on_four_ranks(worlds):
     worlds(RANKS).run(run_listings, "index.md")
 

@@ -1,0 +1,28 @@
+"""Draws the pictures of docs/masks.md, of the masks that its listings make: `uv run python scripts/draw_masks.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from armillary.attention import draw_mask
+from armillary.core import SequenceLayout
+
+DOCS = Path(__file__).parents[1] / "docs"
+TOKENS = 32
+ON_RANKS = "_on_four_ranks"
+"""What the name of a picture ends with that has a layout too."""
+
+
+def main() -> None:
+    page = (DOCS / "masks.md").read_text()
+    named = dict[str, Any]()
+    exec("".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)), named)
+    for name in re.findall(r"\]\(pictures/(\w+)\.png\)", page):
+        layout = SequenceLayout.zigzag(TOKENS, 4) if name.endswith(ON_RANKS) else None
+        draw_mask(named[name.removesuffix(ON_RANKS)], TOKENS, DOCS / "pictures" / f"{name}.png", layout)
+
+
+if __name__ == "__main__":
+    main()
