@@ -79,8 +79,14 @@ class RecordedKernel:
     def forward(self, *pieces):
         return self.kernel.forward(*pieces)
 
+    def forward_packed(self, *pieces):
+        return self.kernel.forward_packed(*pieces)
+
     def backward(self, *pieces):
         return self.kernel.backward(*pieces)
+
+    def backward_packed(self, *pieces):
+        return self.kernel.backward_packed(*pieces)
 
 
 def build(name: str, ranks: int = P):

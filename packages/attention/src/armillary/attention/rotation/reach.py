@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from armillary.core.token_ranges import TokenRanges
+
+START, STOP = attrgetter("start"), attrgetter("stop")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +40,9 @@ class Reach:
         """
         ranks, runs = len(seen) + 1, [run for some in seen for run in some.runs]
         steps = np.repeat(np.arange(1, ranks), [len(some.runs) for some in seen])
-        sides = np.array([(run.start, run.stop) for run in runs], np.int64).reshape(-1, 2)
-        ends, at = np.unique(np.append(sides, (0, tokens)), return_inverse=True)
-        starts, stops = at[:-2].reshape(-1, 2).T
+        sides = np.fromiter(chain(map(START, runs), map(STOP, runs), (0, tokens)), np.int64)
+        ends = np.unique(sides)
+        starts, stops = np.searchsorted(ends, sides[:-2]).reshape(2, -1)
         turns = np.zeros((ranks, len(ends)), np.int8)  # no run ends where another of the same step begins
         turns[steps, starts], turns[steps, stops] = 1, -1
         visible = turns.cumsum(1, dtype=np.int8)[:, :-1] > 0
