@@ -28,8 +28,9 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 
 from armillary.attention import AttentionMask
-from armillary.attention.layouts import layout_of
-from armillary.attention.tiling.tiles import tiles
+from armillary.attention.methods.teams import Teams
+from armillary.attention.methods.wallfacer import team_layout
+from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 from armillary.core.quantity import count_argument
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
@@ -221,27 +222,45 @@ MIXES: dict[str, Draw] = {
 """Tokens of the next document."""
 
 
+def masks() -> dict[str, AttentionMask]:
+    """Documents of each mix, and other kinds."""
+    rng, made = np.random.default_rng(0), {n: AttentionMask(documents=boundaries(d)) for n, d in MIXES.items()}
+    web = boundaries(MIXES["web text"])
+    answers = [0, *(1000 + end for end in web if end < LENGTH - 1000), LENGTH]  # web[0] is 0, where the prompt ends
+    groups = [-1 if i % 9 == 0 else i - i % 9 for i in range(len(web) - 1)]
+    images = [range(at, at + int(rng.choice([256, 576, 1024]))) for at in range(500, LENGTH - 2000, 2000)]
+    visible = np.tril(rng.random((256, 256)) < 0.1) | np.eye(256, dtype=bool)
+    return made | {
+        "window of 4096": AttentionMask(window=(4095, 0)),
+        "a prompt of 1,000, answers": AttentionMask.tree(answers, [-1] + [0] * (len(answers) - 2)),
+        "prompts, 8 answers each": AttentionMask.tree(web, groups),
+        "prefixes of a third": AttentionMask.prefix(web, [int(size) // 3 for size in np.diff(web)]),
+        "chunks of 8192": AttentionMask.chunked(8192),
+        "images": AttentionMask.image_spans(images),
+        "a tenth of blocks": AttentionMask.blocks(visible.tolist(), LENGTH // 256, causal=True),
+    }
+
+
 def balance(folder: Path, repeat: int) -> str:
     rows: list[dict[str, Any]] = []
-    for name, draw in MIXES.items():
-        mask = AttentionMask(documents=boundaries(draw))
-        for ranks in (4, 8, 16, 64):
-            start = time.perf_counter()
-            even = SequenceLayout.balanced(LENGTH, ranks, documents=mask.boundaries())
-            seconds = time.perf_counter() - start
-            row: dict[str, Any] = {"documents": name, "ranks": ranks}
+    for name, mask in masks().items():
+        for ranks in (8, 32):
+            start = time.process_time()
+            even = SequenceLayout.balanced(LENGTH, ranks, mask=mask)
+            seconds = time.process_time() - start
+            row: dict[str, Any] = {"mask": name, "ranks": ranks}
             for kind, layout in (("zigzag", SequenceLayout.zigzag(LENGTH, ranks)), ("balanced", even)):
-                row[f"{kind}: Ring"] = attention_balance(layout, documents=mask.boundaries())
-                row[f"{kind}: TokenRing"] = attention_balance(layout, documents=mask.boundaries(), of_keys=True)
-                row[f"{kind}: WallFacer, C = 2"] = in_teams(kind, ranks, 2, mask)
+                row[f"{kind}: Ring"] = attention_balance(layout, mask=mask)
+                row[f"{kind}: TokenRing"] = attention_balance(layout, mask=mask, of_keys=True)
+                row[f"{kind}: WallFacer, C = 2"] = in_teams(kind, Teams(ranks, 2, "collect_intra"), mask)
             spans = max(len(even.spans(shard)) for shard in range(ranks))
             rows.append(row | {"spans": spans, "ms to choose": round(1000 * seconds, 1)})
     notes = [
-        f"slowest rank over mean, {LENGTH:,} tokens, causal within documents; Ring, and AllGatherKV, by a shard's "
-        "queries, TokenRing by its keys, WallFacer by its team's queries and the keys of its ring",
+        f"slowest rank over mean, {LENGTH:,} tokens; Ring, and AllGatherKV, by a shard's queries, TokenRing by its "
+        "keys, WallFacer by its team's queries and the keys of its ring; ms of processor time",
         "spans: of the shard that has most in the balanced layout; zigzag has 2",
     ]
-    return write("data-balance", "How even attention is under documents", rows, notes)
+    return write("data-balance", "How even attention is under each mask", rows, notes)
 
 
 def boundaries(draw: Draw) -> list[int]:
@@ -251,13 +270,15 @@ def boundaries(draw: Draw) -> list[int]:
     return ends
 
 
-def in_teams(kind: str, ranks: int, team: int, mask: AttentionMask) -> float:
-    """A team of WallFacer holds what a rank of ranks / C would; its member a sees the keys of teams a, a + C, ..."""
-    layout, teams = layout_of(kind, LENGTH, ranks // team, mask), ranks // team
-    held = [layout.spans(shard) for shard in range(teams)]
-    cells = [[sum(tile.area for tile in tiles(queries, keys, mask)) for keys in held] for queries in held]
-    loads = [sum(cells[t][member::team]) for t in range(teams) for member in range(team)]
-    return max(loads) * len(loads) / sum(loads)
+def in_teams(kind: str, teams: Teams, mask: AttentionMask) -> float:
+    """By the pairs of every two teams that meet in a ring of keys."""
+    layout = teams.layout(team_layout(teams, LENGTH, kind, mask))
+    grid, loads = Grid(layout, layout, mask), np.zeros(teams.ranks)
+    for ring in teams.rings("keys"):
+        for place, rank in enumerate(ring.ranks):
+            blocks = (ring.query_key_shards(place, origin) for origin in range(len(ring.ranks)))
+            loads[rank] = sum(grid.pairs(*block, batch=1) for block in blocks)
+    return float(loads.max() / loads.mean())
 
 
 PARTS = {"prepare": preparing, "loading": loading, "balance": balance}
