@@ -249,3 +249,8 @@ def test_neighbouring_documents_that_no_boundary_crosses_cost_one_tile_each():
 def test_a_causal_window_on_one_shard_is_one_band():
     (tile,) = found(SequenceLayout.contiguous(32, 1), 0, 0, AttentionMask(window=(5, None)))
     assert (tile.low, tile.high) == (-5, 0)
+
+
+def test_a_shard_that_holds_nothing_has_no_tiles():
+    for queries, keys in (((range(3),), ()), ((), (range(3),)), ((), ())):
+        assert tiles(queries, keys, AttentionMask()) == ()

@@ -76,6 +76,8 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
         queries, keys: the spans of the two shards, in local order.
         row: the row of the batch, where rows have masks of their own.
     """
+    if not queries or not keys:  # such as a cache in which this rank holds nothing yet
+        return ()
     table, others = SpanTable.of([queries]), SpanTable.of([keys])
     last = int(max(table.stop.max(), others.stop.max()))
     return joined(tile_array(table, others, mask.row(row).slices_up_to(last)))
