@@ -1,13 +1,15 @@
 """Masks read from transformers: images, chunks, bidirectional models and 3-D positions, on 4 ranks as on one."""
 
+import sys
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import Ring, Ulysses
+from armillary.attention import AttentionMask, Ring, Ulysses
 from armillary.attention.integrations import register_transformers, sequence
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
@@ -66,6 +68,10 @@ def embedding_gemma():
 
 def llama():
     return transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT, is_causal=False)
+
+
+def mistral():
+    return transformers.MistralForCausalLM, transformers.MistralConfig(**TEXT, sliding_window=6)
 
 
 def modernbert():
@@ -141,7 +147,7 @@ def whole_inputs(name: str, model, documents=None) -> dict[str, torch.Tensor]:
     (ids, types), positions = tokens(), restarting(documents or (0, LENGTH))
     if name == "vit":
         return {"pixel_values": torch.randn(2, 3, 14, 14, generator=generator, dtype=torch.float64)}
-    if name in ("llama4", "embedding_gemma", "llama", "modernbert", "bert"):
+    if name in ("llama4", "embedding_gemma", "llama", "mistral", "modernbert", "bert"):
         return {"input_ids": ids, "position_ids": positions}
     if name == "hrm_text":  # one group of tokens, in two parts of the row
         prefix = (torch.arange(LENGTH) < torch.tensor([[30], [17]])) & ((torch.arange(LENGTH) - 9).abs() > 2)
@@ -192,8 +198,12 @@ CASES = [
 ]
 
 
+def usp():
+    return Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
+
+
 def on_a_shard(name: str, kind: str, documents):
-    attend = Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
+    attend = usp()
     register_transformers(attend)
     model = built(name, "armillary")
     length = 50 if name == "vit" else LENGTH
@@ -253,3 +263,95 @@ def test_a_shard_computes_what_one_rank_does(worlds):
                 errors[key] = relative_error(sum(given), gradient)
         print(name, kind, documents, max(errors.values()))
         assert max(errors.values()) < 1e-9, (name, kind, documents, errors)
+
+
+# -- a mask that is said, and refusals --------------------------------------------------------------------------------
+
+TREE = AttentionMask.tree((0, 11, 20, 33, LENGTH), (-1, 0, 0, 2))
+
+
+def with_a_tree():
+    """Logits and gradients of a shard, of answers to one prompt, through layers with a window."""
+    attend = usp()
+    register_transformers(attend)
+    layout, model, (ids, _) = attend.layout(LENGTH), built("mistral", "armillary"), tokens()
+    own = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None]}
+    with sequence(layout=layout, mask=TREE), InFloat64():
+        out = outputs(model, {name: layout.take(x, attend.shard) for name, x in own.items()})
+    out.backward(layout.take(upstream(torch.empty(2, LENGTH, VOCABULARY)), attend.shard))
+    return out.detach(), [p.grad for p in model.parameters()]
+
+
+def test_a_mask_that_is_said_is_attended_with_each_layers_window(worlds):
+    model, (ids, _), every = built("mistral", "eager"), tokens(), torch.arange(LENGTH)
+    hidden = ~TREE.narrowed(5).visible(every, every)  # along the path
+    added = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    with InFloat64():
+        own = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None], "attention_mask": added}
+        expected = outputs(model, own)
+    expected.backward(upstream(expected))
+    outs, shares = zip(*worlds(4).run(with_a_tree), strict=True)
+    assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(outs), expected.detach()) < 1e-9
+    for parameter, *parts in zip(model.parameters(), *shares, strict=True):
+        assert relative_error(sum(parts), parameter.grad) < 1e-9
+
+
+REFUSED = {
+    "bert, no positions": "the model makes them for its tokens as if they were the first of the sequence",
+    "bert, positions of a shard": "not beyond those of the tokens before it",
+    "bert, with a pooler": "BertModel.pooler (BertPooler) takes the first token of each shard",
+    "modernbert, no positions": "transformers does not look for documents: say them with sequence(documents=...)",
+    "qwen2_vl, no positions": "which are not beyond",
+    "mistral, full mask": "has causal=False, but the model is causal",
+    "bert, causal mask": "has causal=True, but the model is bidirectional",
+    "llama4, mask": "chunks of 7",
+    "gemma3, groups of its own": "numbered in a way that is not known",
+}
+
+
+def refusal(wrong: str) -> str:
+    attend = usp()
+    register_transformers(attend)
+    (name, how), layout = wrong.split(", "), attend.layout(LENGTH)
+    model = built(name, "armillary")
+    own = whole_inputs(name, model)
+    own = {key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1) for key, x in own.items()}
+    mask = None
+    if how == "no positions":
+        del own["position_ids"]
+    elif how == "positions of a shard":
+        own["position_ids"] = torch.arange(LENGTH // 4)[None]
+    elif how == "with a pooler":
+        model = transformers.BertModel(model.config)
+    elif how == "groups of its own":
+        modeling = sys.modules["transformers.models.gemma3.modeling_gemma3"]
+        own["position_ids"] = own["position_ids"] + 0
+        with mock.patch.object(modeling, "create_masks_for_vision_model", other_blocks):
+            return said(model, own, layout, mask)
+    elif "mask" in how:
+        mask = AttentionMask(causal=how != "full mask")
+    return said(model, own, layout, mask)
+
+
+def other_blocks(block_sequence_ids, **given):
+    """As Gemma 3's, but with blocks that its own function does not make of the token types."""
+    made = transformers.masking_utils.create_causal_mask(**given, block_sequence_ids=block_sequence_ids + 1)
+    return {"full_attention": made, "sliding_attention": made}
+
+
+def said(model, own, layout, mask) -> str:
+    try:
+        with sequence(layout=layout, mask=mask):
+            outputs(model, own)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+def each_refusal() -> list[str]:
+    return [refusal(wrong) for wrong in REFUSED]
+
+
+def test_what_would_be_wrong_on_shards_is_refused_on_each(worlds):
+    for (wrong, expected), *answers in zip(REFUSED.items(), *worlds(4).run(each_refusal), strict=True):
+        assert all(expected in answer for answer in answers), (wrong, answers)

@@ -41,11 +41,15 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     are taken from what the model passes. A model's own loss is this rank's share if it is given shift_labels and
     num_items_in_batch, as `shard_batch` does; others are refused, because they shift labels within a shard.
 
+    Who sees whom is read from the mask functions that the model hands over: windows, chunks, images whose tokens see
+    each other, or everything. `sequence(mask=...)` says it instead, where they are not known.
+
     Packed rows are seen as documents: from `sequence(documents=...)`; else from cu_seq_lens_q, which are of the whole
     sequence; else from position ids that restart at 0. With documents told, position ids may start anywhere and leave
     positions out, as long as they rise within each document. Ranks tell each other a few integers about each
     position_ids tensor, once, so that all know all documents and all refuse what does not fit: make the tensor once,
-    not each step.
+    not each step. In a bidirectional model, and with M-RoPE's position ids [3, B, T], documents are told, or each row
+    is one; so it is in transformers.
 
     A model is checked when it is given the implementation, built or set: tokens may see each other by attention alone,
     and all attention must go through transformers' attention interface. What neither shows is refused by `sequence`
@@ -60,9 +64,10 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
         ImportError: transformers is not installed, or too old to have the two registries.
         ValueError: where a model is given the implementation that mixes tokens without attention (Mamba, RWKV, linear
             attention, convolution) or attends by itself (Falcon, GPT-J, BLOOM). At a call that cannot be done on a
-            shard: bidirectional, chunked or cross-attention, other masks of a model's own, padding, a filled KV cache,
-            attention dropout, attention weights as output, position ids that do not fit the layout, labels without
-            shift_labels and num_items_in_batch. On every rank alike, but for what only its arguments show.
+            shard: cross-attention, masks of a model's own, padding, a filled KV cache, attention dropout, attention
+            weights as output, position ids that do not fit the layout or that the model would make itself, a pooler of
+            the first token, labels without shift_labels and num_items_in_batch. On every rank alike, but for what only
+            its arguments show.
     """
     check_method(attend)
     try:
