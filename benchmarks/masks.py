@@ -1,7 +1,7 @@
 """A new mask at every step: what one that was never seen before costs, and that nothing of it stays.
 
     uv run python benchmarks/masks.py                          # 1,000 masks of 1,000 documents over 64k tokens, 8 ranks
-    uv run python benchmarks/masks.py --masks 50 --documents 10000 --tokens 1m --ranks 32 --kind tree
+    uv run python benchmarks/masks.py --masks 50 --documents 10000 --tokens 1e6 --ranks 32 --kind tree
 
 Each step makes a mask with parts of random lengths (documents; prompts with 16 answers each; documents with an image
 each; or slices as they are given) and all that a rank of a ring derives from it: what each rank must pass on, both ways
