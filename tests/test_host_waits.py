@@ -36,7 +36,10 @@ METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "
 ALLOWED = {
     "core/recompute.py: tolist": "states of random numbers, which are the host's",
     "core/token_ranges.py: tolist": "numbers of the host's",
-    "attention/compiled.py: tolist": "ends of documents, which are the host's",
+    "attention/tiling/spans.py: tolist": "numbers of the host's",
+    "attention/tiling/tiles.py: tolist": "numbers of the host's",
+    "attention/tiling/grid.py: tolist": "numbers of the host's",
+    "attention/compiled.py: tolist": "numbers of a mask, which are the host's",
     "attention/compiled.py: item": "a module's number, which is the host's",
     "attention/compiled.py: tensor": "a module's number, which is the host's",
     "attention/kernels/packing.py: tensor": "made on the host, and sent from pinned memory",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.parts import Part, Work
+from armillary.core.parts import TokenRuns, Work
 from armillary.core.sharing import shared_out
 from armillary.core.slices import Slices, mask_slices, slice_array
 
@@ -52,7 +52,7 @@ def test_pairs_are_counted_exactly(case, data):
     length, mask = case
     work = Work.of(mask_slices(length, **mask))
     cuts = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6).map(sorted))
-    part = Part(np.array(cuts[:-1:2]), np.array(cuts[1::2]))  # some runs of the sequence
+    part = TokenRuns(np.array(cuts[:-1:2]), np.array(cuts[1::2]))  # some runs of the sequence
     ends = data.draw(st.lists(st.integers(0, part.size), min_size=2, max_size=5).map(sorted))
     held = [position for span in part.spans(0, part.size) for position in span]
     assert len(held) == part.size

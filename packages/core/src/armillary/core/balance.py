@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.core.parts import Part, Work, by_density, equal_ends
+from armillary.core.parts import TokenRuns, Work, by_density, equal_ends
 from armillary.core.sharing import shared_out
 from armillary.core.slices import Integers, Slices
 
@@ -57,7 +57,7 @@ def balanced_spans(length: int, shards: int, rows: Sequence[Slices]) -> list[lis
     """
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
-    work, whole = Work.of(rows), Part(np.array([0]), np.array([length]))
+    work, whole = Work.of(rows), TokenRuns(np.array([0]), np.array([length]))
     mean, best = work.total / shards, Division([], float("inf"))
     for each in CHUNKS:
         if (each > 1 and shards * each > length) or (best.unevenness <= GOAL and best.longest <= each):
@@ -79,13 +79,13 @@ class Chunks:
         pairs: of each chunk, as queries and as keys: [2, n].
     """
 
-    parts: list[Part]
+    parts: list[TokenRuns]
     shards: int
     work: Work
     pairs: Integers
 
     @classmethod
-    def of(cls, parts: list[Part], shards: int, each: int, work: Work) -> Chunks:
+    def of(cls, parts: list[TokenRuns], shards: int, each: int, work: Work) -> Chunks:
         pairs = [part.pairs(equal_ends(part.size, shards * each), work) for part in parts]
         return cls(parts, shards, work, np.concatenate(pairs, axis=1))
 

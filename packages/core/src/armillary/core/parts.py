@@ -36,7 +36,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenRuns:
     """Some tokens of a sequence, numbered as they follow each other: runs of positions from starts to stops - 1."""
 
     starts: Integers
@@ -65,16 +65,16 @@ class Part:
         last = np.minimum(self.stops, self.starts + stop - self.offsets[:-1])
         return [range(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True) if a < b]
 
-    def chosen(self, starts: Integers, stops: Integers) -> Part:
+    def chosen(self, starts: Integers, stops: Integers) -> TokenRuns:
         """The part of it with the tokens of these numbers."""
         spans = [span for a, b in zip(starts.tolist(), stops.tolist(), strict=True) for span in self.spans(a, b)]
-        return Part(np.array([span.start for span in spans]), np.array([span.stop for span in spans]))
+        return TokenRuns(np.array([span.start for span in spans]), np.array([span.stop for span in spans]))
 
 
-def by_density(part: Part, chunks: int, work: Work, most: float) -> list[Part]:
+def by_density(part: TokenRuns, chunks: int, work: Work, most: float) -> list[TokenRuns]:
     """The part, without those of its chunks that have more pairs than `most`; these, without those that have when cut
     again; and so on. All but the first can be cut in chunks of one size."""
-    parts = list[Part]()
+    parts = list[TokenRuns]()
     while len(parts) < PARTS - 1:
         ends = equal_ends(part.size, chunks)
         dense = part.pairs(ends, work).max(0) > most
