@@ -2,6 +2,7 @@
 
     uv run python benchmarks/host.py                                  # every method, and torch's own ring beside them
     uv run python benchmarks/host.py --against ../before --pairs 5    # this checkout against another, in turns
+    uv run python benchmarks/host.py --mask documents                 # causal unless given
     uv run python benchmarks/host.py --train-step --against ../before # functions of a trainer's step, here and there
 
 One process is rank 0 of 8 in a fake process group, whose exchanges end at once and send nothing; a shard has 64 tokens
@@ -49,6 +50,11 @@ MESHES = {
     "usp": {"ring": 2, "ulysses": 4},
     "upipe": {"ulysses": 8},
     "upipe+ring": {"ring": 2, "ulysses": 4},
+}
+MASKS: dict[str, Callable[[int], AttentionMask]] = {
+    "causal": lambda length: AttentionMask(),
+    "window": lambda length: AttentionMask(window=(length // 4, 0)),
+    "documents": lambda length: AttentionMask(documents=[0, length // 7, length // 3, length // 2 + 5, length]),
 }
 R = TypeVar("R")
 HERE = str(Path(__file__).parent.parent / "packages")
@@ -127,9 +133,9 @@ def microseconds(
     return median(there[5:]), median(back[5:])
 
 
-def of_method(name: str, attend: Method, calls: int) -> dict[str, Any]:
+def of_method(name: str, attend: Method, calls: int, mask: AttentionMask) -> dict[str, Any]:
     q, k, v = inputs()
-    mask, layout, kernel = AttentionMask(), attend.layout(TOKENS * attend.shards), Nothing()
+    layout, kernel = attend.layout(TOKENS * attend.shards), Nothing()
     forward_time, backward_time = microseconds(
         calls,
         lambda: attend(q, k, v, mask=mask, layout=layout, kernel=kernel),
@@ -183,14 +189,17 @@ def of_train_step() -> dict[str, Any]:
     return {"method": "train_step", "functions": functions, "files": files}
 
 
-def measure(calls: int) -> list[dict[str, Any]]:
+def measure(calls: int, kind: str) -> list[dict[str, Any]]:
     """All methods, each on its mesh of a fake world of 8."""
     torch.set_num_threads(1)
     rows = list[dict[str, Any]]()
     for name, axes in MESHES.items():
-        rows.append(
-            in_world(8 if axes else 1, lambda n=name, a=axes: of_method(n, build_attention(n, mesh_of(a)), calls))
-        )
+        ranks = 8 if axes else 1
+
+        def measured(name: str = name, axes: dict[str, int] = axes, ranks: int = ranks) -> dict[str, Any]:
+            return of_method(name, build_attention(name, mesh_of(axes)), calls, MASKS[kind](TOKENS * ranks))
+
+        rows.append(in_world(ranks, measured))
     rows.append(in_world(8, lambda: of_torch(calls)))
     return rows
 
@@ -215,9 +224,9 @@ def elsewhere(checkout: Path, *flags: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def paired(other: Path, calls: int, pairs: int) -> list[dict[str, Any]]:
+def paired(other: Path, calls: int, pairs: int, kind: str) -> list[dict[str, Any]]:
     """Medians of ratios, this checkout over the other, of processes that take turns."""
-    flags = ("--calls", str(calls))
+    flags = ("--calls", str(calls), "--mask", kind)
     runs = [(elsewhere(Path(HERE).parent, *flags), elsewhere(other, *flags)) for _ in range(pairs)]
     rows = list[dict[str, Any]]()
     for i, first in enumerate(runs[-1][0]):
@@ -243,18 +252,22 @@ def main() -> None:
     parser.add_argument(
         "--train-step", action="store_true", help="count what a step of the trainer runs through, alone"
     )
+    parser.add_argument("--mask", choices=MASKS, default="causal", help="of the calls (default causal)")
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
     asked = parser.parse_args()
     if asked.train_step:
         rows = [of_train_step(), *(elsewhere(asked.against, "--train-step") if asked.against else [])]
     else:
-        rows = paired(asked.against, asked.calls, asked.pairs) if asked.against else measure(asked.calls)
+        pairs = (asked.calls, asked.pairs, asked.mask)
+        rows = paired(asked.against, *pairs) if asked.against else measure(asked.calls, asked.mask)
     if asked.json or asked.train_step:
         print(json.dumps(rows))
         return
     columns = list(rows[0])
     rows = [{column: row.get(column) for column in columns} for row in rows]
-    print(report.write("host", f"Host time of a call, {TOKENS} tokens a shard, a kernel that computes nothing", rows))
+    name = "host" if asked.mask == "causal" else f"host-{asked.mask}"
+    title = f"Host time of a call, {asked.mask}, {TOKENS} tokens a shard, a kernel that computes nothing"
+    print(report.write(name, title, rows))
 
 
 if __name__ == "__main__":

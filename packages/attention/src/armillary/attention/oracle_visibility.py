@@ -54,9 +54,15 @@ def _seen(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
         seen = seen & (j <= i)
     if left is not None:
         seen = seen & (apart <= left)
-    if right is not None:
+    if right is not None and not _spans_images(mask, row):
         seen = seen & (-apart <= right)
     return seen
+
+
+def _spans_images(mask: AttentionMask, row: int) -> bool:
+    """Whether windows cut on the left alone."""
+    pattern = mask.pattern
+    return isinstance(pattern.masks[row].pattern if isinstance(pattern, RowMasks) else pattern, ImageSpans)
 
 
 def _by_pattern(mask: AttentionMask, i: Tensor, j: Tensor, documents: Boundaries | None) -> Tensor:

@@ -105,6 +105,7 @@ class AttentionMask(MaskValue):
 
         Args:
             spans: ranges of positions, disjoint, each within one document.
+            window: (left, right), of which the left side cuts; what is later is hidden by being causal alone.
 
         Raises:
             ValueError: spans that overlap, or reach beyond their document.

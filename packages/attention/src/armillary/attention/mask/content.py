@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, cast
 from zlib import crc32
 
@@ -19,13 +20,12 @@ class Content:
 
     def __init__(self, documents: Documents | None, pattern: Pattern | None) -> None:
         self.documents, self.pattern = documents, pattern
-        self.numbers, self.hash = None, 0
-        if documents is not None or pattern is not None:
-            listed = _listed(documents, pattern)
-            self.numbers, self.hash = (
-                torch.from_numpy(listed),
-                crc32(listed.tobytes()),
-            )  # the same hash in every process
+        self.numbers = None if documents is pattern is None else torch.from_numpy(_listed(documents, pattern))
+
+    @cached_property
+    def hash(self) -> int:
+        """The same in every process."""
+        return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
 
     def holds(self, documents: object, pattern: object) -> bool:
         """Whether it is of these very objects."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from armillary.attention.mask.pattern import Ends, Pattern, integers
 from armillary.core.checked import Window
-from armillary.core.slices import Integers, Slices, document_slices, slice_array
+from armillary.core.slices import Integers, Slices, band, document_slices, slice_array
 
 
 class ImageSpans(Pattern):
@@ -56,6 +56,10 @@ class ImageSpans(Pattern):
                 raise ValueError(
                     f"image span {span} reaches beyond its document, which ends at {(ends or ())[document + 1]}"
                 )
+
+    def bounds(self, causal: bool, window: Window | None) -> Window:
+        """What a window leaves on the left. Its right side would hide what a span is for: later keys."""
+        return band(False, None if window is None else (window[0], None))
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         """Causal documents, and the upper triangle of each span without its diagonal."""
