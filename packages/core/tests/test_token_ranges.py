@@ -25,13 +25,12 @@ def some_of(ranges: TokenRanges, chosen: int) -> TokenRanges:
 
 
 @settings(derandomize=True, max_examples=200)
-@given(RANGES, RANGES)
-def test_sets_of_tokens(a, b):
-    one, other = TokenRanges.union(a), TokenRanges.union(b)
+@given(RANGES)
+def test_sets_of_tokens(a):
+    one = TokenRanges.union(a)
     assert tokens(one) == sorted({token for some in a for token in some})
     assert all(first.stop < second.start for first, second in pairwise(one.runs)) and all(one.runs)
     assert one.count == len(tokens(one))
-    assert (one - other).runs == some_of(one, ~sum(1 << token for token in tokens(other))).runs
     ends = np.array([0, *sorted({side for run in one.runs for side in (run.start, run.stop)} - {0, TOKENS}), TOKENS])
     wanted = np.array([start in tokens(one) for start in ends[:-1]])
     assert TokenRanges.where(ends, wanted).runs == one.runs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -63,21 +63,6 @@ class TokenRanges:
         """Where these tokens, all of them in `held`, are when that is packed."""
         begins = ((held.index(run.start), len(run)) for run in self.runs)
         return TokenRanges.union(range(at, at + tokens) for at, tokens in begins)
-
-    def __sub__(self, other: TokenRanges) -> TokenRanges:
-        """Those that are not in `other`."""
-        return TokenRanges(tuple(self._outside(other.runs)))
-
-    def _outside(self, others: Sequence[range]) -> Iterator[range]:
-        starts = list(map(_start, others))
-        for run in self.runs:
-            at = run.start
-            for other in others[max(0, bisect_right(starts, at) - 1) : bisect_right(starts, run.stop - 1)]:
-                if at < other.start:
-                    yield range(at, other.start)
-                at = max(at, other.stop)
-            if at < run.stop:
-                yield range(at, run.stop)
 
     # -- in tensors, whose tokens are on dim 1 ------------------------------------------------------------------------
 
