@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
+from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.checked import Window, integer
 from armillary.core.slices import FAR, Integers, Slices
 
 
-class Blocks(Pattern):
+class Blocks(RowPattern):
     """Blocks of queries see blocks of keys, as a table says.
 
     Args:

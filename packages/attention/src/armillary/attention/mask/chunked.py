@@ -7,14 +7,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
+from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.checked import Window, integer, one_of
 from armillary.core.slices import Integers, Slices, document_slices
 
 Origin = Literal["document", "row"]
 
 
-class Chunked(Pattern):
+class Chunked(RowPattern):
     """Tokens see those of their own chunk: of `size` positions, counted from each document's start or from the row's.
 
     Raises:

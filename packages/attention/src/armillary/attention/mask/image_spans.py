@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
+from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.checked import Window
 from armillary.core.slices import Integers, Slices, band, document_slices, slice_array
 
 
-class ImageSpans(Pattern):
+class ImageSpans(RowPattern):
     """A token sees what is before it in its document, and all of the span that it is in; then what the window leaves.
 
     Args:

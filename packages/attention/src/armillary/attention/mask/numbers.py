@@ -9,14 +9,14 @@ from armillary.attention.mask.attention_mask import AttentionMask
 from armillary.attention.mask.blocks import Blocks
 from armillary.attention.mask.chunked import Chunked
 from armillary.attention.mask.image_spans import ImageSpans
-from armillary.attention.mask.pattern import Pattern
+from armillary.attention.mask.pattern import RowPattern
 from armillary.attention.mask.prefix import Prefix
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import SliceList
 from armillary.attention.mask.tree import Tree
 from armillary.core.checked import Window
 
-PATTERNS: dict[int, type[Pattern]] = {
+PATTERNS: dict[int, type[RowPattern]] = {
     kind.code: kind for kind in (SliceList, Tree, Prefix, Chunked, ImageSpans, Blocks)
 }
 

@@ -32,28 +32,7 @@ class Pattern(ABC):
     @cached_property
     @abstractmethod
     def numbers(self) -> Integers:
-        """All of it, for `of_numbers`."""
-
-    @classmethod
-    @abstractmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> Self:
-        """The pattern whose `numbers` these are."""
-
-    @abstractmethod
-    def check(self, ends: Ends, queries: int, keys: int) -> None:
-        """Refuses, with a `ValueError`, a sequence of so many queries and keys that it does not fit."""
-
-    @abstractmethod
-    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Disjoint slices, which are cut to `bounds` after that."""
-
-    def bounds(self, causal: bool, window: Window | None) -> Window:
-        """The band of positions that slices are cut to."""
-        return band(causal and not self.says_causal, window)
-
-    def positions(self, ends: Ends, length: int) -> Integers:
-        """Positions for RoPE [N]."""
-        return offsets(ends, length)
+        """All of it, its code apart."""
 
     @cached_property
     def _hash(self) -> int:
@@ -77,6 +56,31 @@ class Pattern(ABC):
     def _shown(cls) -> set[str]:
         """Names of the constructor's arguments."""
         return set(cls.__init__.__code__.co_varnames[1 : cls.__init__.__code__.co_argcount])
+
+
+class RowPattern(Pattern):
+    """A kind of mask that says of one row who sees whom."""
+
+    @classmethod
+    @abstractmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Self:
+        """The pattern whose `numbers` these are."""
+
+    @abstractmethod
+    def check(self, ends: Ends, queries: int, keys: int) -> None:
+        """Refuses, with a `ValueError`, a sequence of so many queries and keys that it does not fit."""
+
+    @abstractmethod
+    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        """Disjoint slices, which are cut to `bounds` after that."""
+
+    def bounds(self, causal: bool, window: Window | None) -> Window:
+        """The band of positions that slices are cut to."""
+        return band(causal and not self.says_causal, window)
+
+    def positions(self, ends: Ends, length: int) -> Integers:
+        """Positions for RoPE [N]."""
+        return offsets(ends, length)
 
 
 def integers(*parts: Any) -> Integers:

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
+from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.checked import Window, integer
 from armillary.core.slices import FAR, Integers, Slices
 
 
-class Prefix(Pattern):
+class Prefix(RowPattern):
     """The first tokens of each document see each other both ways, and the others what is before them.
 
     Args:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
-from armillary.core.checked import Window
-from armillary.core.slices import Integers, Slices
+from armillary.attention.mask.pattern import Pattern, integers
+from armillary.core.slices import Integers
 
 
 class RowMasks(Pattern):
@@ -35,13 +34,3 @@ class RowMasks(Pattern):
     @cached_property
     def numbers(self) -> Integers:
         return integers(*(part for mask in self.masks for part in ((len(mask.encoded),), mask.encoded)))
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> RowMasks:
-        raise NotImplementedError("AttentionMask.of_numbers knows what the rows are")
-
-    def check(self, ends: Ends, queries: int, keys: int) -> None:
-        """RowMasks are checked one by one."""
-
-    def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        raise NotImplementedError("each row has slices of its own: AttentionMask.row")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
+from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.checked import Window, integer
 from armillary.core.slices import FAR, Integers, Slices, slice_array, trimmed
 
@@ -25,7 +25,7 @@ class Slice(NamedTuple):
     high: int | None = None
 
 
-class SliceList(Pattern):
+class SliceList(RowPattern):
     """Slices that share no pair.
 
     Raises:

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from armillary.attention.mask.pattern import Ends, Pattern, integers
+from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.checked import Window, boundaries_of, integer
 from armillary.core.slices import FAR, Integers, Slices
 
 
-class Tree(Pattern):
+class Tree(RowPattern):
     """Segments in depth-first order. A token sees its own segment causally, and the segments of its ancestors.
 
     Args:

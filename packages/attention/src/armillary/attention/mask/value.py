@@ -12,7 +12,7 @@ from torch import Tensor
 from armillary.attention.mask.blocks import Blocks
 from armillary.attention.mask.chunked import Chunked
 from armillary.attention.mask.content import Content, Documents
-from armillary.attention.mask.pattern import Ends, Pattern, integers, offsets, shortened
+from armillary.attention.mask.pattern import Ends, Pattern, RowPattern, integers, offsets, shortened
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.tree import Tree
 from armillary.core.checked import Window, documents_of, flag, window_of
@@ -123,6 +123,11 @@ class MaskValue:
             return self
         return type(self)(self.causal, self.window, self.boundaries(row), self.pattern)
 
+    @property
+    def _row_pattern(self) -> RowPattern | None:
+        """Of a mask of one row, which has no masks of rows."""
+        return cast("RowPattern | None", self.pattern)
+
     def _within(self, window: Window) -> Self:
         """Both windows at once."""
         sides = zip(self.window or (None, None), window, strict=True)
@@ -150,8 +155,8 @@ class MaskValue:
         for length in (queries, keys):
             if ends is not None and ends[-1] != length:
                 raise ValueError(f"the documents of row {number} end at {ends[-1]}; the sequence has {length} tokens")
-        if mask.pattern is not None:
-            mask.pattern.check(ends, queries, keys)
+        if (pattern := mask._row_pattern) is not None:
+            pattern.check(ends, queries, keys)
 
     def slices(self, length: int, keys: int | None = None) -> list[Slices]:
         """Who sees whom, as disjoint slices (`core.slices`): of each row with a mask of its own, or of all alike.
@@ -173,7 +178,7 @@ class MaskValue:
         return self._slices(length, length)
 
     def _slices(self, queries: int, keys: int) -> Slices:
-        ends, pattern, bounds = self.boundaries(), self.pattern, band(self.causal, self.window)
+        ends, pattern, bounds = self.boundaries(), self._row_pattern, band(self.causal, self.window)
         if pattern is None and ends is None:
             return slice_array([(0, queries, 0, keys, *bounds)])
         if pattern is None:
@@ -189,7 +194,8 @@ class MaskValue:
         self._check_row(row, length, length)
         mask = self.row(row)
         ends = mask.boundaries()
-        return torch.from_numpy(offsets(ends, length) if mask.pattern is None else mask.pattern.positions(ends, length))
+        pattern = mask._row_pattern
+        return torch.from_numpy(offsets(ends, length) if pattern is None else pattern.positions(ends, length))
 
     def pairs(self, length: int, row: int = 0) -> int:
         """How many (query, key) pairs of a sequence of `length` tokens are visible, counted without looking at each.
