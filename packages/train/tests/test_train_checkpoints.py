@@ -51,6 +51,7 @@ from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checksum
 from armillary.train.checkpoint.random_state import random_state
 from armillary.train.checkpoint.state import load, training_state
+from armillary.train.cli import main
 from armillary.train.step import train_step
 
 RING = ParallelConfig(ring=4, ulysses=1)
@@ -162,6 +163,51 @@ def test_a_run_that_is_complete_is_not_trained_again(worlds, reference):
     assert f"nothing left to train: {folder}/checkpoint/step-6" in again[0][1]
     for before, after in zip(results, again, strict=True):
         assert all(torch.equal(after[2][name], before[2][name]) for name in before[2])
+
+
+FEWER = """
+[checkpointing]
+policy = "attention_output"
+offload = true
+inputs = 2
+outputs = 2
+on-device = 1
+[parallel]
+compiler = "eager"
+"""
+"""Of three blocks the first keeps x on the host, the second out, and the last both on the device."""
+
+
+def commanded(argv: list[str]) -> None:
+    """Trains as `armillary-train` does, with the same random numbers each time."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    with redirect_stdout(io.StringIO()):
+        main(argv)
+
+
+def of_command(folder: Path) -> tuple[list[float], dict[str, object]]:
+    """The losses of the steps of a run, and the checksums of its last checkpoint's tensors."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    files = Manifest.read(folder / "checkpoint/step-4").files
+    return [x["loss"] for x in lines if "loss" in x], {name: files[name] for name in files if "distcp" in name}
+
+
+def test_the_command_trains_and_resumes_with_few_inputs_kept_as_with_all(worlds, tmp_path):
+    """To the bit; compiled, too."""
+    (tmp_path / "fewer.toml").write_text(FEWER)
+    flags = (
+        "--model.dim 32 --model.layers 3 --model.heads 4 --model.kv-heads 2 --model.hidden-dim 48 --train.device cpu "
+        "--parallel.ring 2 --train.steps 4 --save.every 2 --validation.every 20 --validation.batches 1 --log.no-plot"
+    )
+    shared = [*flags.split(), "--data.path", str(TEXT[0]), "--data.sequence-length", "60"]
+    chosen = {"all": ["--checkpointing.policy", "layer"], "fewer": ["--config", str(tmp_path / "fewer.toml")]}
+    for name, flags in chosen.items():
+        worlds(2).run(commanded, [*shared, *flags, "--train.output", str(tmp_path / name)])
+    shutil.copytree(tmp_path / "fewer/checkpoint/step-2", tmp_path / "again/checkpoint/step-2")
+    worlds(2).run(commanded, [*shared, *chosen["fewer"], "--train.output", str(tmp_path / "again")])
+    (losses, weights), fewer, again = (of_command(tmp_path / name) for name in ("all", "fewer", "again"))
+    assert len(losses) == 4 and len(weights) == 2 and fewer == (losses, weights)
+    assert again == (losses[2:], weights)
 
 
 # -- kills and damage -------------------------------------------------------------------------------------------------
