@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from weakref import ref
 
@@ -97,6 +98,26 @@ def test_what_is_dropped_is_waited_for(side):
     kept.clear()
     gc.collect()
     assert side.idle
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_what_a_block_copies_is_held_until_the_next_one_is_done_and_no_longer(simulated):
+    """On a simulated stream as on a GPU; also where the next one keeps nothing on the host."""
+    model = build(Checkpointing("attention_output", offload=True, on_device=1), torch.float64)
+    inputs, alive = list[ref[torch.UntypedStorage]](), list[list[bool]]()
+
+    def look(module, given):
+        alive.append([x() is not None for x in inputs])
+        inputs.append(ref(given[0].untyped_storage()))
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(look)
+    with offload.simulated_stream() if simulated else nullcontext():
+        loss = loss_of(model)
+        assert alive == [[], [simulated], [False, simulated]]
+        assert [x() is not None for x in inputs] == [False, False, True]
+        loss.backward()
+    assert all(x() is None for x in inputs)
 
 
 class Stream:

@@ -18,6 +18,7 @@ from armillary.attention.kernels import CpuFlash, CudaFlash, Inputs
 from armillary.core import label
 from armillary.core.observe.label import current_label
 from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig
+from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.plan.memory import (
     Account,
     Job,
@@ -278,6 +279,31 @@ def test_a_simulated_step_is_a_real_one_to_the_byte(policy, attention):
     assert sum(simulated.device_breakdown.values()) == simulated.device
     if not policy.offload:  # else device and host may be fullest at different moments
         assert simulated.device == pytest.approx(measured(job), rel=0.05)
+
+
+def held_in_forward(job: Job, stream) -> list[int]:
+    """Bytes on the device when each block begins, and when the loss is done."""
+    found: list[int] = []
+    with fake_world() as mesh, LiveBytes(block=1) as live, stream:
+        step = SimulatedStep.of(job, mesh)
+        step.start()
+        for block in step.model.model.layers:
+            block.register_forward_pre_hook(lambda *_: found.append(live.device.total))
+        loss = step.loss()
+        found.append(live.device.total)
+        del loss
+    return found
+
+
+@pytest.mark.parametrize("on_device", [0, 1])
+def test_what_is_copied_to_the_host_is_on_the_device_until_the_next_block_is_done(on_device):
+    """On a GPU: by hand, beside a block those of the block below, and at the loss those of the last."""
+    model, options = replace(SMALL, layers=3), Checkpointing("attention_output", offload=True, on_device=on_device)
+    job = replace(JOB, model=model, checkpointing=options)
+    x, out, lse = 300 * 64 * 2, 300 * 8 * 8 * 2, 300 * 8 * 4
+    longer, shorter = held_in_forward(job, simulated_stream()), held_in_forward(job, nullcontext())
+    more = [a - b for a, b in zip(longer, shorter, strict=True)]
+    assert more == [0, x + out + lse, x + out + lse, 0 if on_device else x + out + lse]
 
 
 @pytest.mark.parametrize(

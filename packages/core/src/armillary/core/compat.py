@@ -155,7 +155,8 @@ def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: M
     """Starts receiving and sending contiguous tensors, by rank of the group, in one batch where the backend has those.
 
     What `dist.batch_isend_irecv` does, without the objects that it wants made and checked for every message, which take
-    the host longer than the messages.
+    the host longer than the messages. Of NCCL's batch only what ends it is to be waited for (`ProcessGroupNCCL`): it
+    records its event behind all messages and holds their tensors. It is None for a batch of none, never begun here.
     """
     device = next((x.device for x in (*receive.values(), *send.values())), None)
     if device is None:

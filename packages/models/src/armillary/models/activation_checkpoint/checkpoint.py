@@ -12,7 +12,7 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.models.activation_checkpoint.keeping import Keep
-from armillary.models.activation_checkpoint.offload import OffloadedTensors
+from armillary.models.activation_checkpoint.offload import OffloadedTensors, settle
 
 What = Literal["x", "attended"]
 """A block's input; or what its attention gave, out and lse."""
@@ -101,6 +101,7 @@ class Checkpoint:
         """Keeps what is to be kept, on the device by autograd, which notices if that or a parameter is changed."""
         wanted: tuple[What, ...] = (*(("x",) if self.keep.x else ()), *(("attended",) if self.keep.attended else ()))
         tensors = [*((x,) if self.keep.x else ()), *(attended if self.keep.attended else ())]
+        settle(x.device)
         if wanted and self.keep.host:
             self.kept[wanted] = OffloadedTensors(tensors)
         elif wanted:

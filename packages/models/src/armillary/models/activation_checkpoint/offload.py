@@ -10,7 +10,9 @@ computes has been told to wait for the copy, and dropped then: its memory is use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from weakref import ref
 
@@ -46,10 +48,48 @@ class SideStream:
             stream.wait_event(done)
 
 
-@cache
-def side_stream(device: torch.device) -> SideStream | None:
+class SimulatedStream:
+    """Instead of a GPU's: copies are made at once, and what they read is held for as long as there."""
+
+    def __init__(self) -> None:
+        self.leaving: Callable[[], Transfer | None] = lambda: None
+
+    def start(self, copy: Callable[[], None]) -> Callable[[], None]:
+        copy()
+        return lambda: None
+
+
+_simulated: ContextVar[SimulatedStream | None] = ContextVar("simulated stream", default=None)
+
+
+@contextmanager
+def simulated_stream() -> Generator[None]:
+    """Meanwhile, on this thread, tensors of the CPU are held for as long as a GPU's are: for simulations of memory."""
+    token = _simulated.set(SimulatedStream())
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
+
+
+def side_stream(device: torch.device) -> SideStream | SimulatedStream | None:
     """That of a GPU; None where copies are done at once."""
-    return SideStream(device) if device.type == "cuda" else None
+    return stream_of_gpu(device) if device.type == "cuda" else _simulated.get()
+
+
+@cache
+def stream_of_gpu(device: torch.device) -> SideStream:
+    """One for each."""
+    return SideStream(device)
+
+
+def settle(device: torch.device) -> None:
+    """Has the current stream wait for the latest copies to the host, if it has not, and holds what they read no longer.
+
+    To be called when a block is done, for those of the block before."""
+    side = side_stream(device)
+    if side is not None and (before := side.leaving()) is not None:
+        before.finish()
 
 
 class Transfer:
@@ -104,8 +144,8 @@ class HostCopy:
 class OffloadedTensors:
     """Copies of tensors in the host's memory.
 
-    On CUDA the tensors themselves are held until the next ones go, or these are asked for, or dropped; so in forward
-    one layer's are still there beside those of the layer at work.
+    On CUDA the tensors themselves are held until the next layer is done (`settle`), or these are asked for, or dropped;
+    so in forward one layer's are still there beside those of the layer at work.
 
     Args:
         tensors: to be copied, of one device. Must not be written to while this lives.
@@ -114,10 +154,9 @@ class OffloadedTensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.host = [HostCopy(x) for x in tensors]
         self.coming: Transfer | None = None
-        side = side_stream(tensors[0].device)
-        if side is not None and (before := side.leaving()) is not None:
-            before.finish()
+        settle(tensors[0].device)
         self.leaving = Transfer(tensors, partial(each, HostCopy.write, self.host, tensors))
+        side = side_stream(tensors[0].device)
         if side is None:
             self.leaving.finish()
         else:

@@ -43,7 +43,10 @@ def cross_entropy_(
     if not vocabulary.alone:
         # A rank whose logits are all -inf weighs nothing: with the least number there softmax is 0 and 1, not NaN.
         wide.scatter_(1, top, peak.clamp_(min=torch.finfo(wide.dtype).min))
-    # In place: on CPU and CUDA each row is read, for its peak and sum, before its elements are written one by one.
+    # In place: each row is read, for its peak and sum, before its elements are written one by one. On CUDA too: in all
+    # kernels of ATen's SoftMax.cu and PersistentSoftmax.cuh (and in the latest, ForwardReg, Gmem and Fast) a block or a
+    # warp has a row, a barrier ends its sum, each thread reads an element again, or has it, and writes it then; and no
+    # pointer is `__restrict__`.
     torch.softmax(wide, 1, out=wide)
     part = peak - wide.gather(1, top).log()
     lse, chosen = vocabulary.merged(part, chosen)

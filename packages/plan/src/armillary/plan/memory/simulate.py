@@ -21,6 +21,7 @@ from armillary.core.chunks import simulating
 from armillary.core.fake_world import fake_world
 from armillary.core.gradients import clip_gradients
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
+from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.parallel import parallelize
 from armillary.plan.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulated_flash import SimulatedFlash
@@ -112,7 +113,7 @@ class SimulatedStep:
     def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _of: None) -> StepMemory:
         """Allocates everything and trains for a step: on fake tensors in a `FakeTensorMode`, else on real ones."""
         began = time.perf_counter()
-        with LiveBytes(block) as live:
+        with LiveBytes(block) as live, simulated_stream():
             optimizer = self.start()
             live.pin("parameters", self.model.parameters(), self.job.on_host)
             self.book_gradients(live, progress)

@@ -25,6 +25,10 @@ class SimulatedFlash(Flash):
     share keys, version 2 also makes dk and dv for each query head and then adds them up; version 3 accumulates them in
     float32.
 
+    It stands for cuDNN's as well, version 2: its backward allocates the same two, without rounding rows up (`dQ_accum`
+    and `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h), and what its closed part takes
+    besides, such as for dk and dv of each query head, is not published.
+
     Args:
         version: 2 is torch's own, which also copies out and dout where they are not contiguous; 3 is the package's.
     """

@@ -83,6 +83,16 @@ class Moments:
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attended for keep in keeps))
 
+    def leaving(self, i: int) -> Held:
+        """What block i copies to the host: on the device still, until the next block, or the loss, is done."""
+        if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
+            return Held()
+        return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attended)
+
+    def below(self, i: int) -> Held:
+        """What the device holds of the blocks below block i, or below the loss, while that runs forward."""
+        return self.kept(range(i)) + (self.leaving(i - 1) if i else Held())
+
     def made_again(self, blocks: Sequence[int], host: bool = False) -> Held:
         """Of these, what is made and kept when their segment is run again; of its last block, nothing."""
         keeps = [self.step.keeps[i] for i in blocks if i + 1 < len(self.step.keeps) and not self.step.keeps[i + 1].x]
@@ -127,11 +137,14 @@ class Moments:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def forward_attention(self) -> Held:
-        """In the last block, of which x and room for the result are there; a forward gathers into a copy first."""
+        """In the last block, or behind the one that copies most to the host. Of the block itself there are x and room
+        for the result; a forward gathers into a copy first."""
         step, model = self.step, self.step.model
-        held = self.always() + self.kept(range(model.layers - 1))
+        most = max(range(model.layers - 1), key=lambda i: sum(self.leaving(i).values()), default=-1)
+        below = max((self.below(i) for i in {model.layers - 1, most + 1}), key=lambda held: sum(held.values()))
         attention = step.out + step.lse + step.attention_forward()
-        return held + Held(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
+        own = Held(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
+        return self.always() + below + own
 
     def loss(self) -> Held:
         """The last block's result, that normed, its gradient, that of the head in float32, and a chunk's logits twice.
@@ -143,7 +156,7 @@ class Moments:
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
         held = Held(parameters=2 * step.e * model.head, other=2 * step.x, loss=gradients + logits)
-        return self.always() + self.kept(range(model.layers)) + held
+        return self.always() + self.below(model.layers) + held
 
     def loss_backward(self) -> Held:
         """Both gradients once more, scaled and in the compute dtype; the last block is being gathered."""
@@ -151,7 +164,7 @@ class Moments:
         table = model.vocabulary * model.dim
         loss = 2 * step.x + (MASTER + step.e) * table
         held = Held(parameters=step.e * (model.head + model.block), other=step.x, loss=loss)
-        return self.always() + self.kept(range(model.layers)) + held
+        return self.always() + self.below(model.layers) + held
 
     def backward_rest(self, i: int) -> Held:
         """What follows attention in block i, where the MLP holds most: dy, dx and dout, and the MLP's tensors."""
