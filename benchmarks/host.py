@@ -4,6 +4,7 @@
     uv run python benchmarks/host.py --against ../before --pairs 5    # this checkout against another, in turns
     uv run python benchmarks/host.py --mask documents                 # causal unless given
     uv run python benchmarks/host.py --train-step --against ../before # functions of a trainer's step, here and there
+    uv run python benchmarks/host.py --layer --against ../before      # a LLaMA block: ops, and calls of functions
 
 One process is rank 0 of 8 in a fake process group, whose exchanges end at once and send nothing; a shard has 64 tokens
 (T). What is left is what Python and the dispatcher do: microseconds of processor time per call, forward and backward,
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -56,6 +58,7 @@ MASKS: dict[str, Callable[[int], AttentionMask]] = {
     "window": lambda length: AttentionMask(window=(length // 4, 0)),
     "documents": lambda length: AttentionMask(documents=[0, length // 7, length // 3, length // 2 + 5, length]),
 }
+LAYER_COUNTS = ("dispatched ops", "Python calls")
 R = TypeVar("R")
 HERE = str(Path(__file__).parent.parent / "packages")
 
@@ -190,18 +193,33 @@ def of_train_step() -> dict[str, Any]:
 
 
 def measure(calls: int, kind: str) -> list[dict[str, Any]]:
-    """All methods, each on its mesh of a fake world of 8."""
+    """All methods, each on its mesh of a fake world of 8, and torch's ring."""
+
+    def measured(name: str, attend: Method) -> dict[str, Any]:
+        return of_method(name, attend, calls, MASKS[kind](TOKENS * attend.shards))
+
+    return [*of_each_method(measured), in_world(8, lambda: of_torch(calls))]
+
+
+def layers(calls: int) -> list[dict[str, Any]]:
+    """A LLaMA block with each method."""
+    from host_layer import of_layer
+
+    def measured(name: str, attend: Method) -> dict[str, Any]:
+        attend.kernel = Nothing()
+        return {"method": name} | of_layer(attend, TOKENS, partial(microseconds, calls))
+
+    return of_each_method(measured)
+
+
+def of_each_method(measured: Callable[[str, Method], R]) -> list[R]:
+    """What is measured of each, in a fake world of its own."""
     torch.set_num_threads(1)
-    rows = list[dict[str, Any]]()
-    for name, axes in MESHES.items():
-        ranks = 8 if axes else 1
 
-        def measured(name: str = name, axes: dict[str, int] = axes, ranks: int = ranks) -> dict[str, Any]:
-            return of_method(name, build_attention(name, mesh_of(axes)), calls, MASKS[kind](TOKENS * ranks))
+    def of(name: str, axes: dict[str, int]) -> R:
+        return in_world(8 if axes else 1, lambda: measured(name, build_attention(name, mesh_of(axes))))
 
-        rows.append(in_world(ranks, measured))
-    rows.append(in_world(8, lambda: of_torch(calls)))
-    return rows
+    return [of(name, axes) for name, axes in MESHES.items()]
 
 
 def mesh_of(axes: dict[str, int]) -> Any:
@@ -222,6 +240,16 @@ def elsewhere(checkout: Path, *flags: str) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, *flags, "--json"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
+
+
+def counted(other: Path) -> list[dict[str, Any]]:
+    """Counts of a block there and here; processor time is not compared, since nobody takes turns."""
+    flags = ("--layer", "--calls", "1")
+    both = zip(elsewhere(other, *flags), elsewhere(Path(HERE).parent, *flags), strict=True)
+    return [
+        {"method": after["method"]} | {name: f"{before[name]} -> {after[name]}" for name in LAYER_COUNTS}
+        for before, after in both
+    ]
 
 
 def paired(other: Path, calls: int, pairs: int, kind: str) -> list[dict[str, Any]]:
@@ -252,11 +280,14 @@ def main() -> None:
     parser.add_argument(
         "--train-step", action="store_true", help="count what a step of the trainer runs through, alone"
     )
+    parser.add_argument("--layer", action="store_true", help="count and time a LLaMA block with each method instead")
     parser.add_argument("--mask", choices=MASKS, default="causal", help="of the calls (default causal)")
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
     asked = parser.parse_args()
     if asked.train_step:
         rows = [of_train_step(), *(elsewhere(asked.against, "--train-step") if asked.against else [])]
+    elif asked.layer:
+        rows = counted(asked.against) if asked.against else layers(asked.calls)
     else:
         pairs = (asked.calls, asked.pairs, asked.mask)
         rows = paired(asked.against, *pairs) if asked.against else measure(asked.calls, asked.mask)
@@ -265,8 +296,9 @@ def main() -> None:
         return
     columns = list(rows[0])
     rows = [{column: row.get(column) for column in columns} for row in rows]
-    name = "host" if asked.mask == "causal" else f"host-{asked.mask}"
-    title = f"Host time of a call, {asked.mask}, {TOKENS} tokens a shard, a kernel that computes nothing"
+    name = "host-layer" if asked.layer else "host" if asked.mask == "causal" else f"host-{asked.mask}"
+    what = "a LLaMA block" if asked.layer else f"a call, {asked.mask}"
+    title = f"Host time of {what}, {TOKENS} tokens a shard, a kernel that computes nothing"
     print(report.write(name, title, rows))
 
 

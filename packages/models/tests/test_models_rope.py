@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.models.layers.rope import RotaryEmbedding
+from armillary.models.layers.rope_scaling import YarnScaling
 
 D, THETA = 16, 500_000.0
 
@@ -53,6 +55,57 @@ def test_bfloat16_is_rounded_once():
     x = torch.randn(1, 4, 2, D).bfloat16()
     positions = torch.arange(4) + 1000
     assert torch.equal(turned(x, positions), turned(x.float(), positions).bfloat16())
+
+
+def reference(x: torch.Tensor, rotation: RotaryEmbedding) -> torch.Tensor:
+    """As autograd has it, every product for itself."""
+    (a, b), cos, sin = x.chunk(2, -1), rotation.cos, rotation.sin
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+@pytest.mark.parametrize("positions", [torch.arange(5) * 1000, torch.arange(10).view(2, 5)], ids=["of all", "of rows"])
+@pytest.mark.parametrize(
+    "scaling", [None, YarnScaling(factor=4.0, original_max_position_embeddings=64)], ids=["plain", "with an amplitude"]
+)
+def test_gradients_are_turned_back(positions, scaling):
+    rotation = RotaryEmbedding.at(positions, D, THETA, torch.float64, scaling)
+    x = torch.randn(2, 5, 3, D, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rotation(x), reference(x, rotation), rtol=0, atol=1e-14)
+    weight = torch.randn_like(x)
+    found, expected = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (rotation(x), reference(x, rotation)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(rotation, x) and torch.autograd.gradgradcheck(rotation, x)
+
+
+def test_a_gradient_in_bfloat16_is_rounded_once():
+    rotation, dy = RotaryEmbedding.at(torch.arange(4) + 1000, D, THETA, torch.bfloat16), torch.randn(1, 4, 2, D)
+    low, high = (torch.zeros(1, 4, 2, D, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32))
+    (found,) = torch.autograd.grad(rotation(low), low, dy.bfloat16())
+    (expected,) = torch.autograd.grad(rotation(high), high, dy.bfloat16().float())
+    assert torch.equal(found, expected.bfloat16())
+
+
+def test_nothing_as_large_as_x_is_kept_for_backward():
+    kept, x = list[torch.Size](), torch.randn(2, 4, 3, D, requires_grad=True)
+    with saved_tensors_hooks(lambda saved: kept.append(saved.shape), lambda _: None):
+        turned(x, torch.arange(4))
+    assert kept == [(4, 1, D // 2)] * 2
+
+
+def test_a_compiled_turn_is_in_one_graph():
+    rotation = RotaryEmbedding.at(torch.arange(4), D, THETA, torch.float32)
+    compiled = torch.compile(lambda x: rotation(x).sin(), fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, 4, 2, D, requires_grad=True)
+        found, expected = compiled(x), reference(x, rotation).sin()
+        torch.testing.assert_close(found, expected)
+        pair = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        torch.testing.assert_close(*pair)
+
+
+def test_torch_func_follows_it():
+    rotation, x = RotaryEmbedding.at(torch.arange(4), D, THETA, torch.float64), torch.randn(3, 2, 4, 2, D).double()
+    torch.testing.assert_close(torch.vmap(rotation)(x), torch.stack([rotation(row) for row in x]))
 
 
 @pytest.mark.gpu

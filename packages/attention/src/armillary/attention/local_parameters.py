@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -48,6 +48,10 @@ class FromLocalParts:
 
     def parameters(self) -> Iterable[Tensor]:
         return self.whole.parameters()
+
+    def made_of(self) -> Hashable | None:
+        whole = self.whole.made_of() if hasattr(self.whole, "made_of") else None
+        return None if whole is None else ("local parts", whole)
 
 
 @dataclass(frozen=True)

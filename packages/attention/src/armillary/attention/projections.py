@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -47,6 +47,17 @@ class TokenProjections(Projections, Protocol):
 
     def of_tokens(self, tokens: slice) -> Self:
         """The same projections, for `x[:, tokens]`."""
+        ...
+
+
+class KnowsResults(Projections, Protocol):
+    """Projections that say what the dims and dtypes of q, k and v follow from, so that calls are checked once."""
+
+    def made_of(self) -> Hashable | None:
+        """All that these follow from besides x and autocast, as it is at the time of asking; None if it can't be known.
+
+        Nothing that identifies data: what is equal gives results of equal dims and dtypes, and is refused alike.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from armillary.attention.projections import CollectsGradients, Projections, TokenProjections
 from armillary.core.accumulate import Totals, accumulation_dtype
-from armillary.core.chunks import chunks
+from armillary.core.chunks import at_tokens, chunks
 from armillary.core.recompute import RNGReplay, capture_autocast
 
 Heads = Sequence[int]
@@ -129,7 +129,7 @@ class Projected(QKVSource):
         parts, whole = self._pieces(), list[Tensor]()
         for tokens, projections in parts:
             with self.autocast(), self.draws.at((what, tokens.start), self.x.device):
-                made = project(projections, self.x[:, tokens])
+                made = project(projections, at_tokens(self.x, tokens))
             if len(parts) == 1:
                 return made
             whole = whole or [y.new_empty((y.shape[0], self.x.shape[1], *y.shape[2:])) for y in made]
@@ -147,10 +147,10 @@ class Projected(QKVSource):
         for tokens, projections in pieces:
             if (several or len(pieces) > 1) and hasattr(projections, "collecting"):
                 projections = cast(CollectsGradients, projections).collecting(self.totals)
-            x = self.x[:, tokens].detach().requires_grad_(self.dx is not None)
+            x = at_tokens(self.x, tokens).detach().requires_grad_(self.dx is not None)
             with torch.enable_grad(), self.autocast(), self.draws.at((what, tokens.start), x.device):
                 made = project(projections, x)
-            dmade = [torch.cat([part[:, tokens] for part in parts], dim=2) for parts in grads]
+            dmade = [joined([at_tokens(part, tokens) for part in parts]) for parts in grads]
             pairs = [(y, dy.to(y.dtype)) for y, dy in zip(made, dmade, strict=True) if y.requires_grad]
             if pairs:
                 self._differentiate(pairs, x, tokens)
@@ -161,13 +161,14 @@ class Projected(QKVSource):
         made, dmade = zip(*pairs, strict=True)
         shares: list[Tensor | None] = list(torch.autograd.grad(made, wanted, dmade, allow_unused=True))
         if self.dx is not None and (share := shares.pop(0)) is not None:
-            self.dx[:, tokens] += share
+            at_tokens(self.dx, tokens).add_(share)
         self.totals.add(shares)
 
     def _pieces(self) -> list[tuple[slice, Projections]]:
-        if not isinstance(self.projections, TokenProjections):
-            return [(slice(None), self.projections)]
-        return [(tokens, self.projections.of_tokens(tokens)) for tokens in chunks(self.x.shape[1], self.piece)]
+        cut = chunks(self.x.shape[1], self.piece)
+        if isinstance(self.projections, TokenProjections) and len(cut) > 1:
+            return [(tokens, self.projections.of_tokens(tokens)) for tokens in cut]
+        return [(slice(0, self.x.shape[1]), self.projections)]
 
 
 Project = Callable[[Projections, Tensor], Sequence[Tensor]]
@@ -175,9 +176,18 @@ Project = Callable[[Projections, Tensor], Sequence[Tensor]]
 
 
 def select(x: Tensor, heads: Heads, dim: int = 2) -> Tensor:
-    """Heads of x [B, T, H, D], where they are `dim`: a view where they are evenly spaced."""
-    parts = [x[(slice(None),) * dim + (run,)] for run in runs(tuple(heads))]
+    """Heads of x [B, T, H, D], where they are `dim`: of its memory where they are evenly spaced."""
+    return joined([at_run(x, run, dim) for run in runs(tuple(heads))], dim)
+
+
+def joined(parts: list[Tensor], dim: int = 2) -> Tensor:
+    """Parts [B, T, h, D] as one tensor; one part as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def at_run(x: Tensor, run: slice, dim: int) -> Tensor:
+    """x at a run of heads, which are `dim`: a view, or itself where these are all."""
+    return x if run == slice(0, x.shape[dim], 1) else x[(slice(None),) * dim + (run,)]
 
 
 def place(x: Tensor, heads: Heads, parts: Sequence[Tensor]) -> None:
@@ -192,7 +202,7 @@ def at_heads(x: Tensor, heads: Heads, part: Tensor, put: Callable[[Tensor, Tenso
     """Puts `part` to these heads of x, where they are `dim`, in place: `Tensor.copy_` or `Tensor.add_`."""
     done = 0
     for run in runs(tuple(heads)):
-        into = x[(slice(None),) * dim + (run,)]
+        into = at_run(x, run, dim)
         put(into, part if into.shape[dim] == part.shape[dim] else part.narrow(dim, done, into.shape[dim]))
         done += into.shape[dim]
 
@@ -204,7 +214,7 @@ def runs(heads: tuple[int, ...]) -> tuple[slice, ...]:
     Indexed by a list, a tensor on a GPU would have the host wait until all before is computed.
     """
     if not heads:
-        return (slice(0, 0),)
+        return (slice(0, 0, 1),)
     start, *others = heads
     step = max(1, others[0] - start) if others else 1
     stop = next((i for i in range(1, len(heads)) if heads[i] != start + i * step), len(heads))

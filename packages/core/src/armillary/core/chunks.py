@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from torch import Tensor
+
 LEAST = 4096
 """Tokens that keep a matrix multiplication busy."""
 MOST_CHUNKS = 64
@@ -26,6 +28,11 @@ def chunks(tokens: int, size: int | None = None) -> list[slice]:
         raise ValueError(f"chunks of {size} tokens: at least 1 is needed")
     cut = [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
     return cut if not is_simulating() or len(cut) < 4 else [*cut[:2], cut[-1]]
+
+
+def at_tokens(x: Tensor, tokens: slice) -> Tensor:
+    """x [B, T, ...] at a chunk of its tokens: a view, or itself where these are all."""
+    return x if tokens == slice(0, x.shape[1]) else x[:, tokens]
 
 
 _simulating: ContextVar[bool] = ContextVar("simulating", default=False)

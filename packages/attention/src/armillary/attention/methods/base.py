@@ -9,6 +9,7 @@ it sends and computes (`comm_plan`) and allocates beside it, and with its entry 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, Self, cast, overload
 
 import torch
@@ -23,13 +24,13 @@ from armillary.attention.autograd import (
     check_transforms,
 )
 from armillary.attention.calls import AttendsInStages, AttentionCall
-from armillary.attention.checks import are_plain, as_autocast, check_hidden, check_tensors, in_one_dtype
+from armillary.attention.checks import are_plain, as_autocast, autocasts, check_hidden, check_tensors, in_one_dtype
 from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
 from armillary.attention.kernels.inputs import is_deterministic
 from armillary.attention.layouts import layout_of, sequence_layout
 from armillary.attention.mask import AttentionMask
-from armillary.attention.projections import Projections, one_token
+from armillary.attention.projections import KnowsResults, Projections, one_token
 from armillary.attention.recent import Recent
 from armillary.attention.spec import AttentionOptions, AttentionSpec, Saved, key_heads_of
 from armillary.core import Axis, SequenceLayout, compat
@@ -55,7 +56,7 @@ class Method(ABC):
 
     number: int
     """By which a compiled graph finds the method."""
-    _specs: Recent[tuple[tuple[Any, ...], AttentionOptions], AttentionSpec]
+    _specs: Recent[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
     """Calls that were checked before, by what was checked."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
@@ -290,15 +291,19 @@ class Method(ABC):
         """
         if options.kernel is None:
             options = options._replace(kernel=self.kernel)
-        tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-        key = (is_deterministic(), *[(x.shape, x.dtype, x.device) for x in tensors])
+        key = kind_of(q, k, v, sinks)
+        return self._once(key, options, lambda: self._checked(q, k, v, sinks, options))
+
+    def _once(
+        self, key: tuple[Hashable, ...], options: AttentionOptions, check: Callable[[], AttentionSpec]
+    ) -> AttentionSpec:
+        """What `check` gives, found once for a key and options, of which masks are not looked into."""
         try:
             hash(key)
         except TypeError:  # sizes are symbolic
-            return self._checked(q, k, v, sinks, options)
-        asked = (key, options)  # an object is equal to itself: masks are not looked into
-        known = self._specs.get(asked)
-        return known or self._specs.add(asked, self._checked(q, k, v, sinks, options), options.mask)
+            return check()
+        asked = (key, options)
+        return self._specs.get(asked) or self._specs.add(asked, check(), options.mask)
 
     def _checked(
         self,
@@ -338,7 +343,10 @@ class Method(ABC):
         softcap: float | None = None,
         kernel: str | Kernel | None = None,
     ) -> AttentionSpec:
-        """The call that `projected` makes with these arguments, checked. Computes no more than one head of a token."""
+        """The call that `projected` makes with these arguments, checked. Computes no more than one head of a token.
+
+        Calls that are alike share one, as in `check_call`, where projections say what theirs follow from.
+        """
         options = AttentionOptions(mask, layout, None, scale, softcap, kernel).checked()
         check_hidden(x, projections, sinks)
         if compat.is_dtensor(x):
@@ -348,12 +356,28 @@ class Method(ABC):
     def check_projected(
         self, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
     ) -> AttentionSpec:
-        """`check_call`, of what the projections of x will be."""
+        """`check_call`, of what the projections of x will be: of what they are made of, where they can say that."""
+        kernel = self.kernel if options.kernel is None else options.kernel
+        options = options._replace(kernel=kernel)
+        made_of = cast(KnowsResults, projections).made_of() if hasattr(projections, "made_of") else None
+        if made_of is None:
+            return self._check_projected(x, projections, sinks, options)
+        lowered = torch.get_autocast_dtype(x.device.type) if autocasts(x) else None
+        key = ("projected", made_of, lowered, *kind_of(x, sinks))
+        return self._once(key, options, lambda: self._check_projected(x, projections, sinks, options))
+
+    def _check_projected(
+        self, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+    ) -> AttentionSpec:
         q, k, v = one_token(x, projections)
         inputs = Inputs.of(q, v, options.softcap, options.mask)
         q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
         k, v = (
             torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
         )
-        kernel = self.kernel if options.kernel is None else options.kernel
-        return self._checked(q, k, v, sinks, options._replace(kernel=kernel), inputs)
+        return self._checked(q, k, v, sinks, options, inputs)
+
+
+def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
+    """All that a check looks at: of each tensor, and of torch's settings."""
+    return is_deterministic(), *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]

@@ -152,8 +152,8 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
 
 def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
     """Keeps what is to be kept."""
-    upipe = UPipe.around(cast(Method, block.attention))
-    call = upipe.call_for(
+    method = cast(Method, block.attention)
+    call = method.call_for(  # of this, which knows it from the block before; the next is another one each time
         like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
     )
     params = trained(block)
@@ -163,7 +163,7 @@ def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor
     context.below.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # nothing will be differentiated
-    work = CheckpointedRun(options, keep, block, context, upipe, call)
+    work = CheckpointedRun(options, keep, block, context, UPipe.around(method), call)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, below, x, *params))
 
 

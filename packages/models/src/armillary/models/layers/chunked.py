@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from armillary.core import label
 from armillary.core.accumulate import Totals
-from armillary.core.chunks import chunks
+from armillary.core.chunks import at_tokens, chunks
 from armillary.core.recompute import RNGReplay, capture_autocast
 
 TokenFunction = Callable[..., Tensor]
@@ -112,7 +112,7 @@ def backward(
 def part(x: Tensor, tokens: slice, total: int, gathered_ranks: int) -> Tensor:
     """x at `tokens` of `total`, of which it has one each, or `gathered_ranks` each."""
     each = 1 if x.shape[1] == total else gathered_ranks
-    return x[:, tokens.start * each : tokens.stop * each]
+    return at_tokens(x, slice(tokens.start * each, tokens.stop * each))
 
 
 class ChunkedFunction(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from armillary.attention import compiled
 from armillary.attention.compiled import ProjectionParts
 from armillary.attention.sources import select
+from armillary.core import compat
 from armillary.core.accumulate import Totals
 from armillary.models.layers.collected_linear import HeadRows, collected_linear
 from armillary.models.layers.rope import RotaryEmbedding
@@ -78,6 +79,13 @@ class HeadProjections:
         ]
         return ProjectionParts(self.ticket, self.head_dim, tensors, parameters)
 
+    def made_of(self) -> Hashable | None:
+        """Of plain linear layers and norms, their parameters' dims and dtypes; None of anything else."""
+        modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
+        known = [() if module is None else described(module) for module in modules]
+        angles = () if self.rotation is None else (kind_of(self.rotation.cos), kind_of(self.rotation.sin))
+        return None if None in known else (self.heads, self.key_heads, self.head_dim, angles, *known)
+
     def of_tokens(self, tokens: slice) -> HeadProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
 
@@ -129,3 +137,22 @@ def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     touched = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
     return any(type(module).forward is kind.forward for kind in kinds) and not touched
+
+
+def described(module: nn.Module) -> Hashable | None:
+    """What the dims and dtype of a plain module's result follow from; None of one that is not, or is made of others."""
+    parameters = module._parameters  # pyright: ignore[reportPrivateUsage] - as attributes, some would be made here
+    children = module._modules  # pyright: ignore[reportPrivateUsage] - a parametrization, or what a subclass calls
+    if children or "weight" not in parameters or not plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm):
+        return None
+    if not all(x is None or type(x) in (Tensor, nn.Parameter) or compat.is_dtensor(x) for x in parameters.values()):
+        return None
+    return type(module), getattr(module, "normalized_shape", None), *map(kind_of, parameters.values())
+
+
+def kind_of(x: Tensor | None) -> Hashable:
+    """Dims, dtype and device of a tensor; of a DTensor also where it lies."""
+    if x is None:
+        return None
+    placed = (x.device_mesh, x.placements) if compat.is_dtensor(x) else ()
+    return x.shape, x.dtype, x.device, *placed

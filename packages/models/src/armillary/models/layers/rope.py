@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,5 +54,29 @@ class RotaryEmbedding:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turns each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
+        return cast(Tensor, cast(Any, Turn).apply(x, self.cos, self.sin, 1))
+
+
+class Turn(torch.autograd.Function):
+    """A linear map, whose transpose turns the other way: backward needs no x, and angles have no gradient.
+
+    Args:
+        sign: 1, or -1 for the other way.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)
+        parts = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
+        return torch.cat(parts, dim=-1).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        _, cos, sin, ctx.sign = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cast(Tensor, cast(Any, Turn).apply(*grad_outputs, *ctx.saved_tensors, -ctx.sign)), None, None, None
