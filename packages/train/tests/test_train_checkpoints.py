@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import armillary.train
 from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
+from armillary.core.random_state import random_state
 from armillary.core.testing import RankFailed
 from armillary.models import Llama
 from armillary.train import (
@@ -49,7 +50,6 @@ from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checksum
-from armillary.train.checkpoint.random_state import random_state
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
 from armillary.train.step import train_step

@@ -5,12 +5,11 @@ from math import prod
 import pytest
 import torch
 
-from armillary.core.peak import peak_flops
 from armillary.data.parsing import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.config.check import check
 from armillary.train.parallel import choose_axes, choose_device
-from armillary.train.reporting.metrics import StepMetrics, Stopwatch, peak_memory
+from armillary.train.reporting.metrics import StepMetrics, Stopwatch
 
 
 def parsed(argv: list[str]) -> Config:
@@ -212,8 +211,3 @@ def test_the_stopwatch_counts_only_what_runs():
     watch.count(100)
     watch.count(50)
     assert (watch.tokens, watch.seconds, watch.last_seconds) == (150, 2.0, 1.0)
-
-
-def test_memory_is_measured_and_an_unknown_peak_is_left_out():
-    assert peak_memory(torch.device("cpu")) > 10 * 2**20
-    assert peak_flops(torch.device("cpu")) is None

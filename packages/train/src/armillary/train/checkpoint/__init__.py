@@ -1,11 +1,10 @@
 """Checkpoints in torch's distributed format (DCP), written in the background, complete or not at all.
 
-output.py       the output folder: its config.json, and that it is shared by all ranks
+output.py       the output folder: its config.json
 folder.py       names, retention, clean-up after a kill: files alone, without torch
 manifest.py     the files of a checkpoint, with sizes and checksums
 state.py        the state dict of a run
 settings.py     the configuration in a checkpoint, and what has changed since
-random_state.py random number generators
 saving.py       one save
 restoring.py    resuming from the newest complete checkpoint
 checkpoints.py  the training loop's interface

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
+from armillary.core.health.shared_folder import check_shared
+from armillary.core.random_state import seed_all
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.output import check_shared, checkpoint_folder, write_config
-from armillary.train.checkpoint.random_state import seed_all
+from armillary.train.checkpoint.output import checkpoint_folder, write_config
 from armillary.train.checkpoint.restoring import restore
 from armillary.train.checkpoint.saving import Background, save
 from armillary.train.checkpoint.settings import settings
@@ -83,7 +84,7 @@ class Checkpoints:
                 other rows; a folder that may not be read or changed. On every rank.
         """
         try:
-            check_shared(self.folder.path, self.ranks)
+            check_shared(self.folder.path, self.ranks, "--train.output")
             manifest = restore(self.run, self.folder, self.ranks, self.say)
         except OSError as error:
             raise ValueError(f"--train.output {self.run.config.train.output}: {error}; name another folder") from error

@@ -1,4 +1,4 @@
-"""The output folder of a run: its configuration, and that all ranks see the same one."""
+"""The output folder of a run, and its configuration there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
-from uuid import uuid4
 
-from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.config import Config
 
@@ -54,26 +52,3 @@ def writing_to(folder: Path) -> Generator[Path]:
         raise ValueError(
             f"--train.output {folder}: cannot be written to ({error.strerror}); name another folder"
         ) from error
-
-
-def check_shared(folder: Path, ranks: Ranks) -> None:
-    """Refuses an output folder that is not the same one for all ranks. Collective.
-
-    Raises:
-        ValueError: names the ranks that do not see what rank 0 writes; on every rank.
-    """
-
-    def leave() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        token = f".seen-by-all-{uuid4().hex}"
-        (folder / token).touch()
-        return token
-
-    token = ranks.on_first(leave)
-    blind = [rank for rank, seen in enumerate(ranks.agree((folder / token).exists)) if not seen]
-    ranks.on_first((folder / token).unlink)
-    if blind:
-        raise ValueError(
-            f"{folder} is not the same folder for all ranks: what rank 0 writes there is not seen by "
-            f"{', '.join(map(str, blind))}; let --train.output lie on a file system that all hosts share"
-        )

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 from armillary.core.checkpoint.reader import load, saved_shapes
 from armillary.core.health.ranks import Ranks, errors_as_ours
+from armillary.core.random_state import random_state, seed_all, set_random_state
 from armillary.models.hub import describe
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.random_state import random_state, seed_all, set_random_state
 from armillary.train.run import Run
 
 State = dict[str, Any]

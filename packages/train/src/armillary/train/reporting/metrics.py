@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,6 @@ def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
         tflops=mean([step.tflops for step in steps]),
         utilisation=None if last.utilisation is None else mean([step.utilisation or 0.0 for step in steps]),
     )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this rank: allocated GPU memory on cuda, resident memory of the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Stopwatch:

@@ -1,0 +1,34 @@
+"""Whether all ranks of a run see the same folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import uuid4
+
+from armillary.core.health.ranks import Ranks
+
+
+def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
+    """Refuses a folder that is not the same one for all ranks; makes it if need be. Collective.
+
+    Args:
+        flag: by which the folder was named, for errors.
+
+    Raises:
+        ValueError: names the ranks that do not see what rank 0 writes; on every rank.
+    """
+
+    def leave() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = f".seen-by-all-{uuid4().hex}"
+        (folder / token).touch()
+        return token
+
+    token = ranks.on_first(leave)
+    blind = [rank for rank, seen in enumerate(ranks.agree((folder / token).exists)) if not seen]
+    ranks.on_first((folder / token).unlink)
+    if blind:
+        raise ValueError(
+            f"{folder} is not the same folder for all ranks: what rank 0 writes there is not seen by "
+            f"{', '.join(map(str, blind))}; let {flag} lie on a file system that all hosts share"
+        )
