@@ -13,11 +13,15 @@ from itertools import count
 
 import pytest
 
+from armillary.core.checkpoint.files import checksum
+from armillary.core.checkpoint.folder import CheckpointFolder, superseded
+from armillary.core.checkpoint.metadata import Damaged
 from armillary.core.checkpoint.writer import CheckedFile, read_back
 from armillary.core.testing.refusals import refusal
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.folder import CheckpointFolder, superseded
-from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest, checksum
+from armillary.train.checkpoint.manifest import MANIFEST, Manifest, is_copy
+from armillary.train.checkpoint.manifest import fault as fault_of
+from armillary.train.checkpoint.saving import complete
 from armillary.train.checkpoint.state import differences
 
 fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
@@ -32,7 +36,7 @@ def save(folder: CheckpointFolder, step: int) -> None:
         with CheckedFile(folder.partial(step) / name, "w") as file:
             file.write(f"{name} of {step}".encode() * 100)
         files[name] = file.written
-    folder.complete(replace(EMPTY, step=step, tokens=10 * step, files=files))
+    complete(folder, replace(EMPTY, step=step, tokens=10 * step, files=files))
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder
         process.start()
         process.join()
         steps = folder.steps()
-        assert steps and all(folder.fault(step) is None for step in steps)
+        assert steps and all(fault_of(folder, step) is None for step in steps)
         seen.add(tuple(steps))
         folder.clear()
         assert folder.steps() == steps and not [name for name in folder.names() if ".partial" in name]
@@ -96,15 +100,15 @@ def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder
 )
 def test_every_change_of_a_checkpoint_is_found_and_named(folder, name, change, fault):
     save(folder, 7)
-    assert folder.fault(7) is None
+    assert fault_of(folder, 7) is None
     path = folder.place(7) / name
     if change is None:
         path.unlink()
     else:
         path.write_bytes(change(path.read_bytes()))
-    faults = [folder.fault(7, part, 3) for part in range(3)]  # .metadata, the other one, and a part without files
+    faults = [fault_of(folder, 7, part, 3) for part in range(3)]  # .metadata, the other one, and a part without files
     assert any(found is not None and found.startswith(fault) for found in faults)
-    assert folder.fault(7).startswith(fault)
+    assert fault_of(folder, 7).startswith(fault)
 
 
 def rewrite(folder: CheckpointFolder, step: int, change) -> None:
@@ -130,10 +134,10 @@ def test_a_newer_format_is_refused_and_not_called_damaged(folder):
     fields = json.loads((folder.place(1) / MANIFEST).read_text())
     assert fields["format"] == 2 and fields["files"][".metadata"]["size"] == 1400
     rewrite(folder, 1, lambda fields: fields | {"format": 1})
-    assert folder.fault(1) is None
+    assert fault_of(folder, 1) is None
     rewrite(folder, 1, lambda fields: fields | {"format": 3})
     with pytest.raises(ValueError, match=r"step-1 has format 3; this version of armillary-train reads formats to 2"):
-        folder.fault(1)
+        fault_of(folder, 1)
     with pytest.raises(Damaged, match=r"manifest\.json cannot be read"):
         Manifest.read(folder.path)
 
@@ -141,9 +145,9 @@ def test_a_newer_format_is_refused_and_not_called_damaged(folder):
 def test_fields_of_versions_to_come_are_passed_over_and_those_of_earlier_ones_suffice(folder):
     save(folder, 1)
     rewrite(folder, 1, lambda fields: fields | {"colour": "red", "settings": {"lr": "1"}})
-    assert folder.fault(1) is None and Manifest.read(folder.place(1)).settings == {"lr": "1"}
+    assert fault_of(folder, 1) is None and Manifest.read(folder.place(1)).settings == {"lr": "1"}
     rewrite(folder, 1, lambda fields: {name: value for name, value in fields.items() if name != "settings"})
-    assert folder.fault(1) is None and Manifest.read(folder.place(1)).settings == {}
+    assert fault_of(folder, 1) is None and Manifest.read(folder.place(1)).settings == {}
 
 
 def without(*names: str):
@@ -170,13 +174,13 @@ def without(*names: str):
 def test_a_manifest_of_another_shape_is_damaged(folder, change, fault):
     save(folder, 7)
     rewrite(folder, 7, change)
-    assert folder.fault(7).startswith(fault)
+    assert fault_of(folder, 7).startswith(fault)
 
 
 def test_a_manifest_that_is_nested_too_deeply_is_damaged(folder):
     save(folder, 7)
     (folder.place(7) / MANIFEST).write_text("[" * 100_000)
-    assert folder.fault(7).startswith("manifest.json cannot be read (brackets are nested too deeply")
+    assert fault_of(folder, 7).startswith("manifest.json cannot be read (brackets are nested too deeply")
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "__0_0.distcp"])
@@ -192,17 +196,17 @@ def test_what_may_not_be_read_is_not_called_damaged(folder, monkeypatch, name, e
 
     monkeypatch.setattr(io, "open", opened)
     with pytest.raises(ValueError, match=rf"step-7/{name} cannot be read \({os.strerror(error)}\), though it may be"):
-        folder.fault(7)
+        fault_of(folder, 7)
 
 
 def test_a_copy_under_the_name_of_another_step_is_found_and_kept_for_good(folder):
     save(folder, 8)
     for step, kept in {40: "step-40.copy", 41: "step-41.copy"}.items():
         shutil.copytree(folder.place(8), folder.place(step))
-        assert folder.fault(step) == "manifest.json is that of step 8"
-        assert folder.set_aside(step).name == kept
+        assert fault_of(folder, step) == "manifest.json is that of step 8"
+        assert folder.set_aside(step, is_copy(folder, step)).name == kept
     shutil.copytree(folder.place(8), folder.place(40))
-    assert folder.set_aside(40).name == "step-40.copy-1"
+    assert folder.set_aside(40, is_copy(folder, 40)).name == "step-40.copy-1"
     save(folder, 40)
     folder.clear()
     assert sorted(folder.names()) == ["step-40", "step-40.copy", "step-40.copy-1", "step-41.copy", "step-8"]

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.tensor import DTensor
 
 import armillary.train
+from armillary.core.checkpoint.files import checksum
+from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
 from armillary.core.random_state import random_state
@@ -48,8 +50,7 @@ from armillary.train import (
 )
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest, checksum
+from armillary.train.checkpoint.manifest import Manifest, fault
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
 from armillary.train.step import train_step
@@ -500,13 +501,13 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
             with no_room(config, disk):
                 saved.start(2)
                 saved._settle()
-            assert saved.folder.names() == ["step-1"] and saved.folder.fault(1) is None
+            assert saved.folder.names() == ["step-1"] and fault(saved.folder, 1) is None
             dist.barrier()  # all have looked
             saved.start(3)
             saved._settle()
             with no_room(config, disk), pytest.raises(OSError, match=r"checkpoint/step-4: .*(No space|too large)"):
                 saved.finish(4)
-            assert sorted(saved.folder.names()) == ["step-1", "step-3"] and saved.folder.fault(3) is None
+            assert sorted(saved.folder.names()) == ["step-1", "step-3"] and fault(saved.folder, 3) is None
             dist.barrier()  # all have looked
             assert saved.finish(5) == saved.folder.place(5)
     return said

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 import armillary.train
-from armillary.core.checkpoint.metadata import METADATA, read_metadata
+from armillary.core.checkpoint.metadata import METADATA, Damaged, read_metadata
 from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.checkpoint.writer import read_back
 from armillary.models import Llama
@@ -32,7 +32,7 @@ from armillary.train import (
     train,
 )
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest
+from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.checkpoint.state import training_state
 
 TEXT = (Path(armillary.train.__file__).parent,)

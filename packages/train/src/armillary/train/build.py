@@ -16,12 +16,12 @@ from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
+from armillary.data.overlay import by_flag
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
-from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup, set_allocator
 from armillary.train.kernels import check_kernel, kernel_with_margin
 from armillary.train.model import fill, meta_model, model_config

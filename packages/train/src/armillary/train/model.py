@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from armillary.data.overlay import flag
 from armillary.models import (
     GPT,
     GPTConfig,
@@ -20,7 +21,6 @@ from armillary.models import (
     pretrained_config,
 )
 from armillary.train.config import ModelConfig
-from armillary.train.config.overlay import flag
 
 SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
 """Fields that a pretrained folder sets, besides `vocab_size`."""

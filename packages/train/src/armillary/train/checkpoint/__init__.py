@@ -1,8 +1,7 @@
 """Checkpoints in torch's distributed format (DCP), written in the background, complete or not at all.
 
 output.py       the output folder: its config.json
-folder.py       names, retention, clean-up after a kill: files alone, without torch
-manifest.py     the files of a checkpoint, with sizes and checksums
+manifest.py     what a checkpoint says of itself, and whether its files are what was written
 state.py        the state dict of a run
 settings.py     the configuration in a checkpoint, and what has changed since
 saving.py       one save

@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from armillary.core.checkpoint.metadata import Damaged
 from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.commands import ending
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.configs import parse as parse_config
 from armillary.models.hub.folder import CONFIG, read_json
-from armillary.train.checkpoint.manifest import Damaged, Manifest
+from armillary.train.checkpoint.manifest import Manifest
 
 PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

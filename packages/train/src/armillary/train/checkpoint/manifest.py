@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
-from zlib import crc32
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from armillary.core.checkpoint.files import file_fault, read_checked, write_checked
+from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.core.checkpoint.metadata import Damaged
-from armillary.core.checkpoint.writer import Written, read_back
-from armillary.core.files import parse_json
+from armillary.core.checkpoint.writer import Written
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 """Higher where older code could not read a checkpoint; new fields alone need no other. 1 had pickles in it."""
-
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Errors of a file that is damaged. Others, such as a lack of permission, say nothing about it."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +45,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Puts it on disk."""
-        fields = {"format": FORMAT, **asdict(self)}
-        with (folder / MANIFEST).open("w") as file:
-            file.write(json.dumps({**fields, "crc32": checksum(fields)}, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_checked(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -66,16 +55,14 @@ class Manifest:
             Damaged: there is none, or it has been changed, or holds something else.
             ValueError: it has a newer format, or may not be read.
         """
-        with reading(folder / MANIFEST):
-            text = (folder / MANIFEST).read_bytes()
-        fields = intact(text)
+        fields = read_checked(folder / MANIFEST)
         found = fields.get("format")
         if type(found) is not int:
             raise Damaged(f"{MANIFEST} has no format, but {found!r}")
         if found > FORMAT:
             raise ValueError(f"{folder} has format {found}; this version of armillary-train reads formats to {FORMAT}")
         try:
-            manifest = MANIFESTS.validate_json(text, strict=True)
+            manifest = MANIFESTS.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -89,56 +76,26 @@ class Manifest:
         Raises:
             ValueError: a file may not be read.
         """
-        for name in sorted(self.files)[part::parts]:
-            try:
-                with reading(folder / name):
-                    found = read_back(folder / name)
-            except Damaged as damage:
-                return f"file {damage}"
-            if found.size != self.files[name].size:
-                return f"file {name} has {found.size} of {self.files[name].size} bytes"
-            if found != self.files[name]:
-                return f"file {name} has other bytes than were written"
-        return None
+        return file_fault(self.files, folder, part, parts)
 
 
 MANIFESTS = TypeAdapter(Manifest)
 
 
-def intact(text: bytes) -> dict[str, Any]:
-    """The fields of a manifest, without the checksum that they have.
-
-    Raises:
-        Damaged: they have another.
-    """
+def fault(folder: CheckpointFolder, step: int, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint's manifest, or with this part of its files; errors as from `Manifest`."""
     try:
-        fields = cast(dict[str, Any], parse_json(text))
-        same = fields.pop("crc32") == checksum(fields)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error})") from error
-    if not same:
-        raise Damaged(f"{MANIFEST} has other bytes than were written")
-    return fields
+        manifest = Manifest.read(folder.place(step))
+    except Damaged as damage:
+        return str(damage)
+    if manifest.step != step:
+        return f"{MANIFEST} is that of step {manifest.step}"
+    return manifest.fault(folder.place(step), part, parts)
 
 
-@contextmanager
-def reading(path: Path) -> Generator[None]:
-    """Tells a file that is damaged from one that may be whole.
-
-    Raises:
-        Damaged: there is none, or the disk cannot read it.
-        ValueError: it may not be read, for example for lack of permission.
-    """
+def is_copy(folder: CheckpointFolder, step: int) -> bool:
+    """Whether what has this step's name says that it is of another step."""
     try:
-        yield
-    except OSError as error:
-        if error.errno in GONE:
-            raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}), though it may be whole; make it readable for every rank, or "
-            "move its checkpoint to another folder"
-        ) from error
-
-
-def checksum(fields: dict[str, Any]) -> int:
-    return crc32(json.dumps(fields, sort_keys=True).encode())
+        return Manifest.read(folder.place(step)).step != step
+    except Damaged:
+        return False

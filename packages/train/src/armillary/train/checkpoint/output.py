@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.train.config import Config
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from armillary.core.checkpoint.metadata import read_metadata
+from armillary.core.checkpoint.folder import CheckpointFolder
+from armillary.core.checkpoint.metadata import Damaged, read_metadata
 from armillary.core.health.ranks import Ranks
-from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Damaged, Manifest
+from armillary.train.checkpoint.manifest import Manifest, fault, is_copy
 from armillary.train.checkpoint.settings import changed_settings, settings
 from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
 from armillary.train.run import Run
@@ -43,9 +43,9 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         run.training.load_state_dict(manifest.loader)
     except ValueError as error:
         raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
-    for step, fault in found.damage.items():
-        kept = ranks.on_first(lambda step=step: folder.set_aside(step))
-        say(f"step-{step}: {fault}; kept as {kept}, resuming from step-{found.step}")
+    for step, what in found.damage.items():
+        kept = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
+        say(f"step-{step}: {what}; kept as {kept}, resuming from step-{found.step}")
     try:
         load_state(run, place, manifest, ranks)
     except ValueError as error:
@@ -63,12 +63,12 @@ def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
     damage: dict[int, str] = {}
     for step in reversed(ranks.on_first(folder.steps)):
         faults = ranks.agree(lambda step=step: fault_of(folder, step, ranks))
-        fault = next(filter(None, faults), None)
-        if fault is None:
+        found = next(filter(None, faults), None)
+        if found is None:
             return Found(step, damage)
-        damage[step] = fault
+        damage[step] = found
     if damage:
-        named = "; ".join(f"step-{step}: {fault}" for step, fault in damage.items())
+        named = "; ".join(f"step-{step}: {what}" for step, what in damage.items())
         raise ValueError(
             f"no checkpoint in {folder.path} is whole ({named}); name another --train.output to start anew"
         )
@@ -77,9 +77,9 @@ def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
 
 def fault_of(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
     """What is wrong with this rank's share of the files, the first rank's with DCP's metadata among it."""
-    fault = folder.fault(step, ranks.rank, ranks.size)
-    if fault is not None or ranks.rank:
-        return fault
+    found = fault(folder, step, ranks.rank, ranks.size)
+    if found is not None or ranks.rank:
+        return found
     try:
         read_metadata(folder.place(step))
     except Damaged as damage:

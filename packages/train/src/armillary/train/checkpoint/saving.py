@@ -11,9 +11,9 @@ from threading import Thread
 import torch.distributed.checkpoint as dcp
 
 from armillary.core.checkpoint import SavePlanner
+from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.core.checkpoint.writer import CheckedWriter, Written
 from armillary.core.health.ranks import Ranks, errors_as_ours
-from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.state import State
 
@@ -30,12 +30,18 @@ def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Rank
         ranks.on_first(lambda: folder.begin(manifest.step))
         files = write(folder, state, manifest.step, ranks)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        ranks.on_first(lambda: folder.complete(replace(manifest, files=files, time=now)))
+        ranks.on_first(lambda: complete(folder, replace(manifest, files=files, time=now)))
     except BaseException:
         if ranks.rank == 0:
             with suppress(OSError):  # what is left is cleared by the next save of this step, or the next run
                 folder.discard(manifest.step)
         raise
+
+
+def complete(folder: CheckpointFolder, manifest: Manifest) -> None:
+    """Makes the written files of this manifest a checkpoint. On one rank."""
+    manifest.write(folder.partial(manifest.step))
+    folder.complete(manifest.step)
 
 
 def write(folder: CheckpointFolder, state: State, step: int, ranks: Ranks) -> dict[str, Written]:

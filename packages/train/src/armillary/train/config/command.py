@@ -13,14 +13,16 @@ from typing import Annotated
 
 import tyro
 
+from armillary.data.overlay import differences, overlaid, read_settings
 from armillary.data.parsing import parse, parse_known
 from armillary.train import recipes
 from armillary.train.config import Config
-from armillary.train.config.overlay import differences, overlaid, read_settings
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
 """The names that people type."""
+RENAMED = {"data.rows": "data.global_batch_size", "optimizer.on_host": "optimizer.cpu_offload"}
+"""Keys of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
         recipe = found()
     if not isinstance(recipe, Config):
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
-    return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path())
+    return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path(), RENAMED)
 
 
 def overrides(source: Source, recipe: Config, config: Config) -> list[str]:

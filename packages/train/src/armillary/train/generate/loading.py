@@ -10,13 +10,13 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from armillary.core import build_mesh
+from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.core.checkpoint.reader import load
 from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
 from armillary.models.hub.configs import parse as parse_config
 from armillary.train.build import precision, shard_model
-from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.restoring import fault_of, newest_whole
 from armillary.train.config import Config, ModelConfig

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from armillary.core.checkpoint.folder import COMPLETE, CheckpointFolder
 from armillary.data.formats.folder import Header, is_folder
 from armillary.data.opening import folder_tokenizer, has_tokenizer
 from armillary.data.text.byte_tokenizer import ByteTokenizer
 from armillary.data.text.tokenizer import TextTokenizer
 from armillary.models.hub.folder import CONFIG, read_json
-from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
 
 GENERATION = "generation_config.json"
 KnownTokenizer = ByteTokenizer | TextTokenizer

@@ -1,4 +1,4 @@
-"""Configurations in files: TOML as people write it, JSON as a run leaves it in its output folder."""
+"""Nested dataclasses of settings, by their flags and in files: TOML as people write it, JSON as a program leaves it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from armillary.core.quantity import SUCH_AS, whole
 
 Settings = TypeVar("Settings")
 
-RENAMED = {"data.rows": "data.global_batch_size", "optimizer.on_host": "optimizer.cpu_offload"}
-"""Keys of earlier versions, by which a file is refused with the new name."""
-
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Sections and their keys, and "recipe" where the file names one.
+    """Sections and their keys, and what stands before them.
 
     Raises:
         ValueError: a file that cannot be read, or is neither TOML nor JSON.
@@ -42,16 +39,25 @@ def read_settings(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def overlaid(config: Settings, settings: Mapping[str, Any], source: Path) -> Settings:
-    """The configuration with these settings, read from `source`. Keys may have dashes or underscores.
+def overlaid(
+    config: Settings, settings: Mapping[str, Any], source: Path, renamed: Mapping[str, str] | None = None
+) -> Settings:
+    """The configuration, nested dataclasses, with these settings, read from `source`. Keys may have dashes or
+    underscores.
+
+    Args:
+        renamed: keys of earlier versions, by which a file is refused with the new name.
 
     Raises:
         ValueError: an unknown key, with the nearest known one, or a value of the wrong kind; names the file.
     """
-    return changed(config, settings, f"--config {source}", known_keys(config), "")
+    known = {name: name for name, _ in flat(config)} | dict(renamed or {})
+    return changed(config, settings, f"--config {source}", known, "")
 
 
-def changed(config: Settings, settings: Mapping[str, Any], source: str, known: list[str], prefix: str) -> Settings:
+def changed(
+    config: Settings, settings: Mapping[str, Any], source: str, known: Mapping[str, str], prefix: str
+) -> Settings:
     """A section, of which the keys have this prefix, with its settings."""
     hints, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
@@ -109,11 +115,6 @@ def accepts_none(adapter: TypeAdapter[Any]) -> bool:
     return False
 
 
-def known_keys(config: object, prefix: str = "") -> list[str]:
-    """Every key, as "section.key"."""
-    return [f"{prefix}{name}" for name, _ in flat(config)]
-
-
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every field that is no section: ("section.key", value)."""
     for field in fields(config):
@@ -133,13 +134,13 @@ def is_path(value: Any) -> bool:
     return isinstance(value, Path) or (isinstance(value, tuple) and any(isinstance(part, Path) for part in value))
 
 
-def nearest(key: str, known: list[str]) -> str:
-    """The key that was probably meant."""
-    if key in RENAMED:
-        return f"it is {RENAMED[key]} now"
-    leaf = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == leaf]
-    found = (same or get_close_matches(key, known, n=1, cutoff=0.0))[:1]
+def nearest(key: str, known: Mapping[str, str]) -> str:
+    """The key that was probably meant, of those that each name stands for."""
+    if key in known:
+        return f"it is {known[key]} now"
+    leaf, names = key.rpartition(".")[2], list(dict.fromkeys(known.values()))
+    same = [name for name in names if name.rpartition(".")[2] == leaf]
+    found = (same or get_close_matches(key, names, n=1, cutoff=0.0))[:1]
     return f"the nearest is {found[0]}"
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from armillary.train.checkpoint.manifest import MANIFEST, Damaged, Manifest
-
 COMPLETE, LEFT = re.compile(r"step-(\d+)"), re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
 
 
@@ -54,16 +52,6 @@ class CheckpointFolder:
         """Of complete checkpoints, in rising order."""
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
-    def fault(self, step: int, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with the manifest, or with this part of the files; errors as from `Manifest`."""
-        try:
-            manifest = Manifest.read(self.place(step))
-        except Damaged as damage:
-            return str(damage)
-        if manifest.step != step:
-            return f"{MANIFEST} is that of step {manifest.step}"
-        return manifest.fault(self.place(step), part, parts)
-
     def clear(self) -> None:
         """Removes what other runs have left unfinished, and what was damaged and then saved anew."""
         self.fence()
@@ -78,35 +66,28 @@ class CheckpointFolder:
         remove(self.partial(step))
         self.partial(step).mkdir(parents=True)
 
-    def complete(self, manifest: Manifest) -> None:
+    def complete(self, step: int) -> None:
         """Makes what was written, and is on disk but for its names, a checkpoint."""
-        partial = self.partial(manifest.step)
-        manifest.write(partial)
+        partial = self.partial(step)
         sync_folder(partial)
         self.fence()
-        partial.rename(self.place(manifest.step))
+        partial.rename(self.place(step))
         sync_folder(self.path)
         with suppress(OSError):  # the checkpoint is whole without that
-            remove(self.damaged(manifest.step))
+            remove(self.damaged(step))
 
     def discard(self, step: int) -> None:
         """Removes what was written of a checkpoint that did not come to its end."""
         remove(self.partial(step))
 
-    def set_aside(self, step: int) -> Path:
-        """Gives a checkpoint that is damaged, or of another step, another name; which."""
+    def set_aside(self, step: int, copy: bool) -> Path:
+        """Gives a checkpoint that is damaged, or a `copy` of another step's, another name; which."""
         self.fence()
-        kept = self._copy(step)
-        if not self._of_another_step(step):
-            kept = self.damaged(step)
+        kept = self._copy(step) if copy else self.damaged(step)
+        if not copy:
             remove(kept)
         self.place(step).rename(kept)
         return kept
-
-    def _of_another_step(self, step: int) -> bool:
-        with suppress(Damaged):
-            return Manifest.read(self.place(step)).step != step
-        return False
 
     def _copy(self, step: int) -> Path:
         """A name that is free."""
