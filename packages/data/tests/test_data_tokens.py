@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.data import ByteTokenizer
+from armillary.data.text.unfolding import Unfolding
 
 tokenizer = ByteTokenizer()
 
@@ -36,3 +37,13 @@ def test_broken_utf8_is_shown_with_the_replacement_character():
 def test_a_token_outside_the_vocabulary_is_refused(token):
     with pytest.raises(ValueError, match=f"token {token} is not one of the 257 tokens 0..256"):
         tokenizer.decode(torch.tensor([65, token]))
+
+
+def test_text_comes_as_soon_as_its_characters_are_whole():
+    shown: list[str] = []
+    unfolding = Unfolding(ByteTokenizer(), shown.append)
+    for token in (*"aé".encode(), 0xC3):
+        unfolding.add(token)
+    assert shown == ["a", "é"]
+    unfolding.close()
+    assert shown == ["a", "é", "\ufffd"] and unfolding.text == "aé\ufffd"

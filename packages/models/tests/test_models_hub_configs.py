@@ -8,6 +8,7 @@ from hub_folders import SMALL, attend, build, edit_config
 
 from armillary.models import GPT, GPTConfig, LinearScaling, Llama, Llama3Scaling, YarnScaling
 from armillary.models.hub.configs import parse
+from armillary.models.hub.folder import ends_of_text
 
 
 @pytest.fixture
@@ -170,3 +171,19 @@ def test_a_scaling_without_a_name_is_not_written(tmp_path):
     config = replace(SMALL, rope_scaling=Halved(factor=2.0))
     with pytest.raises(ValueError, match="Hugging Face has no name for it, only for LinearScaling, Llama3Scaling"):
         build(config).save_pretrained(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ('{"eos_token_id": [2, 7]}', '{"eos_token_id": 3}', [2, 7]),
+        ('{"temperature": 1}', '{"eos_token_id": 3}', [3]),
+        (None, '{"eos_token_id": null}', None),
+        (None, None, None),
+    ],
+)
+def test_tokens_that_end_a_text_are_those_of_generation_first(tmp_path, generation, config, ends):
+    for name, text in {"generation_config.json": generation, "config.json": config}.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    assert ends_of_text(tmp_path) == ends

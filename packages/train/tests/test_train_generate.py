@@ -31,7 +31,6 @@ from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.generate.cli import main
 from armillary.train.generate.cli import run as continue_prompts
 from armillary.train.generate.command import Generate, read_generate
-from armillary.train.generate.text import Unfolding
 
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
 """Of 1, 3, 7 and 23 tokens: fewer than ranks, and never a multiple of them."""
@@ -134,18 +133,6 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
     for step, (tokens, printed) in zip((2, 1, 1), found, strict=True):
         assert tokens == [plainly(run_folder / "checkpoint" / f"step-{step}", text) for text in texts]
         assert printed.startswith("def main(") and "\né" in printed
-
-
-def test_text_comes_as_soon_as_its_characters_are_whole():
-    from armillary.data import ByteTokenizer
-
-    shown: list[str] = []
-    unfolding = Unfolding(ByteTokenizer(), shown.append)
-    for token in (*"aé".encode(), 0xC3):
-        unfolding.add(token)
-    assert shown == ["a", "é"]
-    unfolding.close()
-    assert shown == ["a", "é", "\ufffd"] and unfolding.text == "aé\ufffd"
 
 
 @pytest.mark.parametrize(

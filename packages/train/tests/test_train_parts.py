@@ -9,7 +9,7 @@ from armillary.data.parsing import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.config.check import check
 from armillary.train.parallel import choose_axes, choose_device
-from armillary.train.reporting.metrics import StepMetrics, Stopwatch
+from armillary.train.reporting.metrics import StepMetrics
 
 
 def parsed(argv: list[str]) -> Config:
@@ -201,13 +201,3 @@ def test_the_log_line_has_the_format_that_people_parse():
         "step: 10 loss: 2.3456 grad_norm: 1.5000 lr: 1.00e-03 memory: 1.00GiB tps: 1,234 tflops: 0.0123 mfu: -"
     )
     assert StepMetrics(1, 1.0, 1.0, 1.0, 0, 1.0, 400.0, 0.4041).line().endswith("mfu: 40.4%")
-
-
-def test_the_stopwatch_counts_only_what_runs():
-    times = iter([10.0, 100.0, 101.0, 102.0])
-    watch = Stopwatch(clock=lambda: next(times))
-    with watch.paused():
-        pass
-    watch.count(100)
-    watch.count(50)
-    assert (watch.tokens, watch.seconds, watch.last_seconds) == (150, 2.0, 1.0)

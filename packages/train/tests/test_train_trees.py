@@ -12,6 +12,7 @@ from armillary.core.testing import relative_error
 from armillary.data import open_store
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
+from armillary.models.initialize import meta_model
 from armillary.train import (
     Config,
     DataConfig,
@@ -23,7 +24,7 @@ from armillary.train import (
     prepare,
     process_group,
 )
-from armillary.train.model import fill, meta_model, model_config
+from armillary.train.model import fill, model_config
 from armillary.train.step import backward, bad_rows, summed
 from armillary.train.validation import validate
 

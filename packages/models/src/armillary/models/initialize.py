@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on how the model is sharded."""
+"""Models without weights, and initial weights that do not depend on how the model is sharded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from armillary.core.shards import local_part
+from armillary.models.block import AttentionFunction
+from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parameter_names import plain_name
@@ -16,6 +18,12 @@ from armillary.models.parameter_names import plain_name
 STD = 0.02
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 """The projections that add to the residual stream, twice a layer."""
+
+
+def meta_model(config: LlamaConfig | GPTConfig, attention: AttentionFunction | None = None) -> Llama | GPT:
+    """The model on "meta", to be sharded before its weights take any memory."""
+    with torch.device("meta"):
+        return Llama(config, attention) if isinstance(config, LlamaConfig) else GPT(config, attention)
 
 
 def initialize(model: Llama | GPT, seed: int) -> None:

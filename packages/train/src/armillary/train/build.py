@@ -14,17 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
+from armillary.core.allocator import set_allocator
 from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
 from armillary.data.overlay import by_flag
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
-from armillary.train.cuda_setup import cuda_setup, set_allocator
+from armillary.train.cuda_setup import cuda_setup
 from armillary.train.kernels import check_kernel, kernel_with_margin
-from armillary.train.model import fill, meta_model, model_config
+from armillary.train.model import fill, model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
@@ -39,7 +41,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
-        set_allocator(cuda_setup(config))
+        set_allocator(cuda_setup(config).allocator)
     check_kernel(config, precision(config, device), device)
     mine = not dist.is_initialized()
     if mine:

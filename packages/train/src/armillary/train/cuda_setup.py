@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-from armillary.core import compat
+from armillary.core.allocator import allocator_settings
 from armillary.train.config import Config
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads settings of its allocator from; the second is the older name."""
-EXPANDABLE = "expandable_segments"
 
 
 @dataclass(frozen=True)
@@ -40,17 +35,3 @@ def cuda_setup(config: Config) -> CudaSetup:
         high_priority=("ring",) if asked.high_priority else (),
         sm_margin=asked.sm_margin,
     )
-
-
-def allocator_settings(expandable: bool) -> str | None:
-    """What to give the allocator, besides what the user has set; None: nothing. What they say of segments counts."""
-    given = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-    if not expandable or EXPANDABLE in given:
-        return None
-    return ",".join(filter(None, (given, f"{EXPANDABLE}:True")))
-
-
-def set_allocator(setup: CudaSetup) -> None:
-    """Gives the allocator its settings; before anything is allocated."""
-    if setup.allocator is not None:
-        compat.set_allocator(setup.allocator)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, rulings
-from armillary.attention.kernels.limits import FAMILIES
+from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel
+from armillary.attention.kernels.chosen import ChosenKernel, chosen
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
 from armillary.train.model import model_config
@@ -15,21 +15,6 @@ from armillary.train.model import model_config
 Capability = tuple[int, int]
 EACH: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities for which a dry run tells it where no GPU is at hand."""
-
-
-@dataclass(frozen=True)
-class ChosenKernel:
-    """The kernel of a run on one kind of device.
-
-    Args:
-        device: for people.
-        name: of the kernel; None: what was asked for by name is refused there.
-        others: why not those that would stand before it, or why what was asked for is refused.
-    """
-
-    device: str
-    name: str | None
-    others: dict[str, str]
 
 
 def kernels_of(
@@ -74,18 +59,3 @@ def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     windowed = isinstance(model, LlamaConfig) and model.window is not None
     return replace(Inputs.of(head, head, device=device), windowed=windowed, documents=config.data.document_mask)
-
-
-def chosen(inputs: Inputs, wanted: str | None) -> ChosenKernel:
-    """The kernel for these inputs, and why not a better one."""
-    where = inputs.device
-    if inputs.capability is not None:
-        number = ".".join(map(str, inputs.capability))
-        where = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
-    found = [each for each in rulings(inputs) if each.kernel.limits.device in (None, inputs.device)]
-    if wanted is not None:
-        refused = next((each.refused for each in found if each.kernel.name == wanted), "of another device")
-        return ChosenKernel(where, wanted if refused is None else None, {wanted: refused} if refused else {})
-    name = choose_kernel(inputs).name
-    before = found[: [each.kernel.name for each in found].index(name)]
-    return ChosenKernel(where, name, {each.kernel.name: each.why_not for each in before})

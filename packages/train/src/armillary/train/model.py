@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import torch
-
 from armillary.data.overlay import flag
 from armillary.models import (
     GPT,
@@ -124,12 +122,6 @@ def rope_scaling(config: ModelConfig) -> RopeScaling | None:
             return YarnScaling(factor=config.rope_factor, original_max_position_embeddings=config.rope_original_length)
         case _:
             return None
-
-
-def meta_model(sizes: LlamaConfig | GPTConfig) -> Llama | GPT:
-    """The model on the meta device."""
-    with torch.device("meta"):
-        return Llama(sizes) if isinstance(sizes, LlamaConfig) else GPT(sizes)
 
 
 def fill(model: Llama | GPT, config: ModelConfig, seed: int) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from armillary.attention import AttentionMask, Method
 from armillary.core import SequenceLayout
 from armillary.data import (
-    ByteTokenizer,
     PackedSequences,
     TokenStore,
     best_fit,
@@ -17,7 +16,7 @@ from armillary.data import (
     python_corpus,
 )
 from armillary.data.loader.batch import Documents, Parents
-from armillary.data.opening import folder_tokenizer, has_tokenizer, open_tokens
+from armillary.data.opening import folder_tokenizer, open_tokens
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
 from armillary.train.run import mask_of_trees
@@ -38,14 +37,7 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
         return []
     if not config.path:
         return [TokenStore.of(python_corpus(), folder_tokenizer(pretrained), "Python's own text")]
-    stores = [open_tokens(path, pretrained) for path in config.path]
-    for store in stores:
-        if store.vocabulary.tokenizer == ByteTokenizer().identity and has_tokenizer(pretrained):
-            raise ValueError(
-                f"{store.name} holds bytes, and the model in {pretrained} knows other tokens; prepare it again with "
-                f"`armillary-data prepare --tokenizer {pretrained}`"
-            )
-    return stores
+    return [open_tokens(path, pretrained) for path in config.path]
 
 
 def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:

@@ -13,13 +13,14 @@ from armillary.core.health.stopping import StopSignal
 from armillary.core.health.watchdog import Watchdog
 from armillary.core.observe.profiler import Profiler
 from armillary.core.observe.step_trace import StepTrace
+from armillary.core.observe.stopwatch import Stopwatch
 from armillary.core.peak import peak_flops, peak_memory
 from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.config import Config
 from armillary.train.lr_schedule import schedule_notes
-from armillary.train.reporting.metrics import StepMetrics, Stopwatch
+from armillary.train.reporting.metrics import StepMetrics
 from armillary.train.reporting.report import Reporter
 from armillary.train.run import Run
 from armillary.train.step import StepResult, train_step

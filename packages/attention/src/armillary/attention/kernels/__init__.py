@@ -4,7 +4,7 @@ kernel.py       what a kernel is
 inputs.py       what its choice depends on
 limits.py       what it takes, as data
 efficiency.py   how fast each is, as published
-choice.py       all of them, and the choice
+choice.py       all of them, and the choice; chosen.py: the same in words
 flash.py        what FlashAttention's share; top_left.py: what those share that know causal rectangles alone
 """
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from armillary.core.files import parse_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """What a save calls its files of weights."""
@@ -27,7 +28,7 @@ TOKENIZER = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 """What belongs to a model and goes with it unchanged."""
 
@@ -47,6 +48,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no JSON object")
     return cast(dict[str, Any], fields)
+
+
+def ends_of_text(folder: Path) -> list[int] | None:
+    """The tokens that end a text, by `generation_config.json` or else `config.json`; None: neither says.
+
+    Raises:
+        ValueError: as `read_json`.
+    """
+    for name in (GENERATION, CONFIG):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+    return None
 
 
 def as_json(fields: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from armillary.core.fake_world import fake_world
 from armillary.core.gradients import clip_gradients
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.activation_checkpoint.offload import simulated_stream
+from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
 from armillary.plan.memory.live import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulated_flash import SimulatedFlash
@@ -105,8 +106,7 @@ class SimulatedStep:
     def of(cls, job: Job, mesh: DeviceMesh) -> SimulatedStep:
         method = job.attention(mesh)
         method.kernel = job.kernel
-        with torch.device("meta"):
-            model = Llama(job.model, method) if isinstance(job.model, LlamaConfig) else GPT(job.model, method)
+        model = meta_model(job.model, method)
         parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, cpu_offload=job.on_host)
         return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 

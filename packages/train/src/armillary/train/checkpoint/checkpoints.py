@@ -14,6 +14,7 @@ from typing import Self, cast
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from armillary.core.background import Background
 from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
 from armillary.core.health.shared_folder import check_shared
@@ -21,7 +22,7 @@ from armillary.core.random_state import seed_all
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import checkpoint_folder, write_config
 from armillary.train.checkpoint.restoring import restore
-from armillary.train.checkpoint.saving import Background, save
+from armillary.train.checkpoint.saving import save
 from armillary.train.checkpoint.settings import settings
 from armillary.train.checkpoint.state import State, model_description, saved_state
 from armillary.train.run import Run

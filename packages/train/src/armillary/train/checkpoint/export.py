@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from armillary.core.checkpoint.files import file_fault
 from armillary.core.checkpoint.metadata import Damaged
 from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.commands import ending
@@ -61,7 +62,7 @@ def export(asked: Export) -> None:
         manifest = Manifest.read(asked.checkpoint)
     except Damaged as damage:
         raise ValueError(f"{asked.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
-    if fault := manifest.fault(asked.checkpoint):
+    if fault := file_fault(manifest.files, asked.checkpoint):
         raise ValueError(f"{asked.checkpoint}: {fault}")
     try:
         weights = read_tensors(asked.checkpoint, "model", DTYPES.get(asked.dtype))

@@ -70,14 +70,6 @@ class Manifest:
             raise Damaged(f"{MANIFEST} names {stray[0]!r}, which is no file of a checkpoint")
         return manifest
 
-    def fault(self, folder: Path, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with every `parts`-th file from number `part` on; None: all is as it was written.
-
-        Raises:
-            ValueError: a file may not be read.
-        """
-        return file_fault(self.files, folder, part, parts)
-
 
 MANIFESTS = TypeAdapter(Manifest)
 
@@ -90,7 +82,7 @@ def fault(folder: CheckpointFolder, step: int, part: int = 0, parts: int = 1) ->
         return str(damage)
     if manifest.step != step:
         return f"{MANIFEST} is that of step {manifest.step}"
-    return manifest.fault(folder.place(step), part, parts)
+    return file_fault(manifest.files, folder.place(step), part, parts)
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:

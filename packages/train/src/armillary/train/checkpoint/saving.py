@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from threading import Thread
 
 import torch.distributed.checkpoint as dcp
 
@@ -50,26 +48,3 @@ def write(folder: CheckpointFolder, state: State, step: int, ranks: Ranks) -> di
     with errors_as_ours():
         dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=ranks.group)
     return {name: file for files in ranks.agree(lambda: writer.files.written) for name, file in files.items()}
-
-
-class Background(Thread):
-    """A background thread. An error is kept until `result` is called.
-
-    A daemon: a process that ends because of an error does not wait for ranks that may be gone.
-    """
-
-    def __init__(self, name: str, work: Callable[[], None]) -> None:
-        super().__init__(name=name, daemon=True)
-        self.work, self.error = work, None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.work()
-        except BaseException as error:
-            self.error = error
-
-    def result(self) -> None:
-        """Raises what the work has raised."""
-        if self.error is not None:
-            raise self.error

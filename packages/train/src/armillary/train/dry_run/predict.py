@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from armillary.attention.kernels.chosen import ChosenKernel
 from armillary.core.fake_world import fake_world
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
@@ -16,7 +17,7 @@ from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
-from armillary.train.kernels import Capability, ChosenKernel, kernels_of
+from armillary.train.kernels import Capability, kernels_of
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.tasks import task_tokens

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.methods.head_axis import split_heads
-from armillary.attention.methods.stages import stages
+from armillary.attention.methods.upipe_plan import stages_of
 from armillary.attention.spec import key_heads_of
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
@@ -53,9 +52,8 @@ def shapes_of(
 
 def heads_at_a_time(attention: Method, model: LlamaConfig | GPTConfig, ranks: int) -> tuple[int, int]:
     """Query heads and key heads of the first rank of the head axis: all of its own, or of a method's first stage."""
-    key_heads, every = key_heads_of(model.heads, model.kv_heads), -(-model.heads // ranks) * ranks
-    per_stage = getattr(attention, "heads_per_stage", None) or every
-    first = stages(key_heads, split_heads(key_heads, ranks).queries, min(per_stage, every))[0].shares[0]
+    key_heads, per_stage = key_heads_of(model.heads, model.kv_heads), getattr(attention, "heads_per_stage", None)
+    first = stages_of(key_heads, ranks, per_stage)[0].shares[0]
     return len(first.queries), len(first.keys)
 
 

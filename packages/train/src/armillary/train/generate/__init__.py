@@ -3,6 +3,5 @@
 command.py     what is asked for
 source.py      where weights and tokenizer come from
 loading.py     the model on its mesh, with its weights
-text.py        prompts into tokens, and tokens into text as they come
 cli.py         all of it
 """

@@ -15,11 +15,11 @@ from armillary.core import start_process_group
 from armillary.core.commands import ending
 from armillary.core.health.ranks import Ranks
 from armillary.data.progress import Bar
+from armillary.data.text.unfolding import KnownTokenizer, Unfolding
 from armillary.models import GPT, Llama, stream
 from armillary.train.generate.command import PROGRAM, Generate, prompts_of, read_generate
 from armillary.train.generate.loading import TIMEOUT, load_model
-from armillary.train.generate.source import KnownTokenizer, find_source, find_tokenizer, stops_of
-from armillary.train.generate.text import Unfolding, encode
+from armillary.train.generate.source import find_source, find_tokenizer, stops_of
 from armillary.train.parallel import choose_device
 
 
@@ -68,6 +68,28 @@ def run(asked: Generate) -> list[Continued]:
     ranks.close()
     if mine:
         dist.destroy_process_group()
+    return found
+
+
+def encode(prompt: str, tokenizer: KnownTokenizer | None, vocabulary: int) -> list[int]:
+    """The tokens of a prompt, whose numbers it has where there is no tokenizer.
+
+    Raises:
+        ValueError: no numbers, or tokens that the model does not know.
+    """
+    if tokenizer is not None:
+        found = tokenizer.encode(prompt).tolist()
+    else:
+        try:
+            found = [int(word) for word in prompt.replace(",", " ").split()]
+        except ValueError as error:
+            raise ValueError(
+                f'--prompt {prompt!r}: with --ids it must be numbers of tokens, such as "5 17 9"'
+            ) from error
+    if not found:
+        raise ValueError(f"--prompt {prompt!r} has no tokens")
+    if unknown := [token for token in found if not 0 <= token < vocabulary]:
+        raise ValueError(f"--prompt has token {unknown[0]}, and the model knows 0..{vocabulary - 1}; see --tokenizer")
     return found
 
 

@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from armillary.core.checkpoint.folder import COMPLETE, CheckpointFolder
-from armillary.data.formats.folder import Header, is_folder
-from armillary.data.opening import folder_tokenizer, has_tokenizer
+from armillary.data.opening import has_tokenizer, read_tokenizer, tokenizer_of
 from armillary.data.text.byte_tokenizer import ByteTokenizer
-from armillary.data.text.tokenizer import TextTokenizer
-from armillary.models.hub.folder import CONFIG, read_json
-
-GENERATION = "generation_config.json"
-KnownTokenizer = ByteTokenizer | TextTokenizer
+from armillary.data.text.unfolding import KnownTokenizer
+from armillary.models.hub.folder import CONFIG, ends_of_text, read_json
 
 
 @dataclass(frozen=True)
@@ -92,33 +88,11 @@ def of_run(place: Path, begin: str | None) -> KnownTokenizer | None:
         return read_tokenizer(Path(pretrained), begin)
     if not config or data.get("task") is not None or pretrained is not None:
         return None
-    kinds = [of_data(Path(str(path)), begin) for path in cast("Sequence[object]", data.get("path") or ())]
+    kinds = [tokenizer_of(Path(str(path)), begin) for path in cast("Sequence[object]", data.get("path") or ())]
     return ByteTokenizer() if not kinds else kinds[0]
-
-
-def of_data(path: Path, begin: str | None) -> KnownTokenizer | None:
-    """The tokenizer that made the tokens at a path; None where its files do not say."""
-    if is_folder(path):
-        if has_tokenizer(path):
-            return read_tokenizer(path, begin)
-        return ByteTokenizer() if Header.read(path).vocabulary.tokenizer == ByteTokenizer().identity else None
-    return ByteTokenizer() if path.exists() and path.suffix not in (".bin", ".idx", ".arrow") else None
-
-
-def read_tokenizer(path: Path, begin: str | None) -> KnownTokenizer:
-    if begin is None and path.is_dir():
-        return cast(KnownTokenizer, folder_tokenizer(path))
-    try:
-        return TextTokenizer.read(path, begin_of_document=begin)
-    except ImportError as error:
-        raise ValueError(f"the tokenizer at {path} cannot be read: {error}") from error
 
 
 def stops_of(source: ModelSource, tokenizer: KnownTokenizer | None) -> list[int]:
     """Tokens that end a text: those that a Hugging Face folder names, else the tokenizer's end of document."""
-    if source.checkpoints is None:
-        for name in (GENERATION, CONFIG):
-            found = read_json(source.place / name).get("eos_token_id") if (source.place / name).is_file() else None
-            if found is not None:
-                return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
-    return [] if tokenizer is None else [tokenizer.end_of_document]
+    named = None if source.checkpoints is not None else ends_of_text(source.place)
+    return ([] if tokenizer is None else [tokenizer.end_of_document]) if named is None else named

@@ -1,10 +1,8 @@
-"""Metrics of a step, and how they are measured."""
+"""Metrics of a step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -51,28 +49,3 @@ def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
         tflops=mean([step.tflops for step in steps]),
         utilisation=None if last.utilisation is None else mean([step.utilisation or 0.0 for step in steps]),
     )
-
-
-class Stopwatch:
-    """Tokens and seconds of training, in all and of the last step, pauses excluded."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self.tokens, self.seconds, self.last_seconds = 0, 0.0, 0.0
-        self.started = self.running_since = self.clock()
-
-    def count(self, tokens: int) -> None:
-        """Counts `tokens` as trained on since the last call."""
-        now = self.clock()
-        self.last_seconds, self.running_since = now - self.running_since, now
-        self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Time within is not counted."""
-        yield
-        self.running_since = self.clock()
-
-    def elapsed(self) -> float:
-        """Seconds since construction, pauses included."""
-        return self.clock() - self.started

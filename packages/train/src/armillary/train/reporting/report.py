@@ -11,12 +11,13 @@ from typing import Self
 
 import torch.distributed as dist
 
+from armillary.core.background import Guarded
 from armillary.train.config import Config
 from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics
 from armillary.train.reporting.plot import plot_runs
 from armillary.train.reporting.screen import Screen
-from armillary.train.reporting.sink import Guarded, Sink
+from armillary.train.reporting.sink import Sink
 from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
 
 SAYING, CLOSING = 5.0, 60.0

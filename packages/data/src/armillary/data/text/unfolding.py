@@ -1,4 +1,4 @@
-"""Prompts into tokens, and tokens into text as they come."""
+"""Tokens that come one by one, into text as it comes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from armillary.train.generate.source import KnownTokenizer
+from armillary.data.text.byte_tokenizer import ByteTokenizer
+from armillary.data.text.tokenizer import TextTokenizer
 
 UNFINISHED = "\ufffd"
-
-
-def encode(prompt: str, tokenizer: KnownTokenizer | None, vocabulary: int) -> list[int]:
-    """The tokens of a prompt, whose numbers it has where there is no tokenizer.
-
-    Raises:
-        ValueError: no numbers, or tokens that the model does not know.
-    """
-    if tokenizer is not None:
-        found = tokenizer.encode(prompt).tolist()
-    else:
-        try:
-            found = [int(word) for word in prompt.replace(",", " ").split()]
-        except ValueError as error:
-            raise ValueError(
-                f'--prompt {prompt!r}: with --ids it must be numbers of tokens, such as "5 17 9"'
-            ) from error
-    if not found:
-        raise ValueError(f"--prompt {prompt!r} has no tokens")
-    if unknown := [token for token in found if not 0 <= token < vocabulary]:
-        raise ValueError(f"--prompt has token {unknown[0]}, and the model knows 0..{vocabulary - 1}; see --tokenizer")
-    return found
+KnownTokenizer = ByteTokenizer | TextTokenizer
+"""Those that give text back too."""
 
 
 class Unfolding:
     """Text of tokens that come one by one: what is certain of it is shown at once.
 
     Args:
+        tokenizer: None: the text is the numbers of the tokens.
         show: called with what is new.
     """
 

@@ -1,0 +1,13 @@
+"""Seconds of steps, by a clock that tells what it is told to."""
+
+from armillary.core.observe.stopwatch import Stopwatch
+
+
+def test_the_stopwatch_counts_only_what_runs():
+    times = iter([10.0, 100.0, 101.0, 102.0])
+    watch = Stopwatch(clock=lambda: next(times))
+    with watch.paused():
+        pass
+    watch.count(100)
+    watch.count(50)
+    assert (watch.tokens, watch.seconds, watch.last_seconds) == (150, 2.0, 1.0)
