@@ -1,10 +1,11 @@
-"""What people's files say, with one kind of error for all that may be wrong with them."""
+"""What people's files say, with one kind of error for all that may be wrong with them, and files that appear whole."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -23,3 +24,10 @@ def _parsed(parser: Callable[[Any], Any], text: str | bytes) -> Any:
         return parser(text)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """Has `write` make a file, and puts it at `path` in place of what is there once it is complete; returns that."""
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    return partial.replace(path)

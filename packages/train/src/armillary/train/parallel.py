@@ -57,10 +57,8 @@ def choose_axes(config: Config, world: int) -> dict[str, int]:
 def split_cp(config: Config, cp: int) -> tuple[int, int]:
     """(ring, ulysses) of a context-parallel degree: as many ranks on the head axis as divide heads, key heads and a
     node, whose links its all-to-alls stay on; the rest on the ring."""
-    model, tp = (
-        model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length),
-        config.parallel.tp,
-    )
+    model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
+    tp = config.parallel.tp
     node = int(os.environ.get("LOCAL_WORLD_SIZE", cp * tp))
     ulysses = gcd(cp, model.heads // tp, model.kv_heads // tp, max(1, node // tp))
     return cp // ulysses, ulysses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armillary.attention.kernels.choice import choose_kernel, rulings
+from armillary.attention.kernels.choice import KERNELS, choose_kernel, rulings
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.limits import FAMILIES
 
@@ -37,3 +37,14 @@ def chosen(inputs: Inputs, wanted: str | None) -> ChosenKernel:
     name = choose_kernel(inputs).name
     before = found[: [each.kernel.name for each in found].index(name)]
     return ChosenKernel(where, name, {each.kernel.name: each.why_not for each in before})
+
+
+def check_kernel_name(flag: str, name: str | None) -> None:
+    """Refuses what is no kernel's name, nor None.
+
+    Raises:
+        ValueError: names the flag, and all kernels.
+    """
+    names = [kernel.name for kernel in KERNELS]
+    if name not in (None, *names):
+        raise ValueError(f"{flag} {name}: known are {', '.join(names)}")

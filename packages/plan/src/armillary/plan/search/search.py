@@ -11,6 +11,7 @@ import torch
 
 from armillary.attention import AttentionMask
 from armillary.attention.comm_plan import AttentionShape
+from armillary.attention.kernels.chosen import check_kernel_name
 from armillary.data.limits import Count, check_limits
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
@@ -21,7 +22,6 @@ from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
 from armillary.plan.search.keeping import fitted
-from armillary.train.config.check import check_kernel_name
 
 AS_FAST = 1e-3
 """By so much of its time a choice may be slower than another, and be taken because it leaves more memory free."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from armillary.core.files import write_whole
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune.question import Question
 
@@ -89,11 +90,9 @@ def write(path: Path, tuned: Tuned) -> None:
     Raises:
         ValueError: it cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial")
     fields: dict[str, Any] = asdict(tuned)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(fields, indent=2) + "\n")
-        partial.replace(path)
+        write_whole(path, lambda partial: partial.write_text(json.dumps(fields, indent=2) + "\n"))
     except OSError as error:
         raise ValueError(f"--out {path}: cannot be written ({error.strerror}); name another file") from error

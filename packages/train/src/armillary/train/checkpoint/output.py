@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from armillary.core.checkpoint.folder import CheckpointFolder
+from armillary.core.files import write_whole
 from armillary.train.config import Config
 
 
@@ -38,9 +39,8 @@ def write_config(config: Config) -> None:
         ValueError: it cannot be written.
     """
     with writing_to(config.train.output) as folder:
-        partial = folder / "config.json.partial"
-        partial.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
-        partial.replace(folder / "config.json")
+        text = json.dumps(asdict(config), indent=2, default=str) + "\n"
+        write_whole(folder / "config.json", lambda partial: partial.write_text(text))
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from math import isfinite
 
 import torch
 
-from armillary.attention.kernels import KERNELS
-from armillary.attention.registry import names
+from armillary.attention.kernels.chosen import check_kernel_name
+from armillary.attention.registry import named_method
 from armillary.data.limits import check_limits
 from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.lr_schedule import warmup_of
@@ -53,8 +53,7 @@ def check_data(config: Config) -> None:
 def check_parallel(config: Config) -> None:
     """The names of method and kernel, and sequences long enough for their shards."""
     parallel, length = config.parallel, config.data.sequence_length
-    if parallel.attention not in names():
-        raise ValueError(f"no attention method {parallel.attention!r}; known: {', '.join(names())}")
+    named_method(parallel.attention)
     check_kernel_name("--parallel.kernel", parallel.kernel)
     if config.cuda.sm_margin and parallel.compiler is not None:
         raise ValueError(
@@ -72,13 +71,6 @@ def check_parallel(config: Config) -> None:
             f"--data.sequence-length {length}: a sequence of {length} tokens is shorter than its {shards} shards; make "
             "it longer, or use fewer ranks on ring and ulysses"
         )
-
-
-def check_kernel_name(flag: str, name: str | None) -> None:
-    """Refuses what is no kernel's name."""
-    names = [kernel.name for kernel in KERNELS]
-    if name not in (None, *names):
-        raise ValueError(f"{flag} {name}: known are {', '.join(names)}")
 
 
 def check_tasks(config: Config) -> None:

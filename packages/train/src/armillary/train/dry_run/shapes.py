@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.methods.upipe_plan import stages_of
-from armillary.attention.spec import key_heads_of
+from armillary.attention.methods.upipe_plan import head_stages
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
 
@@ -44,17 +43,10 @@ def shapes_of(
         "keys, values": (rows, tokens, model.kv_heads // tp, model.head_dim),
     }
     if tp == 1 and ranks > 1:
-        queries, keys = heads_at_a_time(attention, model, ranks)
-        shapes["queries in attention"] = (rows, tokens * ranks, queries, model.head_dim)
-        shapes["keys in attention"] = (rows, tokens * ranks, keys, model.head_dim)
+        stage = head_stages(model.heads, model.kv_heads, ranks, getattr(attention, "heads_per_stage", None))
+        shapes["queries in attention"] = (rows, tokens * ranks, stage.queries, model.head_dim)
+        shapes["keys in attention"] = (rows, tokens * ranks, stage.keys, model.head_dim)
     return shapes
-
-
-def heads_at_a_time(attention: Method, model: LlamaConfig | GPTConfig, ranks: int) -> tuple[int, int]:
-    """Query heads and key heads of the first rank of the head axis: all of its own, or of a method's first stage."""
-    key_heads, per_stage = key_heads_of(model.heads, model.kv_heads), getattr(attention, "heads_per_stage", None)
-    first = stages_of(key_heads, ranks, per_stage)[0].shares[0]
-    return len(first.queries), len(first.keys)
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from armillary.attention.registry import names
+from armillary.attention.registry import named_method
 from armillary.data.limits import Count, CountOrNone, check_limits
 from armillary.data.parsing import parse
 from armillary.models import Sampling
@@ -91,8 +91,7 @@ def read_generate(argv: Sequence[str]) -> Generate:
             f"--parallel.replicate {asked.parallel.replicate}: all ranks continue the same prompt, and copies of the "
             "model would do the same; use ring, ulysses, shard or tp"
         )
-    if asked.parallel.attention not in names():
-        raise ValueError(f"no attention method {asked.parallel.attention!r}; known: {', '.join(names())}")
+    named_method(asked.parallel.attention)
     if not asked.prompt and asked.prompt_file is None:
         raise ValueError('no prompt: give --prompt "...", or --prompt-file FILE (- for standard input)')
     return asked

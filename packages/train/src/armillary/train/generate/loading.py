@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -74,7 +73,6 @@ def empty_model(asked: Generate, sizes: LlamaConfig | GPTConfig, device: torch.d
     heads = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=keys)  # all that axes are chosen by
     config = Config(model=heads, parallel=asked.parallel, train=asked.train)
     mesh = build_mesh(device.type, **choose_axes(config, world_size()), timeout=TIMEOUT, high_priority=())
-    config = replace(config, model=ModelConfig())
     model, _ = shard_model(sizes, config, mesh, precision(config, device))
     model.to_empty(device=device)
     return model

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from armillary.core.files import write_whole
 from armillary.data.optional import optional
 from armillary.train.reporting import journal
 
@@ -61,7 +62,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
     rates.set_ylabel("learning rate (dashed)")
     rates.set_ylim(bottom=0)
     rates.ticklabel_format(axis="y", scilimits=(-2, 3))
-    return _written(figure, path)
+    return write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=120))
 
 
 def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
@@ -142,9 +143,3 @@ def scale(axes: Any, values: Sequence[float]) -> None:
     finite = [value for value in values if np.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > DECADE * min(finite):
         axes.set_yscale("log")
-
-
-def _written(figure: Any, path: Path) -> Path:
-    partial = path.with_name(f"{path.name}.partial")
-    figure.savefig(partial, format="png", dpi=120)
-    return partial.replace(path)

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from armillary.core.files import write_whole
 from armillary.train.reporting.metrics import StepMetrics
 
 
@@ -90,7 +91,5 @@ class WeightsAndBiases:
     def _id(self, fresh: bool) -> str:
         path = self.folder / "wandb-id"
         if fresh or not path.exists():
-            partial = path.with_name("wandb-id.partial")
-            partial.write_text(secrets.token_hex(4))
-            partial.replace(path)
+            write_whole(path, lambda partial: partial.write_text(secrets.token_hex(4)))
         return path.read_text()
