@@ -94,5 +94,6 @@ def of_run(place: Path, begin: str | None) -> KnownTokenizer | None:
 
 def stops_of(source: ModelSource, tokenizer: KnownTokenizer | None) -> list[int]:
     """Tokens that end a text: those that a Hugging Face folder names, else the tokenizer's end of document."""
-    named = None if source.checkpoints is not None else ends_of_text(source.place)
-    return ([] if tokenizer is None else [tokenizer.end_of_document]) if named is None else named
+    if source.checkpoints is None and (named := ends_of_text(source.place)) is not None:
+        return named
+    return [] if tokenizer is None else [tokenizer.end_of_document]

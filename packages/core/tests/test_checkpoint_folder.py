@@ -1,0 +1,148 @@
+"""The folder of checkpoints: kills before any change on disk, what is kept, and files that tell what was written."""
+
+import multiprocessing
+import os
+import signal
+from dataclasses import asdict
+from functools import partial
+from itertools import count
+
+import pytest
+
+from armillary.core.checkpoint.files import file_fault, read_checked, write_checked
+from armillary.core.checkpoint.folder import CheckpointFolder, superseded
+from armillary.core.checkpoint.metadata import Damaged
+from armillary.core.checkpoint.writer import CheckedFile, Written, read_back
+
+fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
+
+
+def save(folder: CheckpointFolder, step: int) -> None:
+    """A checkpoint of two files, and a third that tells of them."""
+    folder.begin(step)
+    files = {}
+    for name in ("__0_0.distcp", ".metadata"):
+        with CheckedFile(folder.partial(step) / name, "w") as file:
+            file.write(f"{name} of {step}".encode() * 100)
+        files[name] = asdict(file.written)
+    write_checked(folder.partial(step) / "about.json", {"tokens": 10 * step, "files": files})
+    folder.complete(step)
+
+
+def about(folder: CheckpointFolder, step: int) -> dict:
+    return read_checked(folder.place(step) / "about.json")
+
+
+def fault(folder: CheckpointFolder, step: int) -> str | None:
+    files = {name: Written(**written) for name, written in about(folder, step)["files"].items()}
+    return file_fault(files, folder.place(step))
+
+
+@pytest.fixture
+def folder(tmp_path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "outputs" / "checkpoint")
+
+
+def dies_after(calls, work):
+    """Works, until there were so many calls that change what is on disk."""
+    done = count()
+
+    def change(call, *args, **kwargs):
+        return call(*args, **kwargs) if next(done) < calls else os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+        setattr(os, name, partial(change, getattr(os, name)))
+    work()
+
+
+def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder):
+    """Step 2 was found damaged earlier, and is saved anew; step 1 must go when 2 is complete, and not before."""
+
+    def work():
+        folder.clear()
+        if 2 not in folder.steps():
+            save(folder, 2)
+        folder.prune(1, None)
+
+    seen, calls = set(), 0
+    for calls in count():
+        save(folder, 1)
+        folder.damaged(2).mkdir()
+        process = fork.Process(target=dies_after, args=(calls, work))
+        process.start()
+        process.join()
+        steps = folder.steps()
+        assert steps and all(fault(folder, step) is None for step in steps)
+        seen.add(tuple(steps))
+        folder.clear()
+        assert folder.steps() == steps and not [name for name in folder.names() if ".partial" in name]
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        work()  # the next run gets through
+        assert folder.names() == ["step-2"] and about(folder, 2)["tokens"] == 20
+        folder.place(2).rename(folder.path.with_name(f"done-{calls}"))
+    assert calls > 10 and seen == {(1,), (1, 2), (2,)}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_each_file_is_looked_at_by_one_part(folder, parts):
+    save(folder, 1)
+    files = {name: Written(**written) for name, written in about(folder, 1)["files"].items()}
+    for name in files:
+        path = folder.place(1) / name
+        kept = path.read_bytes()
+        path.write_bytes(kept[:-1] + b"x")
+        found = [file_fault(files, folder.place(1), part, parts) for part in range(parts)]
+        assert list(filter(None, found)) == [f"file {name} has other bytes than were written"]
+        path.write_bytes(kept)
+
+
+def test_fields_that_were_changed_are_damaged_and_copies_are_kept_for_good(folder):
+    for step in (1, 2):
+        save(folder, step)
+    path = folder.place(1) / "about.json"
+    path.write_text(path.read_text().replace('"tokens": 10', '"tokens": 11'))
+    with pytest.raises(Damaged, match=r"about\.json has other bytes than were written"):
+        about(folder, 1)
+    assert [folder.set_aside(1, copy=False).name, folder.set_aside(2, copy=True).name] == [
+        "step-1.damaged",
+        "step-2.copy",
+    ]
+    save(folder, 1)
+    folder.clear()
+    assert sorted(folder.names()) == ["step-1", "step-2.copy"]
+
+
+def test_the_newest_are_kept_and_those_that_a_number_divides(folder):
+    assert superseded([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
+    assert superseded([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
+    assert superseded([2, 4], 2, 3) == [] and superseded([], 1, None) == []
+    for step in (10, 9, 11, 100):
+        save(folder, step)
+    assert folder.steps() == [9, 10, 11, 100]  # by number, not by name
+    folder.prune(1, 5)
+    assert sorted(folder.names()) == ["step-10", "step-100"]
+
+
+def test_what_is_left_unfinished_is_cleared_and_nothing_else(folder):
+    save(folder, 1)
+    folder.begin(2)
+    (folder.partial(2) / "__0_0.distcp").write_bytes(b"half")
+    (folder.path / "step-2.partial-0123456789ab").mkdir()  # of another run
+    (folder.path / "step-2.partial").mkdir()
+    for name in ("step-3.damaged", "mine.partial", "step-x"):
+        (folder.path / name).mkdir()
+    (folder.path / f".seen-by-all-{'0' * 32}").touch()
+    folder.clear()
+    assert sorted(folder.names()) == ["mine.partial", "step-1", "step-3.damaged", "step-x"]
+    assert folder.steps() == [1]
+
+
+def test_a_file_knows_what_was_written_to_it(tmp_path):
+    with CheckedFile(tmp_path / "file", "w") as file:
+        assert [file.write(part) for part in (b"abc", memoryview(bytes(10)), b"")] == [3, 10, 0]
+    assert file.written == read_back(tmp_path / "file") and file.written.size == 13 and file.failure is None
+    with open("/dev/full", "wb"), CheckedFile("/dev/full", "w") as full, pytest.raises(OSError, match="No space left"):
+        full.write(b"abc")
+    assert full.failure is not None and full.written.size == 0
