@@ -1,6 +1,7 @@
 """The planner's search: what it predicts, what published measurements say, and the command."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from armillary.attention.methods import ring, ulysses
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
 from armillary.core.testing.examples import commands_in
+from armillary.core.testing.refusals import refusal
 from armillary.data.parsing import parse
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import segments
@@ -342,6 +344,12 @@ def test_the_command_shows_a_table_a_picture_and_json(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["choices"][0]["reason"] is None and found["choices"][0]["fits"]
     assert found["choices"][0]["seconds"] == pytest.approx(sum(found["choices"][0]["parts"].values()))
+
+
+def test_a_picture_without_the_package_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = refusal(main, ["--cluster", "8xh100", "--tokens", "128Ki", "--plot", tmp_path / "a.png"])
+    assert "pip install 'armillary-plan[plot]'" in said
 
 
 @pytest.mark.parametrize(

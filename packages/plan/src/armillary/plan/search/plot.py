@@ -25,7 +25,7 @@ def draw(found: SearchResult, path: Path) -> Path:
     if not best:
         raise ValueError("--plot: nothing fits, so that there is nothing to draw")
     size = (11, 2.2 + 0.5 * len(best))
-    figure = optional("matplotlib.figure", "plot", package="armillary-train").Figure(size, layout="constrained")
+    figure = optional("matplotlib.figure", "plot", package="armillary-plan").Figure(size, layout="constrained")
     axes = figure.subplots()
     bars(axes, found)
     axes.set_yticks(range(len(best)), [f"{choice.candidate}\n{keeps(choice)}" for choice in best], fontsize=8)
