@@ -1,12 +1,18 @@
 """What holds for the tests of all packages. Whoever hands tests out to workers reads this too, so it imports little."""
 
 import gc
+import os
+import sys
 from collections.abc import Generator
 
 import pytest
 
 gc.disable()
 """Until all is imported: that makes millions of objects, and a third of the time would go to looking for garbage."""
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+"""Each worker, each rank and each command that is tried would compile the sources and the tests again."""
 
 
 @pytest.hookimpl(wrapper=True)
