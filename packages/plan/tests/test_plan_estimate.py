@@ -72,6 +72,7 @@ def test_it_agrees_with_the_simulation(job):
         replace(LAYER, inputs=1),  # of 5 blocks, so that what is made again is most
         replace(LAYER, inputs=1, offload=True, prefetch=False),
         replace(OUTPUT, inputs=3, outputs=4, offload=True, on_device=1),
+        replace(OUTPUT, offload=True),  # block 1 brings back what block 0 has kept
     ],
     ids=lambda each: f"{each.policy}-{each.inputs}-{each.outputs}-{each.on_device}",
 )
@@ -109,14 +110,22 @@ def sizes(heads, key_heads):
     return Sizes(heads * head, key_heads * head, heads * TOKENS * 4, 2, heads / key_heads)
 
 
-def measured(attention, ranks, heads, key_heads):
+def test_documents_take_no_more_than_a_formula_says_with_zigzag_layouts():
+    ends = (*range(0, 8 * TOKENS, 3000), 8 * TOKENS)
+    choice = AttentionChoice("ring")
+    found = measured(choice, 8, 32, 8, ends)
+    x, options = sizes(32, 8), choice.method.options
+    said = (choice.method.sequence.forward_memory(x, 8, options), choice.method.sequence.backward_memory(x, 8, options))
+    assert all(0.7 * most < held < 1.03 * most for held, most in zip(found, said, strict=True))
+
+
+def measured(attention, ranks, heads, key_heads, documents=None):
     """What forward and backward of a method alone hold at most."""
     with fake_world(ring=ranks) as mesh:
         method = attention(mesh)
         layout = method.layout(TOKENS * ranks)
-        call = AttentionSpec(
-            AttentionMask(causal=True), layout, layout, Scores(1.0), key_heads_of(heads, key_heads), SimulatedFlash()
-        )
+        mask = AttentionMask(causal=True, documents=documents)
+        call = AttentionSpec(mask, layout, layout, Scores(1.0), key_heads_of(heads, key_heads), SimulatedFlash())
         with FakeTensorMode(allow_non_fake_inputs=True):
             q, out, dout = (torch.empty(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(3))
             k, v = (torch.empty(1, TOKENS, key_heads, DIM, dtype=torch.bfloat16) for _ in range(2))

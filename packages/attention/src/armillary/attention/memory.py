@@ -7,6 +7,10 @@ by: 2 for bfloat16.
 
 Under a causal mask, with zigzag layouts, a rank's own block is a whole causal square, and every other one is half: all
 queries against half of the keys, or half of the queries against all keys. All is as rank 0 has it.
+
+Documents take no more than that with zigzag and contiguous layouts, to 3%. With striped ones a mask may: what is seen
+are many ranges, which are packed. On 8 ranks, simulated, Ring then takes up to 1.26 times as much forward and 1.53
+backward, TokenRing 1.60 and 1.45, AllGather 3.2 and 2.5.
 """
 
 from __future__ import annotations

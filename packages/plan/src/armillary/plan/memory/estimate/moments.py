@@ -26,7 +26,7 @@ class Moments:
         again = (
             [] if kept.offload and not kept.prefetch else self.run_again()
         )  # what comes from the host comes one by one
-        for i in sorted({0, max(0, last - 1), last, *again}, reverse=True):
+        for i in sorted({0, min(1, last), max(0, last - 1), last, *again}, reverse=True):  # 1 brings back what 0 kept
             yield f"backward: mlp of block {i}", self.backward_rest(i)
             yield f"backward: attention of block {i}", self.backward_attention(i)
             yield f"backward: gradients of block {i}", self.backward_end(i)
