@@ -1,4 +1,4 @@
-"""The commands of the README with fewer steps: some as a user types them, some on ranks that are forked."""
+"""The commands of the README with fewer steps and tokens: some as a user types them, some on ranks that are forked."""
 
 import re
 import subprocess
@@ -20,10 +20,13 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_main_command_trains_on_four_ranks(tmp_path):
-    with Launch(agent("--nproc-per-node", "4", flags=["--train.steps", "8", "--log.every", "4"]), tmp_path) as launch:
+    flags = ["--train.steps", "8", "--data.sequence-length", "256", "--log.every", "4"]
+    with Launch(agent("--nproc-per-node", "4", flags=flags), tmp_path) as launch:
         assert launch.wait() == 0, launch.printed
         printed = launch.printed
-    assert "recipe: debug\n  train.steps  80 -> 8\n  log.every    10 -> 4\nwarm-up: 4 of 8 steps; " in printed
+    changed = {"train.steps": "80 -> 8", "data.sequence-length": "1024 -> 256", "log.every": "10 -> 4"}
+    shown = "".join(f"  {name:20}  {change}\n" for name, change in changed.items())
+    assert f"recipe: debug\n{shown}warm-up: 4 of 8 steps; " in printed
     steps = STEP.findall(printed)
     assert [int(step) for step, *_ in steps] == [1, 4, 8]
     assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet
