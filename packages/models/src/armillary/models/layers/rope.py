@@ -54,29 +54,31 @@ class RotaryEmbedding:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turns each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
-        return cast(Tensor, cast(Any, Turn).apply(x, self.cos, self.sin, 1))
+        if torch.compiler.is_compiling():  # a graph fuses it anyway, and in torch 2.11's a Function's gradient was 0
+            return turned(x, self.cos, self.sin, 1)
+        return cast(Tensor, cast(Any, Turn).apply(x, self.cos, self.sin))
 
 
 class Turn(torch.autograd.Function):
-    """A linear map, whose transpose turns the other way: backward needs no x, and angles have no gradient.
-
-    Args:
-        sign: 1, or -1 for the other way.
-    """
+    """A linear map, whose transpose turns the other way: backward needs no x, and angles have no gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        parts = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
-        return torch.cat(parts, dim=-1).to(x.dtype)
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turned(x, cos, sin, 1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        _, cos, sin, ctx.sign = inputs
-        ctx.save_for_backward(cos, sin)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return cast(Tensor, cast(Any, Turn).apply(*grad_outputs, *ctx.saved_tensors, -ctx.sign)), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return turned(*grad_outputs, *ctx.saved_tensors, sign=-1), None, None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """x turned by its angles, or by -1 times these."""
+    a, b = x.chunk(2, dim=-1)
+    parts = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
+    return torch.cat(parts, dim=-1).to(x.dtype)
