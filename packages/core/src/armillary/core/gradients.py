@@ -71,37 +71,33 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     Where bits differed, so would copies of a weight after a few steps. What several ranks have copies of counts once.
     """
     parts = defaultdict[int, list[Tensor]](list)
-    for gradient in map(_summed, gradients):
-        parts[copies_of(gradient)].append(_local(gradient))
+    for held, copies in map(_held, gradients):
+        parts[copies].append(held)
     total = torch.stack([get_total_norm(held).double().square() / copies for copies, held in parts.items()]).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
-def copies_of(x: Tensor) -> int:
-    """How many ranks hold what this rank holds of `x`."""
-    ranks = dist.get_world_size()
+def _held(x: Tensor) -> tuple[Tensor, int]:
+    """What this rank holds of a gradient, and how many ranks hold that.
+
+    Without sums that are pending: the norm of a sum does not follow from those of the shares.
+    """
     if not compat.is_dtensor(x):
-        return ranks
+        return x, dist.get_world_size()
+    if any(placement.is_partial() for placement in x.placements):
+        from torch.distributed.tensor import Replicate
+
+        whole = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+        x = x.redistribute(placements=whole)
     mesh = x.device_mesh
     copied = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
-    return prod(copied) * ranks // mesh.size()
+    return x.to_local(), prod(copied) * dist.get_world_size() // mesh.size()
 
 
 def _local(x: Tensor) -> Tensor:
     """What this rank holds of it, in the same memory."""
     return x.to_local() if compat.is_dtensor(x) else x
-
-
-def _summed(x: Tensor) -> Tensor:
-    """Without sums that are pending: the norm of a sum does not follow from those of the shares."""
-    if not compat.is_dtensor(x) or not any(placement.is_partial() for placement in x.placements):
-        return x
-    from torch.distributed.tensor import Replicate
-
-    return x.redistribute(
-        placements=[Replicate() if placement.is_partial() else placement for placement in x.placements]
-    )
 
 
 def _sum_in_ddp(model: DistributedDataParallel) -> None:

@@ -11,6 +11,7 @@ order, which is the sequence's own for a contiguous layout only. What does not l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -58,9 +59,8 @@ def distribute_sequence(
     if isinstance(x, DTensor):
         raise ValueError("x is a DTensor; the whole tensor is needed, as x.full_tensor() gives it")
     dim = _checked(x, layout, dim)
-    places = _sequence_places(mesh, layout, axes)
-    found = _over(layout, mesh, places)
-    check_chunks("shards of the layout", found.sizes, _cut(layout, mesh, places), _named(mesh, places))
+    places, found, cut, named = _shards(layout, mesh, None if axes is None else tuple(axes))
+    check_chunks("shards of the layout", found.sizes, cut, named)
     ordered = x.index_select(dim, shard_order(found).to(x.device))
     return _redistributed(DTensor.from_local(ordered, mesh, [Replicate()] * mesh.ndim), places, Shard(dim))
 
@@ -91,19 +91,18 @@ def sequence_from_local(
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
     dim %= x.ndim
-    places = _sequence_places(mesh, layout, axes)
-    found, names = _over(layout, mesh, places), mesh.mesh_dim_names or ()
-    check_chunks("shards of the layout", found.sizes, _cut(layout, mesh, places), _named(mesh, places))
+    places, found, cut, named = _shards(layout, mesh, None if axes is None else tuple(axes))
+    check_chunks("shards of the layout", found.sizes, cut, named)
     shard = 0
     for place in places:
         shard = shard * mesh.size(place) + mesh.get_local_rank(place)
     if x.shape[dim] != (tokens := found.sizes[shard]):
         raise ValueError(f"dim {dim} of x {tuple(x.shape)} has {x.shape[dim]} tokens; shard {shard} has {tokens}")
+    names = mesh.mesh_dim_names or ()
     over = [place for place, name in enumerate(names) if name in rows and place not in places]
     if len(over) != len(rows) or (over and dim == 0):
         raise ValueError(
-            f"rows={tuple(rows)}, tokens on dim {dim}: rows are dim 0, over axes of {names} other than "
-            f"{_named(mesh, places)}"
+            f"rows={tuple(rows)}, tokens on dim {dim}: rows are dim 0, over axes of {names} other than {named}"
         )
     placements = [Shard(dim) if i in places else Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
     shape = list(x.shape)
@@ -115,8 +114,8 @@ def sequence_from_local(
 
 def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[str] | None = None) -> bool:
     """Whether the layout's shards are those of a DTensor, so that the functions above take it. As these, otherwise."""
-    places = _sequence_places(mesh, layout, axes)
-    return _over(layout, mesh, places).sizes == _cut(layout, mesh, places)
+    _, found, cut, _ = _shards(layout, mesh, None if axes is None else tuple(axes))
+    return found.sizes == cut
 
 
 def gather_sequence(
@@ -190,6 +189,19 @@ def _checked(x: Tensor, layout: SequenceLayout, dim: int) -> int:
     return dim % x.ndim
 
 
+@lru_cache(maxsize=16)
+def _shards(
+    layout: SequenceLayout, mesh: DeviceMesh, axes: tuple[str, ...] | None
+) -> tuple[tuple[int, ...], SequenceLayout, tuple[int, ...], str]:
+    """Which dims of the mesh shard the sequence, the layout over all their ranks, DTensor's shards, the dims' names.
+
+    Asked for each tensor of each batch, of layouts that are mostly the same.
+    """
+    places = _sequence_places(mesh, layout, axes)
+    cut = nested_sizes(layout.length, [mesh.size(place) for place in places])
+    return tuple(places), _over(layout, mesh, places), cut, _named(mesh, places)
+
+
 def _sequence_places(mesh: DeviceMesh, layout: SequenceLayout, axes: Sequence[str] | None) -> list[int]:
     """Which dims of the mesh shard the sequence, outermost first."""
     names = mesh.mesh_dim_names or ()
@@ -212,11 +224,6 @@ def _over(layout: SequenceLayout, mesh: DeviceMesh, places: Sequence[int]) -> Se
         return layout.refine(heads)
     sizes = " x ".join(str(mesh.size(place)) for place in places)
     raise ValueError(f"the layout has {layout.shards} shards; axis {_named(mesh, places)} has {sizes} ranks")
-
-
-def _cut(layout: SequenceLayout, mesh: DeviceMesh, places: Sequence[int]) -> tuple[int, ...]:
-    """How long DTensor makes the shards."""
-    return nested_sizes(layout.length, [mesh.size(place) for place in places])
 
 
 def _sequence_dim(x: DTensor, layout: SequenceLayout) -> int:
