@@ -140,10 +140,11 @@ def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
 
 
 def planned(console: Console) -> list[Row]:
-    """What the planner chooses for lengths at which no node's host has room for an input of every block, simulated."""
+    """What the planner chooses for a million tokens, and for lengths at which no node's host has room for an input of
+    every block; simulated."""
     rows: list[Row] = []
-    for cluster, tokens in (("8xh100", "8M"), ("8xh100", "12M"), ("16xh100", "16M")):
-        found = search(SearchPlan(cluster=cluster, tokens=tokens, attention=("upipe+ring",)))
+    for cluster, tokens in (("8xh100", "1M"), ("8xh100", "8M"), ("8xh100", "12M"), ("16xh100", "16M")):
+        found = search(SearchPlan(cluster=cluster, tokens=tokens, attention=() if tokens == "1M" else ("upipe+ring",)))
         best = found.fitting[0]
         with console.status(f"{cluster} {tokens}"):
             memory = simulate(best.job(found))
@@ -153,6 +154,8 @@ def planned(console: Console) -> list[Row]:
                 "tokens, M": found.length / 1e6,
                 "attention": str(best.candidate),
                 "keeps": keeps(best),
+                "step, s": round(best.time.seconds, 1),
+                "MFU, %": round(100 * best.mfu, 1),
                 "device GiB": memory.device / 2**30,
                 "of": found.room.device / 2**30,
                 "planned": best.memory.device / 2**30,
@@ -205,7 +208,11 @@ def main() -> None:
             ["paper: L + 1 activations as checkpoints and 3 C for q, k, v; counted: L inputs and the gradient"],
         ),
         "policies": ("Checkpoint policies, LLaMA-3-8B, 1M tokens on 8 H100", policies, []),
-        "planned": ("Longer than every block's input fits, LLaMA-3-8B", lambda: planned(console), []),
+        "planned": (
+            "What the planner chooses for LLaMA-3-8B, simulated",
+            lambda: planned(console),
+            ["step and MFU are predicted, with cuDNN's published speed; nothing has been run on a GPU"],
+        ),
         "contexts": ("Longest sequences, LLaMA-3-8B", lambda: longest(PLANS["contexts"], console), []),
         "node": ("Longest sequences, LLaMA-3-8B on 8 H100", lambda: longest(NODE, console), []),
         "models": ("Longest sequences, other models and machines", lambda: longest(PLANS["models"], console), []),
