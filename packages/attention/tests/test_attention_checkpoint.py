@@ -4,13 +4,65 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from armillary.attention import AttentionMask, Method, Ring, Ulysses
+from armillary.attention import AttentionMask, Local, Method, build_attention
+from armillary.attention.compiled import key_of
+from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 
 TOKENS, HEADS, DIM = 6, 4, 8
+NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
+
+
+def test_the_ops_keep_what_torch_asks_of_ops():
+    """Schema, shapes as promised, and a gradient, which is traced elsewhere: here lse would be given one."""
+    attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
+    key = key_of(attend, DIM, AttentionOptions(AttentionMask()))
+    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for sinks in (None, torch.randn(HEADS, requires_grad=True)):
+        attention = torch.ops.armillary.attention.default
+        torch.library.opcheck(attention, ([q, k, v], sinks, None, *key), test_utils=asked)
+    saved = [x.detach() for x in (q, k, v)]
+    saved += torch.ops.armillary.attention.default(saved, None, None, *key)
+    shape = [TOKENS, HEADS]
+    torch.library.opcheck(torch.ops.armillary.attention_backward.default, (saved[3], saved, shape, None, *key))
+
+
+def storages(tensors: list[Tensor]) -> list[int]:
+    return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+
+
+def own_memory(name: str) -> bool:
+    """Whether no result of either op shares memory with what came in or with another result."""
+    attend, seen = build(name), list[bool]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func.namespace == "armillary":
+                given = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+                out = storages(found)
+                seen.append(len(set(out)) == len(out) and not set(out) & set(storages(given)))
+            return found
+
+    q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
+    with Watch():
+        for sinks in (None, torch.zeros(HEADS, requires_grad=True)):
+            out = attend(q, k, v, mask=AttentionMask(), layout=attend.layout(2 * TOKENS), sinks=sinks)
+            out.sum().backward()
+    return all(seen) and len(seen) == 4
+
+
+def every_memory() -> dict[str, bool]:
+    return {name: own_memory(name) for name in NAMES}
+
+
+def test_results_are_in_memory_of_their_own(worlds):
+    for rank in worlds(2).run(every_memory):
+        assert rank == dict.fromkeys(NAMES, True)
 
 
 def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
@@ -19,7 +71,7 @@ def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def build(name: str) -> Method:
-    return Ring(mesh(ring=2)["ring"]) if name == "ring" else Ulysses(mesh(ulysses=2)["ulysses"])
+    return build_attention(name, mesh(ulysses=2) if name in ("ulysses", "upipe") else mesh(ring=2))
 
 
 def block(attend: Method, x: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """The one op pair: it runs any call's forward, and its backward, and is what autograd and `torch.compile` see.
 
-An op rather than an `autograd.Function`, so that selective checkpointing can keep its results instead of attending
-twice, and a compiled graph holds it without a break. An op takes tensors, numbers and text only. Outside of a graph the
-call reaches it by a number, that it has while the op runs; inside, as a `Key` of which the op makes the call again.
+An op in an `autograd.Function`, so that selective checkpointing can keep its results instead of attending twice, and a
+compiled graph holds it without a break: there the op's kernel for autograd is that function. An op takes tensors,
+numbers and text only. Outside of a graph the call reaches it by a number, that it has while the op runs; inside, as a
+`Key` of which the op makes the call again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, cast
 
@@ -40,27 +40,34 @@ _numbers = count()
 _at_hand: dict[int, AttentionCall | ProjectedCall] = {}
 
 
-@contextmanager
-def numbered(call: AttentionCall | ProjectedCall) -> Generator[Key]:
-    """A key by which an op finds the call, within the block; it is never used again.
+class AtHand:
+    """A key by which an op finds a call, within a `with` block; it is never used again. A key is its own.
 
     Held there, and not by a weak reference for as long as the graph lives: in a long run, with other threads beside it,
     one to a call that lived was gone in backward.
     """
-    number = next(_numbers)
-    _at_hand[number] = call
-    try:
-        yield Key([number], 0.0, 0.0, "")
-    finally:
-        del _at_hand[number]
+
+    def __init__(self, call: AttentionCall | ProjectedCall | Key) -> None:
+        self.number, self.call = next(_numbers), call
+
+    def __enter__(self) -> Key:
+        if isinstance(self.call, Key):
+            return self.call
+        _at_hand[self.number] = self.call
+        return Key([self.number], 0.0, 0.0, "")
+
+    def __exit__(self, *_: object) -> None:
+        _at_hand.pop(self.number, None)
 
 
 def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out [B, T, H, Dv], lse [B, T, H]; empty unless needed) of local tensors, differentiable."""
     if compat.transforms_on():
         check_transforms(q, k, v, sinks)
-    with numbered(call) as key:
-        out, lse, *_ = _forward([q, k, v], sinks, None, *key)
+        with AtHand(call) as key:
+            out, lse, *_ = _forward([q, k, v], sinks, None, *key)
+    else:
+        out, lse, *_ = cast(Any, Attention).apply(call, None, sinks, q, k, v)
     while call.started:  # the op has not run: a checkpoint had its results
         call.started.pop()()
     return out, lse
@@ -105,30 +112,19 @@ def check_transforms(*tensors: Tensor | None) -> None:
         )
 
 
-@torch.library.custom_op(
-    "armillary::attention",
-    mutates_args=(),
-    schema=f"(Tensor[] tensors, Tensor? sinks, Tensor? mask_numbers, {KEY}) -> Tensor[]",
-)
-def _forward(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
+def _run(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     """The call's results."""
     call = call_of(Key(*key), tensors, mask_numbers) if key[-1] else _at_hand[key[0][0]]
     return call.forward(tensors, sinks)
 
 
-@_forward.register_fake
-def _(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
+def _run_like(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     if key[-1]:
         return shapes_of(Key(*key), tensors, sinks)
     return _at_hand[key[0][0]].forward_like(tensors, sinks)
 
 
-@torch.library.custom_op(
-    "armillary::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor[] saved, SymInt[] shape, Tensor? mask_numbers, {KEY}) -> Tensor[]",
-)
-def _backward(
+def _run_backward(
     dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
     """The gradients of the op's tensors that have any. `shape`: tokens and heads of the call's keys."""
@@ -140,8 +136,9 @@ def _backward(
     )
 
 
-@_backward.register_fake
-def _(dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
+def _run_backward_like(
+    dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor | None, *key: Any
+) -> list[Tensor]:
     if not shape:
         x, _, _, _, *made_of = saved
         return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in made_of[int(key[0][8]) :])]
@@ -154,36 +151,68 @@ def _(dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor 
     ]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, sinks, mask_numbers, *key = inputs
-    out, lse, *others = output
-    ctx.key, ctx.call, ctx.count = Key(*key), None if key[-1] else _at_hand[key[0][0]], len(tensors)
-    ctx.projected = len(key[0]) > 5
-    ctx.set_materialize_grads(False)
-    if ctx.projected:
-        ctx.shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, others[0], sinks)
-    else:
-        ctx.shape, saved, local = list(tensors[1].shape[1:3]), tuple(others or (*tensors, out, lse)), (out, lse, sinks)
-    ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
-    ctx.saved = len(saved)
+def _differentiably(
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any
+) -> list[Tensor]:
+    if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
+        with compat.below_autograd():  # beside a transform, too, which takes no functions
+            return _forward(tensors, sinks, mask_numbers, *key)
+    call = Key(*key) if key[-1] else _at_hand[key[0][0]]
+    return list(cast(Any, Attention).apply(call, mask_numbers, sinks, *tensors))
 
 
-def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    dout, *others = grads
-    if not ctx.projected:
-        refuse_gradients(others, traced=ctx.call is None)
-    if dout is None:
-        return [None] * ctx.count, *[None] * 6
-    mask_numbers, *kept = ctx.saved_tensors
-    saved, local = kept[: ctx.saved], kept[ctx.saved :]
-    if ctx.call is None:
-        found = _backward(dout, saved, ctx.shape, mask_numbers, *ctx.key)
-    else:
-        with numbered(ctx.call) as key:
+_forward = compat.define_op(
+    f"attention(Tensor[] tensors, Tensor? sinks, Tensor? mask_numbers, {KEY}) -> Tensor[]",
+    _run,
+    _run_like,
+    _differentiably,
+)
+_backward = compat.define_op(
+    f"attention_backward(Tensor dout, Tensor[] saved, SymInt[] shape, Tensor? mask_numbers, {KEY}) -> Tensor[]",
+    _run_backward,
+    _run_backward_like,
+)
+
+
+class Attention(torch.autograd.Function):
+    """A call, or in a graph its key, on tensors of which q, k and v, or x and parameters, have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: AttentionCall | ProjectedCall | Key,
+        mask_numbers: Tensor | None,
+        sinks: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with AtHand(call) as key, compat.below_autograd():
+            results = _forward(tensors, sinks, mask_numbers, *key)
+        out, lse, *others = results
+        ctx.call, ctx.count, ctx.projected = call, len(tensors), len(key.numbers) > 5
+        ctx.set_materialize_grads(False)
+        if ctx.projected:
+            ctx.shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, others[0], sinks)
+        else:
+            ctx.shape, saved, local = tensors[1].shape[1:3], others or (*tensors, out, lse), (out, lse, sinks)
+        ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
+        ctx.saved = len(saved)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dout, *others = grad_outputs
+        if not ctx.projected:
+            refuse_gradients(others, traced=isinstance(ctx.call, Key))
+        if dout is None:
+            return (None,) * (3 + ctx.count)
+        mask_numbers, *kept = ctx.saved_tensors
+        saved, local = kept[: ctx.saved], kept[ctx.saved :]
+        with AtHand(ctx.call) as key:
             found = _backward(dout, saved, ctx.shape, mask_numbers, *key)
-    # x comes first, then what has no gradient, and the parameters
-    grads = [found[0], *[None] * (ctx.count - len(found)), *found[1:]]
-    return grads, sinks_gradient(dout, *local) if local else None, *[None] * 5
+        dsinks = sinks_gradient(dout, *local) if local else None
+        # x comes first, then what has no gradient, and the parameters
+        return None, None, dsinks, found[0], *[None] * (ctx.count - len(found)), *found[1:]
 
 
 def refuse_gradients(grads: Sequence[Tensor | None], traced: bool) -> None:
@@ -196,9 +225,6 @@ def refuse_gradients(grads: Sequence[Tensor | None], traced: bool) -> None:
             compat.assert_later((grad == 0).all(), refusal)
 
 
-_forward.register_autograd(_differentiate, setup_context=_setup)
-
-
 class ProjectedAttention(torch.autograd.Function):
     """A call on x [B, T, E]. Parameters are saved as they are: never a copy, cast or unsharded, which FSDP frees.
 
@@ -209,7 +235,7 @@ class ProjectedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
         ctx.call = call
-        with numbered(call) as key:
+        with AtHand(call) as key, compat.below_autograd():
             out, lse, local_lse = _forward([x], sinks, None, *key)
         ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
         return out

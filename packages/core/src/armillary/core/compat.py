@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library import custom_ops
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,9 +118,45 @@ def unboxed(group: Any) -> dist.ProcessGroup:
     return cast(Any, dist.ProcessGroup).unbox(group)
 
 
+def define_op(
+    schema: str,
+    run: Callable[..., Any],
+    run_like: Callable[..., Any],
+    differentiable: Callable[..., Any] | None = None,
+) -> OpOverload:
+    """An op of the namespace "armillary", which allocates what it returns and writes to nothing else.
+
+    What `torch.library.custom_op` makes takes the host longer to call, forward and backward, than a short ring: it
+    takes lists apart as trees, and looks for shared memory among what comes in and goes out. So that is for tests.
+
+    Args:
+        schema: with the op's name.
+        run: what it runs; never traced, not even where torch.compile gave a caller up and traces what that calls.
+        run_like: gives empty tensors shaped as its results.
+        differentiable: called in its place where there is autograd; calls the op again, `below_autograd`.
+    """
+    name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"armillary::{name}", run_like, lib=library)
+    if differentiable is not None:
+        library.impl(name, differentiable, "Autograd")
+    op: OpOverload = getattr(torch.ops.armillary, name).default
+    _defined[op] = library, run  # the op goes when its library does
+    return op
+
+
+_defined: dict[OpOverload, tuple[torch.library.Library, Callable[..., Any]]] = {}
+
+
 def function_of(op: OpOverload) -> Callable[..., Any]:
-    """The Python function that an op made by `torch.library.custom_op` runs."""
-    return cast(Any, custom_ops.OPDEFS[cast(Any, op)._schema.name])._init_fn
+    """The Python function that an op of `define_op` runs."""
+    return _defined[op][1]
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Where what is called is not recorded, as in the implementation of an op."""
+    return cast(Any, torch)._C._AutoDispatchBelowAutograd()
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
@@ -158,10 +194,10 @@ def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: M
     the host longer than the messages. Of NCCL's batch only what ends it is to be waited for (`ProcessGroupNCCL`): it
     records its event behind all messages and holds their tensors. It is None for a batch of none, never begun here.
     """
-    device = next((x.device for x in (*receive.values(), *send.values())), None)
-    if device is None:
+    tensors = receive or send
+    if not tensors:
         return []
-    private: Any = group
+    private, device = cast(Any, group), next(iter(tensors.values())).device
     together = getattr(private._get_backend(device), "supports_coalescing", False)
     if together:
         private._start_coalescing(device)

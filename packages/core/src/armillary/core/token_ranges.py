@@ -80,7 +80,9 @@ class TokenRanges:
         return cat(self.views(x), 1, out=out)
 
     def views(self, x: Tensor) -> list[Tensor]:
-        """The runs of `x`."""
+        """The runs of `x`: itself where it holds no other tokens."""
+        if self.count == x.shape[1]:
+            return [x]
         return [x.narrow(1, run.start, len(run)) for run in self.runs]
 
     def unpack(self, packed: Tensor) -> Sequence[Tensor]:

@@ -74,7 +74,7 @@ class Ring(Method):
                 block = spec.block(hand.query, hand.key, keys=hand.held)
                 block.backward(dout, *here, dq, shares[0], shares[1])
                 del here
-            sums.push(hand.step, [share.value() for share in shares])  # they follow their keys, one step behind
+            sums.push(hand.step, [share.result() for share in shares])  # they follow their keys, one step behind
         dk, dv = sums.finish()
         return dq.value(), dk, dv
 

@@ -15,6 +15,7 @@ from armillary.attention.rotation.rotate import RingStep, Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import FlatBuffer, start_exchange
+from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.exchange import Exchange
 from armillary.core.network import Send
 from armillary.core.token_ranges import TokenRanges
@@ -80,7 +81,7 @@ class RingReduce:
 
     def push(self, step: int, shares: Shares) -> None:
         if step == 0:
-            self.own = shares
+            self.own = _wide(shares)
             return
         self._wait()
         # At the last step both neighbours and the owner may be one rank, but then nothing is passed on.
@@ -104,7 +105,7 @@ class RingReduce:
             _add(passing.tensors, shares)
 
         def sums(tokens: TokenRanges) -> FlatBuffer:
-            return passing.part(tokens) if passing else FlatBuffer.of(shares, tokens)
+            return passing.part(tokens) if passing else FlatBuffer.of(_wide(shares), tokens)
 
         if here.leaving.runs:
             send[self.ring.ahead(1)] = sums(here.leaving)
@@ -175,6 +176,11 @@ class DirectReduce:
             else:
                 _add_to(self.own, tokens, parcel.tensors)
             self.arriving = None
+
+
+def _wide(shares: Shares) -> Shares:
+    """In the accumulation dtype."""
+    return [share.to(accumulation_dtype(share.dtype)) for share in shares]
 
 
 def _add(into: Shares, shares: Shares) -> None:

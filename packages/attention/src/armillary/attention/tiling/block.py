@@ -113,21 +113,26 @@ def kernel_calls(
     Args:
         queries, keys: the tokens of the shards that are at hand, packed; what is seen is among them. None: all.
     """
+    tokens = (
+        grid.layout.sizes[query] if queries is None else queries.count,
+        grid.key_layout.sizes[key] if keys is None else keys.count,
+    )
     for row in grid.rows:
         rows = slice(row, row + 1) if grid.mask.per_row else ALL
         for whole in grid.tiles(query, key, row):
             for tile in kernel.cut(whole):
-                of_queries, of_keys = _packed(tile.q0, tile.q1, queries), _packed(tile.k0, tile.k1, keys)
+                of_queries = _packed(tile.q0, tile.q1, queries, tokens[0])
+                of_keys = _packed(tile.k0, tile.k1, keys, tokens[1])
                 for run in heads:
-                    yield (
-                        TilePart(rows, of_queries, slice(run.q0, run.q1)),
-                        TilePart(rows, of_keys, slice(run.k0, run.k1)),
-                        tile.offsets,
-                    )
+                    query_heads = ALL if len(heads) == 1 else slice(run.q0, run.q1)
+                    of_heads = slice(run.k0, run.k1)  # key heads that nobody uses may be at hand too
+                    yield TilePart(rows, of_queries, query_heads), TilePart(rows, of_keys, of_heads), tile.offsets
 
 
-def _packed(start: int, stop: int, held: TokenRanges | None) -> slice:
-    """Where a tile's side is among the tokens at hand: all of it is seen, so it lies in one run of them."""
+def _packed(start: int, stop: int, held: TokenRanges | None, tokens: int) -> slice:
+    """Where a tile's side is among so many tokens at hand: all of it is seen, so it lies in one run of them."""
+    if stop - start == tokens:
+        return ALL
     shift = 0 if held is None else held.index(start) - start
     return slice(start + shift, stop + shift)
 

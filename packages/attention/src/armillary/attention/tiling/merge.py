@@ -16,7 +16,7 @@ ALL = slice(None)
 
 
 class TilePart(NamedTuple):
-    """Rows of the batch, tokens and heads that a partial result is about."""
+    """Rows of the batch, tokens and heads that a partial result is about; `ALL` where it is about all of them."""
 
     rows: slice
     tokens: slice
@@ -25,9 +25,8 @@ class TilePart(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """The part of x [B, T, H, ..]: x itself where that is all of it, else a view."""
         rows, tokens, heads = self
-        _, held, count, *_ = x.shape
-        if rows is ALL and heads.start == tokens.start == 0 and tokens.stop == held and heads.stop == count:
-            return x
+        if rows is ALL and (heads is ALL or (heads.start == 0 and heads.stop == x.shape[2])):
+            return x if tokens is ALL else x.narrow(1, tokens.start, tokens.stop - tokens.start)
         return x[rows, tokens, heads]
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 
 from armillary.core import compat
 from armillary.core.collectives.all_gather import start_all_gather
@@ -34,26 +35,51 @@ def reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Ten
     return _reduce_scatter(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
 
 
-@torch.library.custom_op("armillary::all_gather", mutates_args=())
-def _all_gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+def _gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
         return alone(start_all_gather(x, axis_of(name, group, x), sizes, dim).wait())
 
 
-@torch.library.custom_op("armillary::reduce_scatter", mutates_args=())
-def _reduce_scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+def _scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
         return alone(start_reduce_scatter(x, axis_of(name, group, x), sizes, dim).wait())
 
 
-@_all_gather.register_fake
-def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+def _gather_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
 
 
-@_reduce_scatter.register_fake
-def _(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+def _scatter_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     return x.new_empty((*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]))
+
+
+class _Moved(torch.autograd.Function):
+    """One of the two ops, whose gradient is the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: OpOverload, adjoint: OpOverload, *call: Any) -> Tensor:
+        ctx.adjoint, ctx.call = adjoint, call[:-1]
+        with compat.below_autograd():
+            return op(x, *call)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.adjoint(grads[0], *ctx.call, True), *[None] * 8
+
+
+def _gather_differentiably(x: Tensor, *call: Any) -> Tensor:
+    return cast(Tensor, cast(Any, _Moved).apply(x, _all_gather, _reduce_scatter, *call))
+
+
+def _scatter_differentiably(x: Tensor, *call: Any) -> Tensor:
+    return cast(Tensor, cast(Any, _Moved).apply(x, _reduce_scatter, _all_gather, *call))
+
+
+CALL = "Tensor x, str name, str group, SymInt[] sizes, SymInt rank, SymInt dim, bool backward"
+_all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _gather_like, _gather_differentiably)
+_reduce_scatter = compat.define_op(
+    f"reduce_scatter({CALL}) -> Tensor", _scatter, _scatter_like, _scatter_differentiably
+)
 
 
 def axis_of(name: str, group: str, x: Tensor) -> Axis:
@@ -71,19 +97,3 @@ def alone(x: Tensor) -> Tensor:
     whole = x.untyped_storage().nbytes() == x.nbytes
     found = x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
     return compat.no_view(found) if found._is_view() else found
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.call = inputs[1:-1]
-
-
-def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _reduce_scatter(grad, *ctx.call, True), *[None] * 6
-
-
-def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _all_gather(grad, *ctx.call, True), *[None] * 6
-
-
-_all_gather.register_autograd(_all_gather_backward, setup_context=_setup)
-_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_setup)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,7 @@ ALIGNED = 16
 """Bytes: kernels on CUDA read rows that begin at multiples of it."""
 
 
-@dataclass(frozen=True)
-class FlatBuffer:
+class FlatBuffer(NamedTuple):
     """Tensors that travel as one message: contiguous views of one buffer, without gaps.
 
     Args:
@@ -32,9 +30,14 @@ class FlatBuffer:
     buffer: Tensor
     views: tuple[Tensor, ...] = ()
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.views or self.buffer.unbind(0)
+
+    @property
+    def tokens(self) -> int:
+        """On dim 1 of each tensor."""
+        return self.views[0].shape[1] if self.views else self.buffer.shape[2]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], tokens: TokenRanges | None = None) -> FlatBuffer:
@@ -73,7 +76,7 @@ class FlatBuffer:
 
     def part(self, tokens: TokenRanges) -> FlatBuffer:
         """A buffer with some tokens of each tensor, on their dim 1: itself where they are all that it has."""
-        if tokens.count == self.tensors[0].shape[1]:
+        if tokens.count == self.tokens:
             return self
         if self.views or len(tokens.runs) != 1:
             return FlatBuffer.of(self.tensors, tokens)
@@ -104,8 +107,7 @@ FlatBuffers = Mapping[int, FlatBuffer]
 """By the rank of the axis that they go to, or come from."""
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """Tensors under way. Hold it until `wait` has returned: it keeps the buffers alive."""
 
     axis: Axis
