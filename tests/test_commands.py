@@ -12,7 +12,6 @@ import pytest
 from armillary.attention.conformance import command as conformance
 from armillary.attention.conformance.report import Report, ReportRow
 from armillary.data import cli as data
-from armillary.data.limits import check_limits
 from armillary.data.loader.batches import check_least
 from armillary.data.parsing import parse, parse_command
 from armillary.plan import cli as plan
@@ -30,6 +29,7 @@ from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
 from armillary.train.config.command import read_command
+from armillary.train.config.limits import check_limits
 from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate
 from armillary.train.reporting import plot_cli

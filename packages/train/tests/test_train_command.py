@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from armillary.core.testing.examples import commands_in
-from armillary.data.overlay import flat, overlaid, read_settings
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
 from armillary.train.config.command import RECIPES, Command, read_command
+from armillary.train.config.overlay import flat, overlaid, read_settings
 
 
 def command(*argv: object) -> Config:

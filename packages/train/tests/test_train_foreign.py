@@ -5,10 +5,10 @@ import pytest
 from armillary.core.files import parse_json, parse_toml
 from armillary.data import open_store
 from armillary.data.formats.folder import Header
-from armillary.data.overlay import read_settings
 from armillary.data.prepare.sources import _is_saved
 from armillary.data.text.tokenizer_json import configured, settings_of
 from armillary.models.hub.folder import read_json
+from armillary.train.config.overlay import read_settings
 from armillary.train.reporting import journal
 
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from armillary.core.files import parse_toml
-from armillary.data.overlay import flag, flat, overlaid
 from armillary.train.config import Config
 from armillary.train.config.command import find_recipe
+from armillary.train.config.overlay import flag, flat, overlaid
 
 
 def write(path: Path, recipe: str, config: Config, about: str) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import tyro
 
 from armillary.core.quantity import quantity
-from armillary.data.overlay import flag
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
+from armillary.train.config.overlay import flag
 from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig

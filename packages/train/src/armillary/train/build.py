@@ -17,13 +17,13 @@ from armillary.core.accumulate import accumulation_dtype
 from armillary.core.allocator import set_allocator
 from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
-from armillary.data.overlay import by_flag
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
+from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup
 from armillary.train.kernels import check_kernel, kernel_with_margin
 from armillary.train.model import fill, model_config

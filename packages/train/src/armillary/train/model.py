@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from armillary.data.overlay import flag
 from armillary.models import (
     GPT,
     GPTConfig,
@@ -19,6 +18,7 @@ from armillary.models import (
     pretrained_config,
 )
 from armillary.train.config import ModelConfig
+from armillary.train.config.overlay import flag
 
 SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
 """Fields that a pretrained folder sets, besides `vocab_size`."""

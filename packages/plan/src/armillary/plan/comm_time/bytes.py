@@ -22,11 +22,11 @@ from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
-from armillary.data.limits import Count, CountOrNone, check_limits
 from armillary.plan.memory import SimulatedFlash, fake_world
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.presets import Quantity, amount
 from armillary.plan.search.candidates import Candidate, Mesh
+from armillary.train.config.limits import Count, CountOrNone, check_limits
 from armillary.train.dry_run import MOST_RANKS
 
 PHASES = ("forward", "backward")

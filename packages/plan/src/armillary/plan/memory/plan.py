@@ -8,7 +8,6 @@ from functools import partial
 from math import gcd
 
 from armillary.attention.registry import named_method
-from armillary.data.limits import Count, CountOrNone, check_limits
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
@@ -16,6 +15,7 @@ from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
 from armillary.plan.memory.simulate import Progress
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
+from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 BEYOND = 4
 """A simulation takes as long as its step has chunks: beyond this share of the memory it is refused."""

@@ -12,7 +12,6 @@ import torch
 from armillary.attention import AttentionMask
 from armillary.attention.comm_plan import AttentionShape
 from armillary.attention.kernels.chosen import check_kernel_name
-from armillary.data.limits import Count, check_limits
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
@@ -22,6 +21,7 @@ from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
 from armillary.plan.search.keeping import fitted
+from armillary.train.config.limits import Count, check_limits
 
 AS_FAST = 1e-3
 """By so much of its time a choice may be slower than another, and be taken because it leaves more memory free."""

@@ -11,11 +11,11 @@ from typing import Annotated
 import tyro
 
 from armillary.attention.registry import names
-from armillary.data.limits import check_limits
 from armillary.data.parsing import parse
 from armillary.plan.presets import cluster_of
 from armillary.train.config import Config, LogConfig, ParallelConfig
 from armillary.train.config.command import Source, read_source
+from armillary.train.config.limits import check_limits
 
 PROGRAM = "armillary-tune"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from armillary.data.overlay import flag, shown
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
+from armillary.train.config.overlay import flag, shown
 from armillary.train.model import SIZES, model_config
 
 Question = dict[str, Any]

@@ -12,7 +12,6 @@ import torch
 from armillary.core.health.ranks import Ranks, check_consistent
 from armillary.core.health.watchdog import about_others
 from armillary.core.mesh import world_size
-from armillary.data.overlay import by_flag
 from armillary.plan import choice
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune import bench
@@ -25,6 +24,7 @@ from armillary.plan.tune.question import Question, difference, dtype_name, quest
 from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
 from armillary.train.config import Config
+from armillary.train.config.overlay import by_flag
 
 NEAR = 1.05
 """As fast as the fastest are those that take at most so many times as long: once measured, noise may have chosen."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from armillary.data.overlay import aligned, flag, flat, shown
+from armillary.train.config.overlay import aligned, flag, flat, shown
 from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
 

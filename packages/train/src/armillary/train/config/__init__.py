@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from armillary.core.quantity import LARGEST
-from armillary.data.limits import Count, CountOrNone, Momentum, NotNegative, Positive
 from armillary.models import Checkpointing
+from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegative, Positive
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from armillary.attention.kernels.chosen import check_kernel_name
 from armillary.attention.registry import named_method
-from armillary.data.limits import check_limits
 from armillary.train.config import Config, LogConfig, OptimizerConfig
+from armillary.train.config.limits import check_limits
 from armillary.train.lr_schedule import warmup_of
 from armillary.train.model import model_config
 

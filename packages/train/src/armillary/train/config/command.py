@@ -13,10 +13,10 @@ from typing import Annotated
 
 import tyro
 
-from armillary.data.overlay import differences, overlaid, read_settings
 from armillary.data.parsing import parse, parse_known
 from armillary.train import recipes
 from armillary.train.config import Config
+from armillary.train.config.overlay import differences, overlaid, read_settings
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import tyro
 
 from armillary.attention.registry import named_method
-from armillary.data.limits import Count, CountOrNone, check_limits
 from armillary.data.parsing import parse
 from armillary.models import Sampling
 from armillary.train.config import ParallelConfig, TrainConfig
+from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 PROGRAM = "armillary-generate"
 

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from armillary.core.quantity import LARGEST
-from armillary.data.overlay import flag, shown
+from armillary.train.config.overlay import flag, shown
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountOrNone = Annotated[int, Field(ge=1, le=LARGEST)] | None
