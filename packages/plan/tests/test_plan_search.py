@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from armillary.attention.methods import ring, ulysses
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
 from armillary.core.testing.examples import commands_in
-from armillary.core.testing.refusals import refusal
 from armillary.data.parsing import parse
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import segments
@@ -30,6 +30,7 @@ from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, config_of, write_choice
 from armillary.plan.search.keeping import fitted, largest
+from armillary.plan.search.plot import draw
 from armillary.plan.search.search import SearchPlan, passes_of, search
 from armillary.plan.tune.command import Order, read_order
 from armillary.train.config.command import read_command
@@ -348,8 +349,9 @@ def test_the_command_shows_a_table_a_picture_and_json(capsys, tmp_path):
 
 def test_a_picture_without_the_package_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = refusal(main, ["--cluster", "8xh100", "--tokens", "128Ki", "--plot", tmp_path / "a.png"])
-    assert "pip install 'armillary-plan[plot]'" in said
+    found = SimpleNamespace(plan=SimpleNamespace(best=1), fitting=[None])  # a search takes seconds
+    with pytest.raises(ImportError, match=r"pip install 'armillary-plan\[plot\]'"):
+        draw(found, tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(

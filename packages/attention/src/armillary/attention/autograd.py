@@ -8,7 +8,7 @@ numbers and text only. Outside of a graph the call reaches it by a number, that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
 
@@ -60,17 +60,21 @@ class AtHand:
         _at_hand.pop(self.number, None)
 
 
-def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, Dv], lse [B, T, H]; empty unless needed) of local tensors, differentiable."""
-    if compat.transforms_on():
-        check_transforms(q, k, v, sinks)
-        with AtHand(call) as key:
-            out, lse, *_ = _forward([q, k, v], sinks, None, *key)
-    else:
-        out, lse, *_ = cast(Any, Attention).apply(call, None, sinks, q, k, v)
-    while call.started:  # the op has not run: a checkpoint had its results
-        call.started.pop()()
-    return out, lse
+def eager() -> Callable[..., Sequence[Tensor]]:
+    """What runs a call outside of graphs, as `Attention.forward` takes it: out [B, T, H, Dv], lse [B, T, H], and more.
+
+    Asked for rather than called through: it would be on the stack of every kernel.
+    """
+    return beside_transforms if compat.transforms_on() else cast(Any, Attention).apply
+
+
+def beside_transforms(
+    call: AttentionCall, mask_numbers: Tensor | None, sinks: Tensor | None, *tensors: Tensor
+) -> Sequence[Tensor]:
+    """The op alone, since an `autograd.Function` would be transformed, of tensors that are not to be."""
+    check_transforms(*tensors, sinks)
+    with AtHand(call) as key:
+        return _forward(list(tensors), sinks, mask_numbers, *key)
 
 
 def attend_compiled(

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from armillary.attention import compiled
 from armillary.attention.autograd import (
-    attend,
     attend_compiled,
     attend_projected,
     attend_projected_compiled,
     check_transforms,
+    eager,
 )
 from armillary.attention.calls import AttendsInStages, AttentionCall
 from armillary.attention.checks import are_plain, as_autocast, autocasts, check_hidden, check_tensors, in_one_dtype
@@ -218,7 +218,8 @@ class Method(ABC):
         if torch.compiler.is_compiling():
             out, lse = attend_compiled(self, q, k, v, sinks, options)
         else:
-            out, lse = attend(AttentionCall(self, self.check_call(q, k, v, sinks, options), return_lse), q, k, v, sinks)
+            call = AttentionCall(self, self.check_call(q, k, v, sinks, options), return_lse)
+            out, lse, *_ = eager()(call, None, sinks, q, k, v)
         return (out, lse) if return_lse else out
 
     def projected(
@@ -278,7 +279,10 @@ class Method(ABC):
         started = self.prefetch_queries(q.detach(), spec.key_heads, spec.layout)
         k, v = projections.kv(x, range(projections.key_heads))
         call = AttentionCall(self, spec, False, [] if started is None else [started])
-        return attend(call, q, k, v, sinks)[0]
+        out, *_ = eager()(call, None, sinks, q, k, v)
+        while call.started:  # the op has not run: a checkpoint had its results
+            call.started.pop()()
+        return out
 
     # -- what is checked before anything is sent ----------------------------------------------------------------------
 
