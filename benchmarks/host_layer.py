@@ -1,7 +1,7 @@
 """What one LLaMA block costs the host: dispatched ops, functions called in this repository, and processor time.
 
-The block keeps what policy "attention_output" does. It has few channels, so that what is left
-is what Python and the dispatcher do. Counted is a warm call, forward and backward together.
+The block keeps what policy "attention_output" does. It has few channels, so that what is left is what Python and the
+dispatcher do. Counted is a warm call, forward and backward together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from armillary.models.block import Context
 CONFIG = LlamaConfig(vocab_size=64, dim=128, layers=1, heads=32, kv_heads=8, hidden_dim=128, head_dim=8)
 
 
-class Dispatched(TorchDispatchMode):
+class OpCount(TorchDispatchMode):
     """Counts the ops that reach the dispatcher."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Dispatched(TorchDispatchMode):
 
 def dispatched(run: Callable[[], object]) -> int:
     """Ops of a call."""
-    with Dispatched() as ops:
+    with OpCount() as ops:
         run()
     return ops.count
 

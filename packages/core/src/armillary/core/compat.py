@@ -126,8 +126,8 @@ def define_op(
 ) -> OpOverload:
     """An op of the namespace "armillary", which allocates what it returns and writes to nothing else.
 
-    What `torch.library.custom_op` makes takes the host longer to call, forward and backward, than a short ring: it
-    takes lists apart as trees, and looks for shared memory among what comes in and goes out. So that is for tests.
+    What `torch.library.custom_op` makes costs the host some 0.1 ms more, forward and backward: it takes lists apart as
+    trees, and looks for shared memory among what comes in and goes out. That an op here shares none, tests see to.
 
     Args:
         schema: with the op's name.
