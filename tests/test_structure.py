@@ -6,18 +6,22 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-SOURCES = {
-    ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
-    for source in sorted(Path(__file__).parents[1].glob("packages/*/src"))
-    for path in sorted(source.rglob("*.py"))
-}
-
 # What is still there. Whoever removes something takes it out here too; nothing comes in.
 CYCLES = list[str]()
 SHARED_NAMES = ""
 
 DRIVER = {f"armillary.attention.{name}" for name in ("autograd", "calls", "compiled", "parallel")}
 """What runs a call of any method. `Method.__call__` alone hands a call to it (`methods/base.py`)."""
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """The modules of all packages."""
+    return {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for source in sorted(Path(__file__).parents[1].glob("packages/*/src"))
+        for path in sorted(source.rglob("*.py"))
+    }
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -32,8 +36,8 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 @cache
 def needs(module: str) -> set[str]:
     """The files that a file imports from: submodules, or the module that has the name, if only to pass it on."""
-    found = {f"{m}.{name}" if f"{m}.{name}" in SOURCES else m for m, name in imported(SOURCES[module])}
-    return found & set(SOURCES) - {module}
+    found = {f"{m}.{name}" if f"{m}.{name}" in sources() else m for m, name in imported(sources()[module])}
+    return found & set(sources()) - {module}
 
 
 @cache
@@ -54,13 +58,13 @@ def line(modules: Iterable[str]) -> str:
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     """(module, class) of all public classes."""
-    nodes = ((module, node) for module, tree in SOURCES.items() for node in ast.walk(tree))
+    nodes = ((module, node) for module, tree in sources().items() for node in ast.walk(tree))
     return ((m, node) for m, node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
 
 
 def test_no_import_cycles():
-    assert len(SOURCES) > 200
-    cycles = {line(other for other in reached(m) if m in reached(other)) for m in SOURCES if m in reached(m)}
+    assert len(sources()) > 200
+    cycles = {line(other for other in reached(m) if m in reached(other)) for m in sources() if m in reached(m)}
     assert sorted(cycles) == CYCLES
 
 
@@ -70,7 +74,7 @@ def test_each_class_has_a_name_of_its_own():
 
 
 def test_methods_do_not_import_their_driver_nor_it_them():
-    methods = {module for module in SOURCES if module.startswith("armillary.attention.methods.")}
+    methods = {module for module in sources() if module.startswith("armillary.attention.methods.")}
     assert len(methods) > 10
     assert line(m for m in methods if needs(m) & DRIVER) == "attention.methods.base"
     assert not any(methods & reached(module) for module in DRIVER)

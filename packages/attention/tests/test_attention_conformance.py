@@ -71,7 +71,8 @@ PARTLY = {
     16: [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16)],
 }
 """By ranks: through a third of a brief one, a quarter on more than four. Their parts have been through more, above."""
-Chosen = tuple[Composition, list[Case]]
+Chosen = tuple[Composition, int, int]
+"""What is tried of it: of the brief sample of this number, one case in so many."""
 
 
 def calls() -> Iterator[list[Chosen]]:
@@ -79,8 +80,7 @@ def calls() -> Iterator[list[Chosen]]:
     number = 0
     for ranked, step in ((BRIEF, 1), (PARTLY, 3)):
         for ranks, some in ranked.items():
-            every = step + (ranks > 4)
-            chosen = [(one, part_of_brief(i, every)) for i, one in enumerate(some, number)]
+            chosen = [(one, i, step + (ranks > 4)) for i, one in enumerate(some, number)]
             number += len(some)
             yield from (chosen[::2], chosen[1::2]) if ranks < 16 else (chosen,)
 
@@ -127,7 +127,7 @@ def failures_of(attend, chosen, seeds: int = 0) -> list[str]:
     return failed
 
 
-def conform(some: list[Chosen]) -> list[str]:
+def conform(some: list[tuple[Composition, list[Case]]]) -> list[str]:
     """Ranks that only differ on the outer axes hold different data, as replicas do."""
     failed = list[str]()
     for composition, chosen in some:
@@ -144,18 +144,16 @@ def test_any_two_settings_at_once(worlds, composition):
 
 
 @pytest.mark.parametrize(
-    "some", marked(calls()), ids=lambda some: " ".join(str(composition) for composition, _ in some)
+    "some", marked(calls()), ids=lambda some: " ".join(str(composition) for composition, *_ in some)
 )
 def test_every_setting_once(worlds, some):
-    ranks = some[0][0].ranks
-    assert worlds(ranks).run(conform, some) == [[]] * ranks
+    ranks, chosen = some[0][0].ranks, [(composition, part_of_brief(*part)) for composition, *part in some]
+    assert worlds(ranks).run(conform, chosen) == [[]] * ranks
 
 
 def test_every_kind_of_mask_goes_through_every_composition():
-    every = [*chain(*calls()), *((composition, cases()) for composition in THOROUGH)]
-    assert {len(set[str]().union(*(mask_kinds(case.mask) for case in chosen))) for _, chosen in every} == {
-        len(PATTERNS)
-    }
+    every = [*(part_of_brief(*part) for _, *part in chain(*calls())), *(cases() for _ in THOROUGH)]
+    assert {len(set[str]().union(*(mask_kinds(case.mask) for case in chosen))) for chosen in every} == {len(PATTERNS)}
 
 
 def test_all_methods_of_the_table_are_in_the_suite():
@@ -573,7 +571,6 @@ def part(q, k, v, visible, scale) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 PLAIN = {"keys": ["own"], "sinks": [False], "softcaps": [None]}  # what the toys know
-SAME_DIMS = cases(masks=["full", "causal"], value_dims=(0,), **PLAIN)
 
 
 def test_a_right_method_passes():
@@ -604,7 +601,7 @@ def test_a_right_method_passes():
 )
 def test_a_wrong_method_is_caught_and_named(flaw, says):
     failed = list[str]()
-    for case in SAME_DIMS:
+    for case in cases(masks=["full", "causal"], value_dims=(0,), **PLAIN):
         failed += failures_of(Toy(flaw), [case])
         if failed and re.search(says, failed[-1]):
             break

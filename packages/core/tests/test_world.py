@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core.testing import RankFailed, World
+from armillary.core.testing.world import FRESH
 
 
 def add_ranks(offset: int) -> int:
@@ -22,7 +23,7 @@ def process() -> int:
 
 
 def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
-    pids = [worlds(2).run(process)[0] for _ in range(20)]
+    pids = [worlds(2).run(process)[0] for _ in range(3 * FRESH - 4)]
     assert 2 <= len(set(pids)) <= 4
 
 

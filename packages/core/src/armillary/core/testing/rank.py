@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core.mesh import build_mesh
 from armillary.core.testing import staged  # pyright: ignore[reportUnusedImport] # noqa: F401 - makes it known
+from armillary.core.testing.gloo import share_device
 
 STACKS = signal.SIGUSR1
 """The signal that makes a rank write where it stands."""
@@ -30,6 +31,7 @@ def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: f
     faulthandler.register(STACKS, file=stacks, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    share_device()
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     while (request := _receive(connection)) is not None:

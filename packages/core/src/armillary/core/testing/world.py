@@ -31,7 +31,7 @@ OF_TESTS = ("accelerate", "armillary", "diffusers", "hypothesis", "pytest", "tra
 """What is here of them is imported there too: each rank imports the module of its function, a test. Not that itself: it
 may ask for GPUs, and a process that has done so has none for those that it forks."""
 
-FRESH = 8
+FRESH = 32
 """Times that `Worlds` hands out the same ranks before it replaces them."""
 
 GRACE = 2.0
@@ -154,8 +154,8 @@ class World:
 class Worlds:
     """One world at a time, of any size, kept for some calls: `worlds(4).run(...)`.
 
-    The ranks are then replaced by fresh ones, which takes a tenth of a second. For gloo gives each process group a
-    thread that wakes a hundred times a second, and ranks that have built hundreds slow everything on the machine.
+    The ranks are then replaced by fresh ones, which takes a tenth of a second. For what tests leave in them adds up,
+    and ranks that wait wake a hundred times a second, for gloo.
     """
 
     def __init__(self) -> None:
