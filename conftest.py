@@ -17,11 +17,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Tests then look through what they have made themselves, and not through what was imported."""
+    """Python looks for garbage again once all is imported."""
     found = yield
     gc.freeze()
     gc.enable()
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_new_is_searched() -> None:
+    """For garbage, while a module's tests run: what those before it have imported and kept is not."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

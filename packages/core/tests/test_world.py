@@ -27,6 +27,24 @@ def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
     assert 2 <= len(set(pids)) <= 4
 
 
+def rank_one_makes_a_group_by_itself() -> int:
+    if dist.get_rank() == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    return os.getpid()
+
+
+def all_make_a_group() -> int:
+    dist.all_reduce(torch.ones(1), group=dist.new_group())
+    return os.getpid()
+
+
+def test_ranks_whose_next_groups_would_not_meet_are_replaced():
+    with World(2, timeout=20) as world:
+        first = world.run(rank_one_makes_a_group_by_itself)
+        second, third = world.run(all_make_a_group), world.run(all_make_a_group)
+    assert not set(first) & set(second) and second == third
+
+
 def rank_two_sleeps() -> None:
     if dist.get_rank() == 2:
         time.sleep(60)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ STACKS = signal.SIGUSR1
 
 
 def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
-    """Joins the world, then answers each pickled (function, args, kwargs) with ("ok", result) or ("error", text)."""
+    """Joins the world, then answers each pickled (function, args, kwargs) with what `_answer` makes of it."""
     gc.freeze()  # what the server had imported: to look through it again copies its memory into each rank
     stacks = stack_file(folder, rank).open("w")
     faulthandler.register(STACKS, file=stacks, all_threads=False)
@@ -60,8 +61,14 @@ def _receive(connection: Connection) -> bytes | None:
 
 
 def _answer(request: bytes) -> bytes:
+    """("ok", result, groups made so far) or ("error", text), pickled."""
     try:
         function, args, kwargs = pickle.loads(request)
-        return pickle.dumps(("ok", function(*args, **kwargs)))
+        return pickle.dumps(("ok", function(*args, **kwargs), _groups_made()))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
+
+
+def _groups_made() -> int:
+    """By which torch names the next one."""
+    return cast(Any, dist).distributed_c10d._world.group_count

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -33,6 +34,9 @@ may ask for GPUs, and a process that has done so has none for those that it fork
 
 FRESH = 32
 """Times that `Worlds` hands out the same ranks before it replaces them."""
+
+SMALL = 4
+"""Ranks of a world that is kept while others run."""
 
 GRACE = 2.0
 """Seconds that the other ranks get once one has failed: enough to fail for their own reasons, not to wait for it."""
@@ -79,6 +83,8 @@ class World:
             connection.send_bytes(request)
         answers = self._collect(time.monotonic() + limit)
         if all(answers.get(rank, ("missing",))[0] == "ok" for rank in range(self.size)):
+            if len({answers[rank][2] for rank in range(self.size)}) > 1:
+                self.close()  # their next groups would have other names each, and never meet
             return [answers[rank][1] for rank in range(self.size)]
         message = self._explain(answers, limit)
         self.close(kill=True)
@@ -111,9 +117,9 @@ class World:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def _collect(self, deadline: float) -> dict[int, tuple[str, Any]]:
+    def _collect(self, deadline: float) -> dict[int, tuple[Any, ...]]:
         """Answers by rank. Stops at the deadline, or a little after the first failure."""
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: dict[int, tuple[Any, ...]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
@@ -124,9 +130,9 @@ class World:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _explain(self, answers: dict[int, tuple[str, Any]], limit: float) -> str:
-        failed = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
-        dead = [rank for rank, (kind, _) in answers.items() if kind == "dead"]
+    def _explain(self, answers: dict[int, tuple[Any, ...]], limit: float) -> str:
+        failed = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"}
+        dead = [rank for rank, answer in answers.items() if answer[0] == "dead"]
         missing = [rank for rank in range(self.size) if rank not in answers]
         lines = [f"rank {rank} died (exit code {self._exit_code(rank)})" for rank in dead]
         lines += [f"rank {rank} raised:\n{text}" for rank, text in failed.items()]
@@ -152,30 +158,32 @@ class World:
 
 
 class Worlds:
-    """One world at a time, of any size, kept for some calls: `worlds(4).run(...)`.
+    """A world of each size that is asked for, kept for some calls: `worlds(4).run(...)`.
 
-    The ranks are then replaced by fresh ones, which takes a tenth of a second. For what tests leave in them adds up,
-    and ranks that wait wake a hundred times a second, for gloo.
+    The first call in fresh ranks takes several times as long as another. But what tests leave in them adds up, and
+    ranks that wait wake a hundred times a second, for gloo: so large worlds end where another size is asked for.
     """
 
     def __init__(self) -> None:
-        self._world: World | None = None
-        self._calls = 0
+        self._worlds: dict[int, World] = {}
+        self._calls: Counter[int] = Counter()
 
     def __call__(self, size: int) -> World:
-        if self._world is None or self._world.size != size or self._calls == FRESH:
-            self.close()
-            self._world, self._calls = World(size), 0
-        self._calls += 1
-        return self._world
+        for other in list(self._worlds):
+            ended = self._calls[other] == FRESH if other == size else other > SMALL
+            if ended:
+                self._worlds.pop(other).close()
+                self._calls[other] = 0
+        self._calls[size] += 1
+        return self._worlds.setdefault(size, World(size))
 
     def close(self) -> None:
         """Ends the ranks."""
-        if self._world is not None:
-            self._world.close()
+        for world in self._worlds.values():
+            world.close()
 
 
-def _read(connection: Connection) -> tuple[str, Any]:
+def _read(connection: Connection) -> tuple[Any, ...]:
     try:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionError):
