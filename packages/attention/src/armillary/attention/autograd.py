@@ -9,7 +9,6 @@ numbers and text only. Outside of a graph the call reaches it by a number, that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention.calls import AttendsInStages, AttentionCall, ProjectedCall, sinks_gradient
 from armillary.attention.compiled import (
+    NUMBERED,
     Key,
     NumberedMethod,
     ProjectionParts,
@@ -25,6 +25,7 @@ from armillary.attention.compiled import (
     backward_call,
     call_of,
     key_of,
+    number,
     projected_gradients,
     shapes_of,
 )
@@ -36,28 +37,22 @@ from armillary.core.recompute import capture_autocast
 KEY = "SymInt[] numbers, float scale, float softcap, str text"
 """`Key` in an op's schema. Without text, the only number is that of a call at hand."""
 
-_numbers = count()
-_at_hand: dict[int, AttentionCall | ProjectedCall] = {}
-
 
 class AtHand:
-    """A key by which an op finds a call, within a `with` block; it is never used again. A key is its own.
-
-    Held there, and not by a weak reference for as long as the graph lives: in a long run, with other threads beside it,
-    one to a call that lived was gone in backward.
-    """
+    """A key by which an op finds a call, within a `with` block, which holds the call. A key is its own."""
 
     def __init__(self, call: AttentionCall | ProjectedCall | Key) -> None:
-        self.number, self.call = next(_numbers), call
+        self.call = call
 
     def __enter__(self) -> Key:
         if isinstance(self.call, Key):
             return self.call
-        _at_hand[self.number] = self.call
+        self.number = number(self.call)
         return Key([self.number], 0.0, 0.0, "")
 
     def __exit__(self, *_: object) -> None:
-        _at_hand.pop(self.number, None)
+        if not isinstance(self.call, Key):
+            del NUMBERED[self.number]
 
 
 def eager() -> Callable[..., Sequence[Tensor]]:
@@ -118,21 +113,21 @@ def check_transforms(*tensors: Tensor | None) -> None:
 
 def _run(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     """The call's results."""
-    call = call_of(Key(*key), tensors, mask_numbers) if key[-1] else _at_hand[key[0][0]]
+    call = call_of(Key(*key), tensors, mask_numbers) if key[-1] else NUMBERED[key[0][0]]
     return call.forward(tensors, sinks)
 
 
 def _run_like(tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key: Any) -> list[Tensor]:
     if key[-1]:
         return shapes_of(Key(*key), tensors, sinks)
-    return _at_hand[key[0][0]].forward_like(tensors, sinks)
+    return NUMBERED[key[0][0]].forward_like(tensors, sinks)
 
 
 def _run_backward(
     dout: Tensor, saved: list[Tensor], shape: list[int], mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
     """The gradients of the op's tensors that have any. `shape`: tokens and heads of the call's keys."""
-    call = backward_call(Key(*key), dout, saved, shape, mask_numbers) if key[-1] else _at_hand[key[0][0]]
+    call = backward_call(Key(*key), dout, saved, shape, mask_numbers) if key[-1] else NUMBERED[key[0][0]]
     return (
         projected_gradients(Key(*key), call, dout, saved)
         if isinstance(call, ProjectedCall)
@@ -161,7 +156,7 @@ def _differentiably(
     if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
         with compat.below_autograd():  # beside a transform, too, which takes no functions
             return _forward(tensors, sinks, mask_numbers, *key)
-    call = Key(*key) if key[-1] else _at_hand[key[0][0]]
+    call = Key(*key) if key[-1] else NUMBERED[key[0][0]]
     return list(cast(Any, Attention).apply(call, mask_numbers, sinks, *tensors))
 
 

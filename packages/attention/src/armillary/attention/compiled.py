@@ -34,7 +34,7 @@ from armillary.core import SequenceLayout, compat
 from armillary.core.accumulate import accumulation_dtype
 
 NUMBERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""Methods, and what makes projections, by number, for as long as somebody else holds them."""
+"""Methods, what makes projections, and calls that are being run, by number, for as long as somebody else holds them."""
 _numbers = count()
 
 DTYPES = {None: "", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
