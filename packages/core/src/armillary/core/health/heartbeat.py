@@ -130,11 +130,22 @@ def where(stack: traceback.StackSummary) -> str:
     return _line(inner) if ours is inner else f"{_line(inner)}, called by {_line(ours)}"
 
 
+COMMUNICATION = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/armillary/core/collectives/exchange.py",
+    "/armillary/core/collectives/collective.py",
+)
+
+
 def waits(stack: traceback.StackSummary) -> bool:
-    """Whether a stack ends inside of communication."""
-    parts = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
-    ours = ("/armillary/core/collectives/exchange.py", "/armillary/core/collectives/collective.py")
-    return any(line.filename.endswith(parts + ours) for line in stack[-3:])
+    """Whether a stack ends in communication, or in what torch calls there: an op is several functions below a wait."""
+    for line in reversed(stack):
+        if line.filename.endswith(COMMUNICATION):
+            return True
+        if "/torch/" not in line.filename:
+            return False
+    return False
 
 
 def _line(frame: traceback.FrameSummary) -> str:
