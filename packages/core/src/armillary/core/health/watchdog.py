@@ -43,7 +43,8 @@ class Watchdog:
     It is told what is worked on (`begins`). If that takes too long, or another rank says so, every rank that still can
     prints which rank is missing and where it stands, writes the stacks of all its threads to `folder`/rank-N.txt,
     and ends its process with exit code 1. An error that leaves the block is printed in a line with rank and step; if it
-    came from communication, the ranks that are missing follow.
+    came from communication, the ranks that are missing follow. Where the run hung and they had been told before, that is
+    what is raised instead, as a TimeoutError.
 
     A process whose launcher is gone ends at once. One that has lost the store by which the ranks speak to each other
     ends after `ENDING` seconds, unless its training ends by itself.
@@ -63,6 +64,7 @@ class Watchdog:
         self._allowed, self._since = LONGER * self.limit, time.monotonic()
         self._failure: str | None = None
         self._alarm: str | None = None
+        self._hang: str | None = None
         self._over = self._failing = False
         self._launcher = Launcher()
         self._wake, self._told = threading.Event(), threading.Event()
@@ -85,6 +87,8 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception):
             self._fail(error)
+            if self._hang is not None and about_others(error):  # of a rank that has ended for the same reason
+                raise TimeoutError(self._hang) from error
         else:
             self._over = True
             self._wake.set()
@@ -159,7 +163,8 @@ class Watchdog:
         found = [f"missing: rank {rank}: {what}" for rank, what in missing(beats, silent).items()]
         said = [reason, *(found or ["no rank is missing: all wait for each other"])]
         if not self._failing:
-            _record("; ".join(said))
+            self._hang = "; ".join(said)
+            _record(self._hang)
         return [*said, self._write(said, beats)]
 
     def _write(self, said: list[str], beats: dict[int, Heartbeat | None]) -> str:
