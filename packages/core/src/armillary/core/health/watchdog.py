@@ -43,8 +43,8 @@ class Watchdog:
     It is told what is worked on (`begins`). If that takes too long, or another rank says so, every rank that still can
     prints which rank is missing and where it stands, writes the stacks of all its threads to `folder`/rank-N.txt,
     and ends its process with exit code 1. An error that leaves the block is printed in a line with rank and step; if it
-    came from communication, the ranks that are missing follow. Where the run hung and they had been told before, that is
-    what is raised instead, as a TimeoutError.
+    came from communication, the ranks that are missing follow. Where the run hung and they had been told before, that
+    is what is raised instead, as a TimeoutError.
 
     A process whose launcher is gone ends at once. One that has lost the store by which the ranks speak to each other
     ends after `ENDING` seconds, unless its training ends by itself.
