@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core.testing import RankFailed, World
+from armillary.core.testing.rank import groups_made
 from armillary.core.testing.world import FRESH
 
 
@@ -27,10 +28,10 @@ def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
     assert 2 <= len(set(pids)) <= 4
 
 
-def rank_one_makes_a_group_by_itself() -> int:
+def rank_one_makes_a_group_by_itself() -> tuple[int, int]:
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
-    return os.getpid()
+    return os.getpid(), groups_made()
 
 
 def all_make_a_group() -> int:
@@ -42,7 +43,8 @@ def test_ranks_whose_next_groups_would_not_meet_are_replaced():
     with World(2, timeout=20) as world:
         first = world.run(rank_one_makes_a_group_by_itself)
         second, third = world.run(all_make_a_group), world.run(all_make_a_group)
-    assert not set(first) & set(second) and second == third
+    apart = len({made for _, made in first}) > 1  # torch 2.11 does not count groups that are made so
+    assert {pid for pid, _ in first}.isdisjoint(second) == apart and second == third
 
 
 def rank_two_sleeps() -> None:

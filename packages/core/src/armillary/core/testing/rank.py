@@ -64,11 +64,11 @@ def _answer(request: bytes) -> bytes:
     """("ok", result, groups made so far) or ("error", text), pickled."""
     try:
         function, args, kwargs = pickle.loads(request)
-        return pickle.dumps(("ok", function(*args, **kwargs), _groups_made()))
+        return pickle.dumps(("ok", function(*args, **kwargs), groups_made()))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
 
 
-def _groups_made() -> int:
+def groups_made() -> int:
     """By which torch names the next one."""
     return cast(Any, dist).distributed_c10d._world.group_count
