@@ -25,8 +25,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def only_what_is_new_is_searched() -> None:
-    """For garbage, while a module's tests run: what those before it have imported and kept is not."""
+def freeze_older_objects() -> None:
+    """Python looks for garbage among what a module's tests make, not among what was imported and kept before them."""
     gc.collect()
     gc.freeze()
 

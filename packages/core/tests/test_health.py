@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from traceback import StackSummary
 from types import FrameType
 
 import pytest
@@ -85,6 +86,26 @@ def error_of(action: Callable[[], object]) -> RuntimeError:
 def test_errors_of_communication_are_told_from_others(worlds):
     """Also where a DTensor communicates, and torch has several functions between the wait and the error."""
     assert worlds(2).run(errors) == [[True, True, False, False], [False, False]]
+
+
+@pytest.mark.parametrize(
+    ("files", "communicates"),
+    [
+        (["train/step.py", "core/collectives/exchange.py", "core/compat.py", "core/compat.py"], True),
+        (["train/step.py", "core/collectives/collective.py", "core/testing/staged.py"], True),
+        (
+            ["train/step.py", "core/collectives/exchange.py", "core/compat.py", sysconfig.get_path("stdlib") + "/a.py"],
+            True,
+        ),
+        (["core/collectives/collective.py", "attention/tiling/merge.py"], False),
+        (["train/trainer.py", "core/gradients.py"], False),
+        ([], False),
+    ],
+)
+def test_a_stack_that_ends_in_communication_is_told_from_others(files, communicates):
+    """Called there are also the functions that hide torch's versions, and backends written in Python."""
+    lines = [(file if file.startswith("/") else f"/src/armillary/{file}", 1, "function", "") for file in files]
+    assert waits(StackSummary.from_list(lines)) == communicates
 
 
 def test_a_signal_is_heard_in_the_block_in_hand_and_in_the_one_around_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import sysconfig
 import threading
@@ -136,14 +137,16 @@ COMMUNICATION = (
     "/armillary/core/collectives/exchange.py",
     "/armillary/core/collectives/collective.py",
 )
+CALLED_THERE = re.compile("/torch/|/armillary/core/")
+"""An op of torch is several functions below a wait, and `compat` or a backend below an exchange."""
 
 
 def waits(stack: traceback.StackSummary) -> bool:
-    """Whether a stack ends in communication, or in what torch calls there: an op is several functions below a wait."""
+    """Whether a stack ends in communication, or in what it calls: of torch, of this package, of Python itself."""
     for line in reversed(stack):
         if line.filename.endswith(COMMUNICATION):
             return True
-        if "/torch/" not in line.filename:
+        if not (CALLED_THERE.search(line.filename) or in_standard_library(line.filename)):
             return False
     return False
 

@@ -35,8 +35,8 @@ may ask for GPUs, and a process that has done so has none for those that it fork
 FRESH = 32
 """Times that `Worlds` hands out the same ranks before it replaces them."""
 
-SMALL = 4
-"""Ranks of a world that is kept while others run."""
+KEPT = 4
+"""Ranks, at most, of a world that is kept while others run."""
 
 GRACE = 2.0
 """Seconds that the other ranks get once one has failed: enough to fail for their own reasons, not to wait for it."""
@@ -170,8 +170,7 @@ class Worlds:
 
     def __call__(self, size: int) -> World:
         for other in list(self._worlds):
-            ended = self._calls[other] == FRESH if other == size else other > SMALL
-            if ended:
+            if self._calls[other] == FRESH or (other > KEPT and other != size):
                 self._worlds.pop(other).close()
                 self._calls[other] = 0
         self._calls[size] += 1
