@@ -14,6 +14,7 @@ Exit code 1 if a mutation survived.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -23,16 +24,22 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.util import cache_from_source
+from itertools import repeat
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
+Match = tuple[ast.AST, str, int | slice | None, dict[str, ast.expr]]
+"""A node, its field, the place in that field where it is a list, and what the pattern's names stand for."""
+
+DEFINITION = ast.FunctionDef | ast.ClassDef
 ROOT = Path(__file__).parent.parent
 MUTATIONS = Path(__file__).with_name("mutations.toml")
 LIKELY_SECONDS, OTHERS_SECONDS = 900.0, 2400.0
@@ -43,33 +50,124 @@ NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of the code.
+    """One change of the code, found in the syntax tree: it survives reformatting, renamed variables and moved files.
 
     Args:
         package: whose tests are to notice.
-        file: relative to the root.
-        old, new: what is replaced, which occurs once, and by what.
+        function: qualified name of the function or class around it, "" at the top level of a module.
+        old: one expression, or statements that follow each other. `_A` to `_Z` stand for any expression.
+        new: replaces it, `_A` to `_Z` being the same expressions.
         breaks: what is wrong then.
         likely: test files, or tests as file::name, in the order in which they run.
     """
 
     name: str
     package: str
-    file: str
+    function: str
     old: str
     new: str
     breaks: str
     likely: tuple[str, ...]
 
-    def applied(self, text: str) -> str:
-        """The file's text with the change.
+    def locate(self, root: Path) -> Path:
+        """Returns the one source file that has the old code, once.
 
         Raises:
-            ValueError: `old` is not there, or more than once.
+            ValueError: it occurs elsewhere too, or nowhere.
         """
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: its old text occurs {text.count(self.old)} times in {self.file}")
-        return text.replace(self.old, self.new)
+        scopes = definitions(root).get(self.function, [])
+        paths = [path for path, scope in scopes for _ in matches(self._patterns()[0], scope)]
+        if len(paths) != 1:
+            places = ", ".join(str(path.relative_to(root)) for path in paths) or "nowhere"
+            raise ValueError(f"{self.name}: {self.old!r} occurs {len(paths)} times in {self.function!r}: {places}")
+        return paths[0]
+
+    def apply(self, path: Path) -> str:
+        """Returns the source of a file with the change, without comments."""
+        tree = ast.parse(path.read_text())
+        old, new = self._patterns()
+        scopes = [scope for name, scope in scopes_of(tree) if name == self.function]
+        ((container, field, place, bound),) = [match for scope in scopes for match in matches(old, scope)]
+        nodes = [Substitution(bound).visit(node) for node in new]
+        if isinstance(place, slice):
+            getattr(container, field)[place] = nodes or [ast.Pass()]
+        elif place is None:
+            setattr(container, field, nodes[0])
+        else:
+            getattr(container, field)[place] = nodes[0]
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+    def _patterns(self) -> list[list[Any]]:
+        """The nodes of `old` and of `new`: two expressions, or two lists of statements."""
+        bodies: list[list[Any]] = [ast.parse(code).body for code in (self.old, self.new)]
+        if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in bodies):
+            return [[body[0].value] for body in bodies]
+        return bodies
+
+
+class Substitution(ast.NodeTransformer):
+    """Puts the expressions that a pattern's `_A` to `_Z` matched into the new code."""
+
+    def __init__(self, bound: dict[str, ast.expr]) -> None:
+        self.bound = bound
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.bound.get(node.id, node)
+
+
+@cache
+def definitions(root: Path) -> dict[str, list[tuple[Path, ast.AST]]]:
+    """The modules, classes and functions of all packages by qualified name; modules have none."""
+    table: dict[str, list[tuple[Path, ast.AST]]] = {}
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        for name, scope in scopes_of(ast.parse(path.read_text())):
+            table.setdefault(name, []).append((path, scope))
+    return table
+
+
+def scopes_of(scope: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """A scope and all that are nested in it, each with its qualified name (without `<locals>`)."""
+    yield name, scope
+    for node in own_nodes(scope):
+        if isinstance(node, DEFINITION):
+            yield from scopes_of(node, f"{name}.{node.name}".lstrip("."))
+
+
+def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope, of nested definitions only the definition itself."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, DEFINITION):
+            yield from own_nodes(node)
+
+
+def matches(old: list[Any], scope: ast.AST) -> Iterator[Match]:
+    """The places in a scope where the nodes of a pattern stand."""
+    for container in [scope, *(node for node in own_nodes(scope) if not isinstance(node, DEFINITION))]:
+        for field, value in ast.iter_fields(container):
+            if isinstance(old[0], ast.expr):
+                places = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+                candidates = [(place, [node]) for place, node in places if isinstance(node, ast.expr)]
+            else:
+                starts = range(len(value) - len(old) + 1) if isinstance(value, list) else ()
+                candidates = [(slice(i, i + len(old)), value[i : i + len(old)]) for i in starts]
+            for place, nodes in candidates:
+                bound: dict[str, ast.expr] = {}
+                if matched(old, nodes, bound):
+                    yield container, field, place, bound
+
+
+def matched(old: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
+    """Compares syntax, but for where it stands; notes in `bound` what `_A` to `_Z` stand for."""
+    if isinstance(old, ast.Name) and re.fullmatch("_[A-Z]", old.id) and isinstance(node, ast.expr):
+        return matched(bound.setdefault(old.id, node), node, {})
+    if isinstance(old, ast.expr_context):
+        return isinstance(node, ast.expr_context)
+    if isinstance(old, list):
+        return isinstance(node, list) and len(old) == len(node) and all(map(matched, old, node, repeat(bound)))
+    if isinstance(old, ast.AST):
+        return type(old) is type(node) and all(matched(getattr(old, f), getattr(node, f), bound) for f in old._fields)
+    return type(old) is type(node) and old == node
 
 
 @dataclass(frozen=True)
@@ -218,11 +316,11 @@ def workspace() -> Generator[Path]:
 
 @contextmanager
 def mutated(root: Path, mutation: Mutation) -> Generator[None]:
-    """Meanwhile the copy has the change."""
-    path = root / mutation.file
+    """Within it the copy has the change."""
+    path = mutation.locate(root)
     text = path.read_text()
     try:
-        write(path, mutation.applied(text))
+        write(path, mutation.apply(path))
         yield
     finally:
         write(path, text)
@@ -251,7 +349,8 @@ def report(mutations: Sequence[Mutation], outcomes: Sequence[Outcome], path: Pat
         print(f"survived: {' '.join(survivors)}")
     if path is not None:
         rows = [
-            {"name": m.name, "package": m.package, "file": m.file, "breaks": m.breaks, **asdict(o)} for m, o in pairs
+            {"name": m.name, "package": m.package, "function": m.function, "breaks": m.breaks, **asdict(o)}
+            for m, o in pairs
         ]
         path.write_text(json.dumps({"caught": len(pairs) - len(survivors), "mutations": rows}, indent=1) + "\n")
     return int(bool(survivors))

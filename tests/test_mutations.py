@@ -1,5 +1,6 @@
 """scripts/mutate.py: its mutations fit the code as it is, and it tells what tests notice from what they do not."""
 
+import ast
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,10 @@ MUTATIONS = mutate.load(mutate.MUTATIONS)
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_mutation_changes_one_place_and_names_tests_that_are_there(mutation):
-    text = (ROOT / mutation.file).read_text()
-    changed = mutation.applied(text)
-    assert changed != text
-    compile(changed, mutation.file, "exec")
+    path = mutation.locate(ROOT)
+    changed = mutation.apply(path)
+    assert changed != ast.unparse(ast.parse(path.read_text()))
+    compile(changed, path.name, "exec")
     assert mutation.breaks
     assert (ROOT / "packages" / mutation.package / "tests").is_dir()
     for name in mutation.likely:
@@ -42,16 +43,38 @@ def workspace(tmp_path):
 
 @pytest.mark.parametrize(
     ("new", "likely", "caught", "by"),
-    [("a * b", False, True, "packages/one/tests/test_other.py::test_two"), ("b + a", True, False, "")],
+    [("_A * _B", False, True, "packages/one/tests/test_other.py::test_two"), ("_B + _A", True, False, "")],
 )
 def test_the_test_that_notices_is_named(workspace, new, likely, caught, by):
     source = workspace / "packages/one/src/adding.py"
     before = source.read_text()
     first = ("packages/one/tests/test_likely.py",)
-    changed = mutate.Mutation("add", "one", "packages/one/src/adding.py", "a + b", new, "sums", first)
+    changed = mutate.Mutation("add", "one", "add", "_A + _B", new, "sums", first)
     outcome = mutate.tried(workspace, changed, likely)
     assert (outcome.caught, outcome.by) == (caught, by)
     assert source.read_text() == before
+
+
+def test_code_that_occurs_twice_or_nowhere_is_refused(workspace):
+    source = workspace / "packages/one/src/adding.py"
+    source.write_text("def add(a, b):\n    return a + b + (b + a)\n")
+    for old in ("_A + _B", "_A - _B"):
+        with pytest.raises(ValueError, match="add"):
+            mutate.Mutation("add", "one", "add", old, "0", "sums", ()).locate(workspace)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("_A * _A", "_A", "g(y, x * y + x)\n    return x"),  # one name is one expression
+        ("_B(_A, _C)\nreturn x", "return _A", "return y"),
+        ("return x", "", "g(y, x * y + x * x)\n    pass"),
+    ],
+)
+def test_patterns_match_expressions_and_statements(workspace, old, new, changed):
+    source = workspace / "packages/one/src/adding.py"
+    source.write_text("def f(x, y):\n    g(y, x * y + x * x)  # a comment\n    return x\n")
+    assert mutate.Mutation("f", "one", "f", old, new, "", ()).apply(source) == f"def f(x, y):\n    {changed}"
 
 
 def test_tests_that_hang_are_ended(workspace):
