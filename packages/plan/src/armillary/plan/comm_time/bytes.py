@@ -15,10 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
 from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method
-from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
@@ -193,7 +194,7 @@ def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
             shapes = ((plan.rows, tokens, n, plan.head_dim) for n in (heads, keys, keys))
             q, k, v = (torch.empty(shape, dtype=DTYPES[plan.dtype]) for shape in shapes)
-            spec = method.check_call(q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
+            spec = check_call(method, q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
             out, saved = method.forward(q, k, v, spec)
             with phase("backward"):
                 method.backward(torch.empty_like(out), saved, spec)

@@ -40,7 +40,9 @@ def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, k
             layout, mask = method.layout(TOKENS * prod(axes.values())), AttentionMask()
             with LiveBytes(block=1) as live:
                 if isinstance(method, UPipe):
-                    kept = method.attend(Projected(x, source), method.call_for(x, source, mask=mask, layout=layout))
+                    kept = method.attend(
+                        Projected(x, source), method.check_projected(x, source, mask=mask, layout=layout)
+                    )
                 else:
                     kept = [method.projected(x, source, mask=mask, layout=layout)]
             return (live.device.peak - sum(tensor.nbytes for tensor in kept)) / (TOKENS * DIM * 2)
