@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.calls import AttendsInStages, AttentionCall, ProjectedCall, sinks_gradient
+from armillary.attention.calls import AttendsInStages, AttentionCall, ProjectedCall, head_sinks, sinks_gradient
+from armillary.attention.checks import check_sinks
 from armillary.attention.compiled import (
     NUMBERED,
     Key,
@@ -75,8 +76,10 @@ def beside_transforms(
 def attend_compiled(
     method: NumberedMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """The same while a graph is traced."""
-    out, lse, *_ = _forward([q, k, v], sinks, options.mask.numbers, *key_of(method, q.shape[-1], options))
+    """Returns (out, lse) while a graph is traced. The op checks the rest of the call when it runs."""
+    check_sinks(sinks, q.shape[-2], q.device)
+    key = key_of(method, q.shape[-1], options)
+    out, lse, *_ = _forward([q, k, v], head_sinks(sinks), options.mask.numbers, *key)
     return out, lse
 
 
@@ -96,10 +99,12 @@ def attend_projected_compiled(
     sinks: Tensor | None,
     options: AttentionOptions,
 ) -> Tensor:
-    """The same while a graph is traced, with H and K `heads`."""
+    """Returns out of projected attention while a graph is traced, with H and K `heads`."""
+    check_sinks(sinks, heads[0], x.device)
     dims = (*heads, parts.head_dim, len(parts.tensors))
     key = key_of(method, parts.head_dim, options, *dims, autocast=autocast_dtype(x))
-    return _forward([x, parts.ticket, *parts.tensors, *parts.parameters], sinks, options.mask.numbers, *key)[0]
+    tensors = [x, parts.ticket, *parts.tensors, *parts.parameters]
+    return _forward(tensors, head_sinks(sinks), options.mask.numbers, *key)[0]
 
 
 def check_transforms(*tensors: Tensor | None) -> None:

@@ -27,8 +27,8 @@ def attend_dtensors(
     layout's shards. Gradients come back placed as what they are gradients of.
 
     Args:
-        sinks: [H of this rank], local; or a DTensor [H], `Shard(0)` where heads are sharded and else `Replicate`. The
-            gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
+        sinks: [H] or [S, H] of this rank's heads, local; or a DTensor of all heads, sharded along its last dim where
+            heads are and else `Replicate`. The gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
         options: the mask is of this rank's rows of the batch, where rows have documents of their own. The shards of
             layouts must be as long as DTensor's own chunks, ceil(N / P) first.
 
@@ -45,7 +45,7 @@ def attend_dtensors(
     q, k, v = _all_dtensors(q, k, v, sinks)
     check_call(method, {"q": q, "k": k, "v": v} | _distributed({"sinks": sinks}), options)
     if isinstance(sinks, DTensor):
-        sinks = local_of(sinks, _sinks_gradient(q.placements))
+        sinks = local_of(sinks, _sinks_gradient(sinks, q.placements))
     local = local_of(q), local_of(k), local_of(v)
     found = cast(Any, method)(*local, sinks=sinks, **options._asdict())
     out, lse = found if options.return_lse else (found, None)
@@ -83,7 +83,7 @@ def project_dtensors(
     check_call(method, {"x": x} | _distributed({"sinks": sinks}) | parameters, options)
     placements = placed_heads(x, parameters.values())
     if isinstance(sinks, DTensor):
-        sinks = local_of(sinks, _sinks_gradient(placements))
+        sinks = local_of(sinks, _sinks_gradient(sinks, placements))
     if parameters:
         projections = with_local_parameters(projections, _sharding(x, placements))
     shares = [Partial() if found == Shard(2) else found for found in placements]
@@ -115,7 +115,8 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tupl
     return q, k, v
 
 
-def _sinks_gradient(heads: Sequence[Placement]) -> list[Placement]:
-    """Each rank's gradient is a share of the sum over batch and tokens."""
-    known: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): Shard(0)}
-    return [known.get(found, Replicate()) for found in heads]
+def _sinks_gradient(sinks: DTensor, queries: Sequence[Placement]) -> list[Placement]:
+    """Returns the placements of the gradient: each rank computes a share of the sum over batch and tokens."""
+    heads = Shard(sinks.ndim - 1)
+    gradient: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): heads}
+    return [gradient.get(placement, Replicate()) for placement in queries]

@@ -200,8 +200,9 @@ def over_all_ranks(layout: SequenceLayout, method: TakesLocal) -> SequenceLayout
 
 
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
-    """Placed as the heads of x are."""
-    placements: list[Placement] = [Shard(0) if found == Shard(2) else Replicate() for found in x.placements]
+    """Raises ValueError for sinks that are not placed as the heads of x are."""
+    heads = Shard(len(sinks.shape) - 1)
+    placements: list[Placement] = [heads if found == Shard(2) else Replicate() for found in x.placements]
     if sinks.device_mesh != x.device_mesh or any(
         found != wanted and sinks.device_mesh.size(place) > 1
         for place, (found, wanted) in enumerate(zip(sinks.placements, placements, strict=True))

@@ -23,7 +23,7 @@ from armillary.attention.autograd import (
     check_transforms,
     eager,
 )
-from armillary.attention.calls import AttendsInStages, AttentionCall
+from armillary.attention.calls import AttendsInStages, AttentionCall, head_sinks
 from armillary.attention.checks import are_plain, as_autocast, autocasts, check_hidden, check_tensors, in_one_dtype
 from armillary.attention.compiled import Traceable
 from armillary.attention.kernels import Inputs, Kernel, Scores, choose_kernel
@@ -187,8 +187,9 @@ class Method(ABC):
             layout: how the sequence is sharded: over all ranks of the method, or over its sequence axis alone. May be
                 left out where there is one shard.
             scale: of the scores, any finite number; 1 / sqrt(D) unless given.
-            sinks: [H], a learned score for each head that takes part in the softmax and has value 0 (gpt-oss). Its
-                gradient is this rank's share, to be summed over ranks as that of any parameter.
+            sinks: [H] or [S, H], one or S learned scores per head that take part in the softmax and have value 0
+                (gpt-oss; MagiAttention's have S). Their gradient is this rank's share, to be summed over ranks as that
+                of any parameter.
             softcap: c of c * tanh(score / c), where a kernel has it; finite and above 0.
             key_layout: how the keys are sharded, for cross-attention: as many shards as `layout`.
             kernel: a kernel, or the name of one, such as "dense"; by default the first that takes the inputs.
@@ -219,7 +220,7 @@ class Method(ABC):
             out, lse = attend_compiled(self, q, k, v, sinks, options)
         else:
             call = AttentionCall(self, self.check_call(q, k, v, sinks, options), return_lse)
-            out, lse, *_ = eager()(call, None, sinks, q, k, v)
+            out, lse, *_ = eager()(call, None, head_sinks(sinks), q, k, v)
         return (out, lse) if return_lse else out
 
     def projected(
@@ -271,7 +272,8 @@ class Method(ABC):
         return project_untraced(self, x, projections, sinks, options)
 
     def project(self, x: Tensor, projections: Projections, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-        """`projected`, of a call that is checked already."""
+        """Returns `projected(x, ...)` for a call that has been checked."""
+        sinks = head_sinks(sinks)
         if self.projects_in_stages:
             return attend_projected(cast(AttendsInStages, self), spec, x, projections, sinks)
         q = projections.q(x, range(projections.heads))
