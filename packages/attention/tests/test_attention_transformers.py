@@ -1,5 +1,6 @@
 """Unmodified transformers models on shards: logits and parameter gradients of the whole sequence on one rank."""
 
+import math
 from functools import partial
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -122,6 +124,26 @@ def on_one_rank(name: str, documents):
     logits = torch.cat(logits)
     logits.backward(dout)
     return logits.detach(), [p.grad for p in built.parameters()]
+
+
+def test_a_layer_may_have_several_sinks_a_head():
+    """Two of them weigh as much as the one whose logarithm they split."""
+    register_transformers(Local())
+    ids, dout = tokens()
+    results = []
+    for several in (False, True):
+        built = model("gpt-oss", "armillary")
+        for layer in built.model.layers if several else ():
+            sinks = layer.self_attn.sinks.detach()
+            layer.self_attn.sinks = nn.Parameter(torch.stack([sinks + math.log(0.3), sinks + math.log(0.7)]))
+        with sequence(layout=Local().layout(LENGTH)), InFloat64():
+            logits = built(ids, use_cache=False).logits
+        logits.backward(dout)
+        shares = [layer.self_attn.sinks.grad for layer in built.model.layers]
+        results.append((logits.detach(), torch.stack(shares)))
+    (logits, gradient), (same, shares) = results
+    assert relative_error(same, logits) < 1e-12
+    assert relative_error(shares, gradient[:, None] * torch.tensor([0.3, 0.7], dtype=torch.float64)[:, None]) < 1e-10
 
 
 def each_on_a_shard(todo: list[tuple]):
