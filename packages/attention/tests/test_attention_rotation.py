@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention import AttentionMask
+from armillary.attention import AttentionMask, Ring, TokenRing
 from armillary.attention.call.spec import AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import Moving, RingTopology
-from armillary.core import Axis, SequenceLayout
+from armillary.core import Axis, SequenceLayout, start_exchange
+from armillary.core.fake_world import fake_world
 from armillary.core.token_ranges import TokenRanges
 
 
@@ -49,6 +50,32 @@ MASKS = st.builds(
     window=st.none() | st.tuples(st.none() | st.integers(0, 30), st.none() | st.integers(0, 30)),
     documents=st.none() | CUTS | st.tuples(CUTS, CUTS),
 )
+
+
+def blocks(buffers: list[torch.Tensor]) -> int:
+    """Blocks of memory that some tensors, all of them alive, lie in."""
+    return len({x.untyped_storage().data_ptr() for x in buffers})
+
+
+@pytest.mark.parametrize(("name", "direct"), [("ring", 0), ("ring, queries", 0), ("token_ring", 1)])
+def test_a_ring_receives_into_the_same_memory_again(monkeypatch, name, direct):
+    """Into two blocks what goes round; into one each what comes straight back, or its sums and those of the rank."""
+    rotated, returned = list[torch.Tensor](), list[torch.Tensor]()
+    for module, buffers in (("rotate", rotated), ("returns", returned)):
+
+        def start(axis, send, receive, buffers=buffers):
+            buffers.extend(flat.buffer for flat in receive.values())
+            return start_exchange(axis, send, receive)
+
+        monkeypatch.setattr(f"armillary.attention.rotation.{module}.start_exchange", start)
+    with fake_world(0, ring=8) as mesh:
+        method = TokenRing(mesh["ring"]) if direct else Ring(mesh["ring"], "queries" if "queries" in name else "keys")
+        q, k, v = (torch.zeros(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+        out = method(q, k, v, mask=AttentionMask(causal=False), layout=method.layout(128))
+        assert (len(rotated), blocks(rotated), blocks(returned)) == (7, 2, direct)
+        out.sum().backward()
+        assert (len(rotated), blocks(rotated[7:])) == (14, 2)
+        assert blocks(returned[7 * direct :]) == (1 if direct else 3)
 
 
 def last_seen(spec: AttentionSpec, topology: RingTopology, origin: int) -> list[int]:

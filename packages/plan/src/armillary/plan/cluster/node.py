@@ -8,6 +8,7 @@ from math import inf
 import torch
 
 from armillary.attention.kernels import Inputs, efficiency, rulings
+from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
 from armillary.core.quantity import LARGEST
 from armillary.plan.cluster.network import Link
 
@@ -54,15 +55,22 @@ class Accelerator:
         if not 0 <= self.step < inf:
             raise ValueError(f"accelerator {self.name}: step={self.step} must not be below 0, and finite")
 
-    def attention_shares(self, tokens: int, kernel: str | None = None) -> tuple[float, float]:
-        """What attention attains of the peak over a causal sequence of so many tokens: (forward, backward).
+    def attention_shares(self, tokens: int, kernel: str | None = None, margin: int = 0) -> tuple[float, float]:
+        """Shares of the peak that attention attains over a causal sequence of so many tokens: (forward, backward).
 
         Args:
             kernel: by name; unless given, the fastest that torch ships.
+            margin: multiprocessors that a persistent kernel leaves to NCCL.
         """
         known = efficiency(kernel or self.kernel or "", self.compute_capability)
         forward, backward = USUAL if known is None else (known.forward(tokens), known.backward)
+        if self.is_persistent(kernel):
+            forward *= 1 - margin / MULTIPROCESSORS
         return self.attention or forward, self.attention_backward or backward
+
+    def is_persistent(self, kernel: str | None = None) -> bool:
+        """Whether the forward of a kernel, by default the fastest that torch ships, occupies all multiprocessors."""
+        return (kernel or self.kernel) in PERSISTENT
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

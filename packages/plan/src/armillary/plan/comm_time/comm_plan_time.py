@@ -54,7 +54,9 @@ class Span:
         )
 
 
-def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1) -> Span:
+def spent(
+    steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1, overlap: bool = True
+) -> Span:
     """One pass of attention, by all ranks together, until the last is through.
 
     A rank goes on to its next step when it has computed, has received that step's moves, and is done with sending them
@@ -64,13 +66,15 @@ def spent(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copi
         steps: of the forward or of the backward of a plan over P ranks.
         seconds_per_pair: that a rank takes for each visible (query, key) pair of a head.
         copies: of the plan that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
+        overlap: whether a step's moves are under way while it computes; else they begin after that, because its kernel
+            leaves no multiprocessor to NCCL.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
     clocks, computing, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
     for step in steps:
         compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
         under_way = sent(step.moves, step.leaving, cluster, copies)
-        clocks = clocks.after(compute, *under_way)
+        clocks = clocks.after(compute, *under_way, overlap=overlap)
         computing = [a + b for a, b in zip(computing, compute, strict=True)] if compute else computing
         exchange += max((delivery.seconds for deliveries in under_way for delivery in deliveries), default=0.0)
     overheads = overhead * sum(bool(step.pairs) for step in steps)
@@ -89,12 +93,16 @@ class Clocks(NamedTuple):
     free: list[float]
     owed: list[float]
 
-    def after(self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery]) -> Clocks:
-        """Once each has gone through one more step; `compute` is empty where nothing is computed."""
+    def after(
+        self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery], overlap: bool = True
+    ) -> Clocks:
+        """Clocks after one more step; `compute` is empty where nothing is computed."""
         begin = self.free if compute else [max(pair) for pair in zip(self.free, self.owed, strict=True)]
         compute = compute or [0.0] * len(begin)
         done = [max(a + b, late) for a, b, late in zip(begin, compute, self.owed, strict=True)]
         ends, owed = list(done), list(done)
+        if not overlap:
+            begin, compute = done, [0.0] * len(begin)
         for send in moves:
             start = max(begin[send.source], begin[send.target])
             ends[send.target] = max(ends[send.target], start + send.beside(compute[send.target]))

@@ -55,25 +55,44 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Passes:
-    """Attention of one block: forward and backward."""
+    """Attention of one block: forward and backward.
+
+    Args:
+        overlap: whether anything is sent while forward computes.
+    """
 
     forward: Span
     backward: Span
+    overlap: bool = True
 
     @classmethod
     def of(
-        cls, plan: CommPlan, cluster: Cluster, head_dim: int, copies: int, tokens: int, kernel: str | None = None
+        cls,
+        plan: CommPlan,
+        cluster: Cluster,
+        head_dim: int,
+        copies: int,
+        tokens: int,
+        kernel: str | None = None,
+        margin: int = 0,
     ) -> Passes:
-        """Of `copies` groups of ranks side by side.
+        """Attention of `copies` groups of ranks side by side.
+
+        A kernel that is persistent and leaves no margin hides nothing in forward: NCCL's kernels start when it ends.
 
         Args:
-            tokens, kernel: as of `Accelerator.attention_shares`.
+            tokens, kernel, margin: as of `Accelerator.attention_shares`.
         """
         device = cluster.accelerator
-        forward_share, backward_share = device.attention_shares(tokens, kernel)
+        overlap = margin > 0 or not device.is_persistent(kernel)
+        forward_share, backward_share = device.attention_shares(tokens, kernel, margin)
         forward = FORWARD * head_dim / (device.flops * forward_share)
         backward = BACKWARD * head_dim / (device.flops * backward_share)
-        return cls(spent(plan.forward, cluster, forward, copies), spent(plan.backward, cluster, backward, copies))
+        return cls(
+            spent(plan.forward, cluster, forward, copies, overlap),
+            spent(plan.backward, cluster, backward, copies),
+            overlap,
+        )
 
 
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
@@ -140,11 +159,11 @@ def hidden_by(step: StepSizes, last: bool, i: int, dense: float, passes: Passes)
     Args:
         last: of its segment; attention of the others is computed again when that is run again.
     """
-    forward, backward, parts = passes.forward, passes.backward, step.checkpointing.policy != "none"
-    if parts and last and not step.keeps[i].attended:
-        backward += forward
-    again = dense if parts else recomputed(step, dense, forward)[0] / step.model.layers
-    return dense + hides(forward), 2 * dense + again + hides(backward)
+    backward, parts = passes.backward, step.checkpointing.policy != "none"
+    if parts and last and passes.overlap and not step.keeps[i].attended:
+        backward += passes.forward
+    again = dense if parts else recomputed(step, dense, passes.forward)[0] / step.model.layers
+    return dense + (hides(passes.forward) if passes.overlap else 0.0), 2 * dense + again + hides(backward)
 
 
 def running_again(step: StepSizes, cluster: Cluster) -> tuple[float, float]:

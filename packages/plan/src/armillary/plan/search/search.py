@@ -11,6 +11,7 @@ import torch
 
 from armillary.attention import AttentionMask
 from armillary.attention.comm_plan import AttentionShape
+from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.chosen import check_kernel_name
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
@@ -150,9 +151,19 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
 
 
 def passes_of(
-    candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, kernel: str | None = None
+    candidate: Candidate,
+    model: Model,
+    cluster: Cluster,
+    length: int,
+    rows: int,
+    kernel: str | None = None,
+    margin: int | None = None,
 ) -> Passes:
-    """Attention of a block, on causal zigzag sequences; by the fastest kernel that torch ships, or the one named."""
+    """Attention of a block, on causal zigzag sequences; by the fastest kernel that torch ships, or the one named.
+
+    Args:
+        margin: multiprocessors that a persistent kernel leaves to NCCL; None: as many as by default.
+    """
     mesh, attention = candidate.mesh, candidate.attention
     work = AttentionShape.of(
         attention.layout(length, mesh.ring),
@@ -164,7 +175,8 @@ def passes_of(
         batch=rows // mesh.shard,
     )
     plan = attention.comm_plan(work, mesh.ring, mesh.ulysses)
-    return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel)
+    margin = default_margin(mesh.ring) if margin is None else margin
+    return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel, margin)
 
 
 def choices_of(

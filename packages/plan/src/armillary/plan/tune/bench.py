@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import AttentionMask
-from armillary.core import SequenceLayout, build_mesh
+from armillary.core import SequenceLayout
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.plan.search.candidates import Candidate
-from armillary.train.build import collective_timeout, precision, shard_model
+from armillary.train.build import mesh_of, precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
-from armillary.train.cuda_setup import cuda_setup
+from armillary.train.kernels import kernel_with_margin
 from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 
@@ -62,10 +62,11 @@ class Bench:
         """
         config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         check(config)
-        axes, above = choose_axes(config, world_size()), cuda_setup(config).high_priority
-        mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config), high_priority=above)
+        axes = choose_axes(config, world_size())
+        mesh = mesh_of(config, device, axes)
         sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
         model, attention = shard_model(sizes, config, mesh, precision(config, device))
+        attention.kernel = kernel_with_margin(config, sizes, precision(config, device), device, axes["ring"])
         layout = attention.layout(config.data.sequence_length, config.data.layout)
         model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
         initialize(model, config.train.seed)

@@ -19,6 +19,7 @@ from armillary.plan.tune.bench import VOCABULARY
 from armillary.plan.tune.command import Order
 from armillary.plan.tune.file import Measured
 from armillary.train.config import Config
+from armillary.train.kernels import sm_margin
 from armillary.train.model import model_config
 
 
@@ -96,7 +97,8 @@ def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Can
     def predict(candidate: Candidate) -> CandidatePrediction:
         mesh, attention = candidate.mesh, candidate.attention
         mine = replace(job, axes=mesh.axes, attention=attention, rows=job.rows // mesh.shard)
-        passes = passes_of(candidate, job.model, cluster, job.length, job.rows, config.parallel.kernel)
+        kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
+        passes = passes_of(candidate, job.model, cluster, job.length, job.rows, kernel, margin)
         memory, taken = estimate(mine), step_time(mine, passes, cluster)
         return CandidatePrediction(candidate, taken.seconds, missing(memory, room) if room.share(memory) > 1 else None)
 
