@@ -34,6 +34,10 @@ MODELS = {
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "qwen3": ("Qwen3", {}),
     "gpt-bigcode, position ids for masks alone": ("GPTBigCode", {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
+    "qwen2-moe, a window of 0 that no layer has": (
+        "Qwen2Moe",
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16} | IN_FLOAT64,
+    ),
     "gemma2": ("Gemma2", {"sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"sliding_window": 7, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
     "gpt-oss": (
@@ -450,6 +454,8 @@ def refusal(wrong: str) -> str:
             given["output_attentions"] = True
         case "bias":
             given["position_bias"] = torch.zeros(1)
+        case "window without keys":
+            built = model("mistral, one token", "armillary", sliding_window=0)
         case "not causal":
             built.model.layers[0].self_attn.is_causal = False
         case _:
@@ -481,6 +487,7 @@ REFUSED = {
     "dropout": "attention_dropout=0",
     "weights": "output_attentions",
     "bias": "position_bias",
+    "window without keys": "sliding_window=0",
     "not causal": "is bidirectional, but its mask is causal",
 }
 
