@@ -161,7 +161,7 @@ def test_what_methods_cannot_be_made_of(make, message):
 
 def test_integers_of_numpy_will_do():
     assert UPipe(ALONE, heads_per_stage=np.int64(2)).heads_per_stage == 2
-    assert Teams(4, torch.tensor(2), "p2p_intra").ring == 1
+    assert Teams(4, torch.tensor(2), "p2p_intra").ring_size == 1
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.comm_plan import AttentionShape, Kind, Move, Step
-from armillary.attention.methods import ring, ulysses
+from armillary.attention.planning.comm_plan import AttentionShape, Kind, Move, Step
+from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
 from armillary.core.testing.examples import commands_in
@@ -49,7 +50,7 @@ def usp_forward(cluster: Cluster, length: int, split: int) -> float:
         work = AttentionShape.of(
             layout, AttentionMask(causal), heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16
         )
-        return ulysses.comm_plan(work, split, ring.comm_plan).forward
+        return UlyssesPlan().comm_plan(work, split, RingPlan().comm_plan).forward
 
     sent, seen = steps(causal=False), steps(causal=True)
     device = cluster.accelerator
@@ -179,9 +180,9 @@ def test_whoever_has_handed_over_what_it_sends_goes_on():
     relay = [Step((moved("p2p", (0, 1)),)), Step((moved("p2p", (0, 2)),)), Step((moved("p2p", (1, 2)),))]
     assert spent(relay, PLAIN, 0.0).seconds == pytest.approx(3)
     assert spent(relay, cluster, 0.0).seconds == pytest.approx(2)  # 0 sends to 2 while 1 is receiving
-    leaving = [Step((), (1,) * 16, step.moves) for step in relay]
-    assert spent(leaving, PLAIN, 0.0).seconds == pytest.approx(3, rel=1e-2)
-    assert spent(leaving, cluster, 0.0).seconds == pytest.approx(2, rel=1e-2)
+    late = [Step((), (1,) * 16, step.moves) for step in relay]
+    assert spent(late, PLAIN, 0.0).seconds == pytest.approx(3, rel=1e-2)
+    assert spent(late, cluster, 0.0).seconds == pytest.approx(2, rel=1e-2)
 
 
 @pytest.mark.parametrize(

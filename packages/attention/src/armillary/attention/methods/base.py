@@ -2,7 +2,7 @@
 
 A method is a pair of plain functions, forward and backward, over local tensors (`call/interface.py`). Calling it checks
 the arguments and runs the pair under autograd (`call/attend.py`). To add a method, write a subclass with `forward` and
-`backward`, and give it a line in `registry.py`.
+`backward`, and give it a line in `registry/table.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method
+from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method, unplanned
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
@@ -146,14 +146,15 @@ def choices(plan: BytesPlan) -> Iterator[Candidate]:
 
 def shown_by_default(plan: BytesPlan) -> list[str]:
     """All methods on one axis, those on heads where the ranks divide these; and USP."""
-    return [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+    listed = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+    return [name for name in listed if name not in unplanned("comm_plan")]
 
 
 def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
     """Team sizes of a method that has them: those asked for, or all that fit."""
-    if "team" not in method.sequence.takes:
+    if "team" not in method.sequence.options:
         return [None]
-    fitting = dict.fromkeys(options.team for options in method.sequence.variants(ring))
+    fitting = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
     return plan.team or fitting or [None]
 
 
@@ -229,8 +230,8 @@ def published(work: AttentionShape, attention: AttentionChoice) -> Sent | None:
     method, ranks = attention.method, work.layout.shards
     if work.mask != AttentionMask(causal=False) or ranks == 1 or work.layout.length % ranks:
         return None
-    counted = None if method.head else method.sequence.published
-    return None if counted is None else Sent(*counted(work, method.options))
+    counted = None if method.head else method.sequence_plan(ranks).published_bytes(work)
+    return None if counted is None else Sent(*counted)
 
 
 def together(rows: list[Row]) -> list[Row]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from armillary.attention.registry import unplanned
 from armillary.core.table import Column, print_table
 from armillary.plan.comm_time.bytes import BytesPlan, Row, Sent
 from armillary.plan.presets import amount
@@ -31,6 +32,8 @@ def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
     tokens, keys = amount(plan, "tokens"), plan.kv_heads or plan.heads
     shape = f"N {tokens:,}, H {plan.heads}, K {keys}, D {plan.head_dim}, B {plan.rows}"
     print(f"{shape}, {plan.dtype}, {mask}, {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}")
+    for name in () if plan.attention else unplanned("comm_plan"):
+        print(f"left out: {name} has no comm_plan")
     print("what one rank sends in one call of attention; paper: as WallFacer's counts it, a step for each rank\n")
     print_table(HEADS, map(cells_of, rows))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from armillary.attention.comm_plan import Move, Step
+from armillary.attention.planning.comm_plan import Move, Step
 from armillary.core.network import Send
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery
@@ -73,7 +73,7 @@ def spent(
     clocks, computing, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
     for step in steps:
         compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
-        under_way = sent(step.moves, step.leaving, cluster, copies)
+        under_way = sent(step.moves, step.later_moves, cluster, copies)
         clocks = clocks.after(compute, *under_way, overlap=overlap)
         computing = [a + b for a, b in zip(computing, compute, strict=True)] if compute else computing
         exchange += max((delivery.seconds for deliveries in under_way for delivery in deliveries), default=0.0)

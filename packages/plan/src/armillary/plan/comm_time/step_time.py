@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from armillary.attention.comm_plan import CommPlan
+from armillary.attention.planning.comm_plan import CommPlan
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, around, spent
 from armillary.plan.memory import Job

@@ -10,12 +10,13 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from armillary.attention.registry import unplanned
 from armillary.core.quantity import gib
 from armillary.core.table import Column, print_table
 from armillary.plan.memory.fit import missing
 from armillary.plan.memory.report import checkpoints
 from armillary.plan.search.command_line import command_line
-from armillary.plan.search.search import Choice, SearchResult
+from armillary.plan.search.search import NEEDED, Choice, SearchResult
 
 
 def as_json(found: SearchResult) -> str:
@@ -74,9 +75,11 @@ def heading(found: SearchResult) -> list[str]:
     """Model, cluster and step."""
     plan, sizes = found.plan, f"{found.model.parameters() / 1e9:.2f}B parameters"
     rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {found.length:,} tokens"
+    lacking = {} if plan.attention else unplanned(*NEEDED)
     return [
         f"{plan.model}, {sizes}, on {found.cluster.name}: a step of {rows}",
         f"{len(found.choices)} ways to run it, {len(found.fitting)} of which fit; predicted, not measured",
+        *(f"left out: {name} has no {', '.join(functions)}" for name, functions in lacking.items()),
     ]
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.comm_plan import AttentionShape
 from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.chosen import check_kernel_name
+from armillary.attention.planning.comm_plan import AttentionShape
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
@@ -24,6 +24,8 @@ from armillary.plan.search.candidates import Candidate, candidates, is_one_of, p
 from armillary.plan.search.keeping import fitted
 from armillary.train.config.limits import Count, check_limits
 
+NEEDED = ("comm_plan", "forward_memory", "backward_memory")
+"""Functions of a method's plan. Methods without them are left out, or refused where they are asked for."""
 AS_FAST = 1e-3
 """By so much of its time a choice may be slower than another, and be taken because it leaves more memory free."""
 
@@ -131,6 +133,8 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
     wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
+    if not plan.attention:
+        wanted = [c for c in wanted if not c.attention.method.missing(*NEEDED)]
     if not wanted:
         raise ValueError(
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
