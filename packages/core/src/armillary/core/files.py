@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -24,6 +24,11 @@ def _parsed(parser: Callable[[Any], Any], text: str | bytes) -> Any:
         return parser(text)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
+
+
+def is_file_name(name: object) -> TypeGuard[str]:
+    """Tells names of files in a folder from text that leads elsewhere, such as "..", "a/b" or nothing at all."""
+    return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:

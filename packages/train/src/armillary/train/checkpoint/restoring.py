@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.metadata import Damaged, read_metadata
+from armillary.core.checkpoint.metadata import Damaged, check_files, read_metadata
 from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.manifest import Manifest, fault, is_copy
 from armillary.train.checkpoint.settings import changed_settings, settings
@@ -81,7 +81,7 @@ def fault_of(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
     if found is not None or ranks.rank:
         return found
     try:
-        read_metadata(folder.place(step))
+        check_files(folder.place(step), read_metadata(folder.place(step)))
     except Damaged as damage:
         return str(damage)
     return None
