@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -31,8 +32,20 @@ def is_file_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Adds the path to an OSError that lacks it: a write to a full disk fails without a file name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Has `write` make a file, and puts it at `path` in place of what is there once it is complete; returns that."""
+    """Replaces the file at `path`, once `write` has written a complete one beside it; returns `path`."""
     partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    return partial.replace(path)
+    with writing(path):
+        write(partial)
+        return partial.replace(path)
