@@ -18,6 +18,7 @@ from armillary.core.allocator import set_allocator
 from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models.hub.folder import weight_map
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
@@ -61,6 +62,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     """
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
+    if config.model.pretrained is not None:
+        weight_map(config.model.pretrained)  # without weights, memory would be allocated by whatever config.json says
     above = cuda_setup(config).high_priority
     mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config), high_priority=above)
     stores = open_stores(config.data, config.model.pretrained)
