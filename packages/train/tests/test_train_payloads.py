@@ -1,8 +1,11 @@
 """A checkpoint is data: whatever stands in a file of it, going on and exporting run none of it."""
 
+import errno
 import io
 import json
+import os
 import pickle
+import resource
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -12,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 import armillary.train
 from armillary.core.checkpoint.metadata import METADATA, read_metadata
@@ -196,6 +199,63 @@ def test_a_payload_in_a_file_of_an_export_is_not_run(checkpoint, tmp_path, marke
         with pytest.raises(ValueError):
             Llama.from_pretrained(folder)
         assert not marker.exists(), name
+
+
+def with_size(metadata, size: tuple[int, ...]):
+    """Another size of every tensor, in one chunk."""
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+    entries = metadata.state_dict_metadata
+    return replace(
+        metadata, state_dict_metadata={n: replace(x, size=chunk.sizes, chunks=[chunk]) for n, x in entries.items()}
+    )
+
+
+def with_file(metadata, name: str):
+    """Another file for every tensor."""
+    stored = {index: replace(info, relative_path=name) for index, info in metadata.storage_data.items()}
+    return replace(metadata, storage_data=stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda metadata: with_size(metadata, (2**70,)), str(2**70)),
+        (lambda metadata: with_size(metadata, (2**40, 2**10)), "model."),
+        (lambda metadata: with_file(metadata, ".."), "relative_path='..'"),
+        (lambda metadata: with_file(metadata, ""), "relative_path=''"),
+        (lambda metadata: with_file(metadata, "absent.distcp"), "absent.distcp"),
+    ],
+    ids=range(5),
+)
+def test_metadata_of_sizes_and_files_that_cannot_be_is_refused_in_one_line(worlds, checkpoint, tmp_path, change, named):
+    place = shutil.copytree(checkpoint, tmp_path / "run") / "checkpoint/step-1"
+    metadata = change(dcp.FileSystemReader(place).read_metadata())
+    poison(place, {METADATA: pickle.dumps(metadata)})
+    said = exported(place, tmp_path / "hf")
+    assert said.startswith(f"armillary-export: {place}: .metadata ") and said.count("\n") == 1 and named in said
+    (said,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
+    assert said.startswith("refused: ") and named in said and "\n" not in said
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**6}, {"hidden_size": 64}, {"vocab_size": "many"}], ids=str)
+def test_a_manifest_of_another_model_than_was_saved_is_not_exported(checkpoint, tmp_path, fields):
+    place = shutil.copytree(checkpoint / "checkpoint/step-1", tmp_path / "step-1")
+    manifest = Manifest.read(place)
+    replace(manifest, model=manifest.model | fields).write(place)
+    said = exported(place, tmp_path / "hf")
+    assert said.startswith(f"armillary-export: {place}/manifest.json: model: ") and said.count("\n") == 1
+
+
+def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
+    """A limit of this process's files instead: torch, safetensors and Python fail alike."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        said = exported(checkpoint / "checkpoint/step-1", tmp_path / "hf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert said == f"armillary-export: {tmp_path}/hf/model.safetensors: {os.strerror(errno.EFBIG)}\n"
+    assert list((tmp_path / "hf").iterdir()) == []
 
 
 def test_metadata_of_a_checkpoint_is_what_torch_reads(checkpoint):
