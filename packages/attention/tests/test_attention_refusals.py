@@ -192,6 +192,7 @@ CALLS: list[tuple[dict, str]] = [
     ({"scale": torch.tensor(0.3)}, "scale=tensor .*: a finite number is needed; multiply q by a scale that is learned"),
     ({"softcap": math.inf}, "softcap=inf: a finite number is needed, or None for no cap"),
     ({"softcap": math.nan}, "softcap=nan: a finite number"),
+    ({"softcap": 10**400}, "softcap=1000"),
     ({"softcap": 0}, "softcap 0 must be above 0"),
     ({"softcap": -1.0}, "softcap -1.0 must be above 0"),
     ({"softcap": "50"}, "softcap='50': a finite number"),

@@ -1,10 +1,13 @@
 """Files that appear whole, or not at all."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from armillary.core.files import write_whole
+from armillary.core.commands import described
+from armillary.core.files import is_file_name, write_whole, writing
 
 
 def test_what_was_there_stays_until_what_replaces_it_is_complete(tmp_path):
@@ -21,3 +24,27 @@ def test_what_was_there_stays_until_what_replaces_it_is_complete(tmp_path):
     assert path.read_text() == "one"
     write_whole(path, lambda partial: partial.write_text("two"))
     assert path.read_text() == "two" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_by_the_file_and_other_errors_stay_as_they_are(tmp_path):
+    full = tmp_path / "full.json"
+    full.symlink_to("/dev/full")
+    with pytest.raises(OSError) as error, writing(full):
+        full.write_text("text")
+    assert described(error.value) == f"{full}: {os.strerror(errno.ENOSPC)}"
+    path = tmp_path / "whole.json"
+    path.with_name("whole.json.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError) as error:
+        write_whole(path, lambda partial: partial.write_text("text"))
+    assert described(error.value) == f"{path}: {os.strerror(errno.ENOSPC)}"
+    with pytest.raises(OSError) as error, writing(path):
+        (tmp_path / "absent").read_text()
+    assert error.value.filename == str(tmp_path / "absent")
+    with pytest.raises(OSError) as error, writing(path):
+        raise OSError("no number")
+    assert str(error.value) == "no number"
+
+
+def test_names_of_files_are_told_from_paths():
+    assert all(map(is_file_name, ["a", ".metadata", "a..b", "...", "a b", "é"]))
+    assert not any(map(is_file_name, ["", ".", "..", "a/b", "/a", "a/", "../a", "a\0", None, 3, b"a", ["a"]]))

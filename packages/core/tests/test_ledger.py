@@ -1,6 +1,6 @@
 """The ledger: what it counts, and the table that it prints."""
 
-from textwrap import indent
+from inspect import cleandoc
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_messages_are_counted_as_bytes_are():
 
 def test_the_table_is_that_of_the_docstring():
     assert booked().table() == TABLE.rstrip("\n")
-    assert indent(TABLE, " " * 4) in (CommLedger.__doc__ or "")
+    assert TABLE in cleandoc(CommLedger.__doc__ or "")
 
 
 def test_columns_hold_what_a_run_sends():

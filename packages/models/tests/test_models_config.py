@@ -1,5 +1,6 @@
 """Sizes: what is refused, and what follows from them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from armillary.attention import AttentionMask
 from armillary.models import GPTConfig, Llama, LlamaConfig
+from armillary.models.hub.tensors import parameter_shapes
+from armillary.models.initialize import meta_model
 
 DEBUG = LlamaConfig.debug()
 
@@ -78,8 +81,39 @@ def test_head_dim_follows_from_the_width_unless_given():
         ({"window": 0}, "window=0: it must be a whole number of at least 1"),
         ({"window": 5, "window_from": 4}, "window_from=4 with window=5 and layers=4"),
         ({"window_from": 1}, "window_from=1 with window=None"),
+        ({"norm_eps": math.nan}, "norm_eps=nan"),
+        ({"norm_eps": 10**400}, "norm_eps=1000"),
+        ({"norm_eps": "small"}, "norm_eps='small'"),
+        ({"rope_theta": math.nan}, "rope_theta=nan"),
+        ({"rope_theta": math.inf}, "rope_theta=inf"),
+        ({"layers": True}, "layers=True"),
+        ({"heads": "8"}, "heads='8'"),
+        ({"heads": 256, "kv_heads": 256}, "dim=128 must be at least heads=256"),
+        ({"dim": 10**9}, "dim=1000000000"),
+        ({"vocab_size": 10**400}, "vocab_size=1000"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        replace(DEBUG, **change)
+        replace(DEBUG, head_dim=0, **change) if "head_dim" not in change else replace(DEBUG, **change)
+
+
+def test_a_gpt_of_impossible_sizes_is_refused_by_name():
+    for change in ({"norm_eps": math.nan}, {"dim": 2**40}, {"max_positions": 2**70}, {"layers": True}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            GPTConfig(**{"dim": 8, "layers": 1, "heads": 2, **change})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DEBUG,
+        replace(DEBUG, tied_embeddings=True, layers=12, window=5, window_from=11),
+        replace(DEBUG, qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, layers=1),
+        GPTConfig(dim=8, layers=11, heads=2, vocab_size=7, max_positions=9),
+    ],
+)
+def test_shapes_are_those_of_the_module(config):
+    expected = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    assert parameter_shapes(meta_model, config) == expected
+    assert sum(map(math.prod, expected.values())) == config.parameters()

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_folders import attend, build, edit_tensors, same, split
+from hub_folders import SMALL, attend, build, edit_config, edit_tensors, same, split
 
-from armillary.models import GPT, GPTConfig, Llama, load_pretrained
+from armillary.models import GPT, GPTConfig, Llama, load_pretrained, pretrained_config
+from armillary.models.hub.folder import ends_of_text
 
 
 @pytest.fixture
@@ -50,6 +51,45 @@ def test_missing_files_are_named(folder):
         Llama.from_pretrained(folder, attend)
 
 
+SIZES = [
+    ({"hidden_size": 10**9}, r"embed_tokens.weight is \(11, 8\), not \(11, 1000000000\)"),
+    ({"vocab_size": 10**15}, r"embed_tokens.weight is \(11, 8\), not \(1000000000000000, 8\)"),
+    ({"intermediate_size": 10**9}, r"layers.0.mlp.gate_proj.weight is \(12, 8\), not \(1000000000, 8\)"),
+    ({"head_dim": 10**8}, r"layers.1.self_attn.q_proj.weight is \(12, 8\), not \(200000000, 8\)"),
+    ({"num_attention_heads": 10**8}, r"layers.1.self_attn.o_proj.weight is \(8, 12\), not \(8, 600000000\)"),
+    ({"num_hidden_layers": 10**6}, "1000000 layers"),
+    ({"num_hidden_layers": 10**10}, "10000000000 layers"),
+    ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
+    ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is not part of the model"),
+    ({"vocab_size": 10**17}, "vocab_size=100000000000000000"),
+    ({"hidden_size": 2**70}, f"hidden_size={2**70}"),
+    ({"attention_bias": True}, "q_proj.bias is missing"),
+    ({"tie_word_embeddings": True}, "lm_head.weight is not part of the model"),
+]
+
+
+@pytest.mark.parametrize("change, message", SIZES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("read", [Llama.from_pretrained, pretrained_config])
+def test_sizes_that_the_weights_do_not_have_are_refused_before_a_model_of_them_is_built(folder, read, change, message):
+    edit_config(folder, **change)
+    with pytest.raises(ValueError, match=message):
+        read(folder)
+
+
+def test_a_folder_without_weights_has_the_sizes_of_its_config(folder):
+    (folder / "model.safetensors").unlink()
+    assert pretrained_config(folder) == SMALL
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
+        Llama.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("tokens", ["text", [1, "2"], {"a": 1}, 1.5, [None], True])
+def test_ends_of_text_that_are_no_tokens_are_refused(folder, tokens):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id="):
+        ends_of_text(folder)
+
+
 @pytest.mark.parametrize(
     "file, text, message",
     [
@@ -88,10 +128,16 @@ def test_a_tensor_that_is_not_where_the_index_has_it_is_named(folder):
     index.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"has lm_head.weight in model-00002-of-00002.safetensors, and it is not"):
         Llama.from_pretrained(folder, attend)
-    for outside in ("../" + first, 7):
+    for outside in ("../" + first, 7, "..", "", ".", "a\0", None, [first]):
         fields["weight_map"] |= {"lm_head.weight": outside}
         index.write_text(json.dumps(fields))
         with pytest.raises(ValueError, match=r"has lm_head.weight in .*, which is no file's name"):
+            Llama.from_pretrained(folder, attend)
+    for absent in ("x" * 5000, "directory"):
+        (folder / "directory").mkdir(exist_ok=True)
+        fields["weight_map"] |= {"lm_head.weight": absent}
+        index.write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=rf"has lm_head.weight in {absent}, and there is no such file"):
             Llama.from_pretrained(folder, attend)
 
 

@@ -1,13 +1,19 @@
 """A table of arguments, values and files that will not do: each is refused by one readable line that names it."""
 
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from armillary.core.testing.refusals import refusal
 from armillary.models import Checkpointing
+from armillary.models.hub.configs import parse
+from armillary.models.hub.tensors import parameter_shapes
+from armillary.models.initialize import meta_model
 from armillary.train import (
     Config,
     DataConfig,
@@ -25,6 +31,21 @@ from armillary.train.config.check import check
 from armillary.train.config.command import read_command
 from armillary.train.reporting.plot_cli import main as plot
 
+
+def safetensors(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    return save({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+HUB = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+WEIGHTS = safetensors(parameter_shapes(meta_model, parse(HUB)))
 FILES = {
     "empty": "",
     "empty.json": "",
@@ -70,6 +91,18 @@ FILES = {
     "hub-kind/config.json": '{"model_type": "rwkv"}',
     "hub-lacks/config.json": '{"model_type": "llama"}',
     "hub-none/notes.txt": "",
+    "hub-theta/config.json": json.dumps(HUB | {"rope_theta": math.nan}),
+    "hub-epsilon/config.json": json.dumps(HUB | {"rms_norm_eps": math.nan}),
+    "hub-text/config.json": json.dumps(HUB | {"rms_norm_eps": "small"}),
+    "hub-huge/config.json": json.dumps(HUB | {"hidden_size": 2**70}),
+    "hub-large/config.json": json.dumps(HUB | {"hidden_size": 10**9}),
+    "hub-plain/config.json": json.dumps(HUB),
+    "hub-wide/config.json": json.dumps(HUB | {"hidden_size": 10**6}),
+    "hub-wide/model.safetensors": WEIGHTS,
+    "hub-layers/config.json": json.dumps(HUB | {"num_hidden_layers": 10**6}),
+    "hub-layers/model.safetensors": WEIGHTS,
+    "hub-index/config.json": json.dumps(HUB),
+    "hub-index/model.safetensors.index.json": json.dumps({"weight_map": {"model.norm.weight": ".."}}),
 }
 
 
@@ -168,6 +201,16 @@ TRAIN = [
     ("--model.pretrained hub-deep", "cannot read hub-deep/config.json: brackets are nested too deeply"),
     ("--model.pretrained hub-kind", "hub-kind/config.json: model_type='rwkv'"),
     ("--model.pretrained hub-lacks", "hub-lacks/config.json: it lacks "),
+    ("--model.pretrained hub-theta", "hub-theta/config.json: rope_theta=nan"),
+    ("--model.pretrained hub-epsilon", "hub-epsilon/config.json: rms_norm_eps=nan"),
+    ("--model.pretrained hub-text", "hub-text/config.json: rms_norm_eps='small'"),
+    ("--model.pretrained hub-huge", "hub-huge/config.json: hidden_size=1180591620717411303424"),
+    ("--dry-run --model.pretrained hub-large", "hub-large/config.json: vocab_size=300, hidden_size=1000000000, "),
+    ("--model.pretrained hub-wide", "model.embed_tokens.weight is (300, 8), not (300, 1000000)"),
+    ("--dry-run --model.pretrained hub-wide", "model.embed_tokens.weight is (300, 8), not (300, 1000000)"),
+    ("--model.pretrained hub-layers", "the weights in hub-layers do not fit its config.json: "),
+    ("--dry-run --model.pretrained hub-layers", "1000000 layers"),
+    ("--model.pretrained hub-index", "hub-index/model.safetensors.index.json has model.norm.weight in '..'"),
     ("--save.every 0", "--save.every 0: must be at least 1"),
     ("--save.resume always", "invalid choice 'always'"),
     ("--log.every 0", "--log.every 0: must be at least 1"),
@@ -304,6 +347,7 @@ STARTED = [
     ("--parallel.kernel cudnn", "--parallel.kernel cudnn: no kernel for "),
     ("--parallel.kernel cudnn", "cudnn: runs on CUDA, not on cpu; what accepts them: cpu_flash, dense"),
     ("--train.device cuda", "cuda"),
+    ("--data.path text.txt --model.pretrained hub-plain", "hub-plain has neither model.safetensors nor"),
 ]
 
 

@@ -120,7 +120,10 @@ def without(*names: str):
         (lambda fields: fields | {"step": "7"}, "manifest.json: step: Input should be a valid integer"),
         (lambda fields: fields | {"loader": [1]}, "manifest.json: loader: Input should be"),
         (lambda fields: fields | {"files": {"x": 3}}, "manifest.json: files.x: Input should be"),
-        (lambda fields: fields | {"files": {"../x": {"size": 0, "crc32": 0}}}, "manifest.json names '../x', which"),
+        (lambda fields: fields | {"files": {"../x": {"size": 0, "crc32": 0}}}, "manifest.json: files: '../x'"),
+        (lambda fields: fields | {"files": {"..": {"size": 0, "crc32": 0}}}, "manifest.json: files: '..'"),
+        (lambda fields: fields | {"files": {"": {"size": 0, "crc32": 0}}}, "manifest.json: files: ''"),
+        (lambda fields: fields | {"files": {"a\0": {"size": 0, "crc32": 0}}}, r"manifest.json: files: 'a\x00'"),
         (lambda fields: fields | {"step": 8}, "manifest.json is that of step 8"),
     ],
 )

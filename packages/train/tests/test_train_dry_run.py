@@ -39,6 +39,9 @@ def test_the_finetuning_recipe_takes_an_8b(tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     fields |= {"num_hidden_layers": 32, "vocab_size": 128_256, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="12 tensors, and 32 layers"):
+        dry_run(recipes.finetune(tmp_path), 8)
+    (tmp_path / "model.safetensors").unlink()  # config.json alone will do
     found = dry_run(recipes.finetune(tmp_path), 8)
     assert found.model.parameters() == LlamaConfig.llama3_8b().parameters() and found.model.max_positions == 131_072
     assert found.axes == {"replicate": 1, "shard": 1, "ring": 4, "ulysses": 2, "tp": 1}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -178,17 +179,26 @@ def refusals(orders: list[Generate]) -> list[str]:
     return found
 
 
-def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, tmp_path):
+def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, run_folder, tmp_path):
     from armillary.models import GPT, GPTConfig
 
     GPT(GPTConfig(vocab_size=60, dim=24, layers=1, heads=4, max_positions=12), Local()).save_pretrained(tmp_path)
-    hub = asked_of(folder[0])
+    hub, wide = asked_of(folder[0]), shutil.copytree(folder[0], tmp_path / "wide")
+    fields = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(fields | {"hidden_size": 10**6}))
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    place = run / "checkpoint" / "step-2"
+    saved = Manifest.read(place)
+    replace(saved, model=saved.model | {"num_hidden_layers": 10**6}).write(place)
     asked = [
         replace(hub, prompt=("1 99",)),
         replace(hub, prompt=("one",)),
         replace(hub, prompt=(), prompt_file=Path("none.txt")),
         replace(hub, parallel=ParallelConfig(ring=3)),
         replace(asked_of(tmp_path), prompt=("1", "1 2 3 4 5 6 7 8")),
+        asked_of(wide),
+        asked_of(run),
+        replace(hub, device="cuda"),
     ]
     for found in worlds(2).run(refusals, asked):
         for said, expected in zip(
@@ -199,6 +209,9 @@ def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, tm
                 "--prompt-file none.txt: cannot be read",
                 "3 ranks, but 2 are running",
                 "a prompt of 8 tokens and --tokens 6, but the model has learned 12 positions; give at most --tokens 4",
+                f"the weights in {wide} do not fit its config.json: ",
+                f"{place}/manifest.json: model: 1000000 layers",
+                "--device cuda: ",
             ],
             strict=True,
         ):

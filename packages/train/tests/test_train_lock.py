@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 from dataclasses import replace
@@ -55,6 +56,18 @@ def test_a_process_is_told_from_another_with_its_id(gone):
     assert running(machine(), me, start_of(me) - 1) is False
     assert running(machine(), gone["pid"], gone["started"]) is False
     assert running("another boot", me, start_of(me)) is None and running("", me, 0) is None
+
+
+def test_a_full_disk_is_named_by_the_file_of_the_lock(tmp_path):
+    """A limit of this process's files instead."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            taken(tmp_path / "lock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error.value.filename == str(tmp_path / "lock" / "1.held") and list((tmp_path / "lock").iterdir()) == []
 
 
 @pytest.mark.parametrize("pid", [2**40, 10**30])

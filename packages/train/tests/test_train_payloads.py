@@ -1,8 +1,11 @@
 """A checkpoint is data: whatever stands in a file of it, going on and exporting run none of it."""
 
+import errno
 import io
 import json
+import os
 import pickle
+import resource
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -15,8 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 import armillary.train
-from armillary.core.checkpoint.metadata import METADATA, Damaged, read_metadata
-from armillary.core.checkpoint.reader import read_tensors
+from armillary.core.checkpoint.metadata import METADATA, read_metadata
 from armillary.core.checkpoint.writer import read_back
 from armillary.models import Llama
 from armillary.train import (
@@ -93,7 +95,8 @@ def zipped(value: object) -> bytes:
 
 def payloads(name: str, marker: Path, place: Path) -> dict[str, dict[str, bytes]]:
     """Contents for files of a checkpoint that run something when they are unpickled."""
-    contents = {"pickle": pickle.dumps(Payload(marker)), "zip": zipped(Payload(marker))}
+    padding = torch.zeros(2**17, dtype=torch.uint8)  # as many bytes as any tensor has
+    contents = {"pickle": pickle.dumps((Payload(marker), bytes(padding))), "zip": zipped((Payload(marker), padding))}
     found = {kind: {name: content} for kind, content in contents.items()}
     with (place / METADATA).open("rb") as file:
         metadata = pickle.load(file)
@@ -106,8 +109,10 @@ def payloads(name: str, marker: Path, place: Path) -> dict[str, dict[str, bytes]
     for kind, fields in changed.items() if name == METADATA else ():
         found[kind] = {METADATA: pickle.dumps(replace(metadata, **fields))}
     for kind, content in contents.items() if name.endswith(".distcp") else ():  # in place of each tensor
-        stored = dict.fromkeys(metadata.storage_data, _StorageInfo(name, 0, len(content)))
-        found[f"{kind} of tensors"] = {METADATA: pickle.dumps(replace(metadata, storage_data=stored)), name: content}
+        size, indices = len(content), list(metadata.storage_data)
+        stored = {index: _StorageInfo(name, i * size, size) for i, index in enumerate(indices)}
+        files = {METADATA: pickle.dumps(replace(metadata, storage_data=stored)), name: content * len(indices)}
+        found[f"{kind} of tensors"] = files
     return found
 
 
@@ -196,30 +201,61 @@ def test_a_payload_in_a_file_of_an_export_is_not_run(checkpoint, tmp_path, marke
         assert not marker.exists(), name
 
 
-OTHERS = [
-    b"cos\nsystem\n(S'true'\ntR.",
-    b"cbuiltins\neval\n(S'1'\ntR.",
-    b"ctorch\nload\n(S'x'\ntR.",
-    b"ctorch.hub\nload\n.",
-    b"cbuiltins\ngetattr\n.",
-    b"cpathlib\nPosixPath.unlink\n.",
-    b"\x80\x04\x8c\x05torch\x8c\x0cSize.__new__\x93.",
-    b"\x80\x04\x82\x01.",  # an extension
-    b"P1\n.",  # a persistent id
-    b"",
-    b"N.",
-    pickle.dumps({"state_dict_metadata": {}}),
-    # A state for the class, not for an object of it: what it holds would become attributes of the class.
-    b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x07\x00\x00\x00versionK\x01stb.",
-    b"\x80\x02ctorch\nSize\n(N}X\x01\x00\x00\x00xK\x01stb.",
-]
+def with_size(metadata, size: tuple[int, ...]):
+    """Another size of every tensor, in one chunk."""
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+    entries = metadata.state_dict_metadata
+    return replace(
+        metadata, state_dict_metadata={n: replace(x, size=chunk.sizes, chunks=[chunk]) for n, x in entries.items()}
+    )
 
 
-@pytest.mark.parametrize("content", OTHERS, ids=range(len(OTHERS)))
-def test_metadata_names_nothing_but_what_dcp_needs(tmp_path, content):
-    (tmp_path / METADATA).write_bytes(content)
-    with pytest.raises(Damaged, match=r"\.metadata is not that of a checkpoint"):
-        read_metadata(tmp_path)
+def with_file(metadata, name: str):
+    """Another file for every tensor."""
+    stored = {index: replace(info, relative_path=name) for index, info in metadata.storage_data.items()}
+    return replace(metadata, storage_data=stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda metadata: with_size(metadata, (2**70,)), str(2**70)),
+        (lambda metadata: with_size(metadata, (2**40, 2**10)), "model."),
+        (lambda metadata: with_file(metadata, ".."), "relative_path='..'"),
+        (lambda metadata: with_file(metadata, ""), "relative_path=''"),
+        (lambda metadata: with_file(metadata, "absent.distcp"), "absent.distcp"),
+    ],
+    ids=range(5),
+)
+def test_metadata_of_sizes_and_files_that_cannot_be_is_refused_in_one_line(worlds, checkpoint, tmp_path, change, named):
+    place = shutil.copytree(checkpoint, tmp_path / "run") / "checkpoint/step-1"
+    metadata = change(dcp.FileSystemReader(place).read_metadata())
+    poison(place, {METADATA: pickle.dumps(metadata)})
+    said = exported(place, tmp_path / "hf")
+    assert said.startswith(f"armillary-export: {place}: .metadata ") and said.count("\n") == 1 and named in said
+    (said,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
+    assert said.startswith("refused: ") and named in said and "\n" not in said
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**6}, {"hidden_size": 64}, {"vocab_size": "many"}], ids=str)
+def test_a_manifest_of_another_model_than_was_saved_is_not_exported(checkpoint, tmp_path, fields):
+    place = shutil.copytree(checkpoint / "checkpoint/step-1", tmp_path / "step-1")
+    manifest = Manifest.read(place)
+    replace(manifest, model=manifest.model | fields).write(place)
+    said = exported(place, tmp_path / "hf")
+    assert said.startswith(f"armillary-export: {place}/manifest.json: model: ") and said.count("\n") == 1
+
+
+def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
+    """A limit of this process's files instead: torch, safetensors and Python fail alike."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        said = exported(checkpoint / "checkpoint/step-1", tmp_path / "hf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert said == f"armillary-export: {tmp_path}/hf/model.safetensors: {os.strerror(errno.EFBIG)}\n"
+    assert list((tmp_path / "hf").iterdir()) == []
 
 
 def test_metadata_of_a_checkpoint_is_what_torch_reads(checkpoint):
@@ -230,29 +266,3 @@ def test_metadata_of_a_checkpoint_is_what_torch_reads(checkpoint):
         found = ours.state_dict_metadata[name]
         assert (found.size, found.chunks) == (entry.size, entry.chunks)
         assert found.properties.dtype == entry.properties.dtype
-
-
-CHUNKS = [[], [((0, 0), (2, 4))], [((2, 2), (4, 4))], [((0,), (4,))], [((0, 0), (4, 4)), ((1, 0), (3, 4))]]
-
-
-@pytest.mark.parametrize("chunks", CHUNKS, ids=range(len(CHUNKS)))
-def test_parts_that_do_not_make_up_their_tensor_are_refused(tmp_path, chunks):
-    dcp.save({"model": {"a": torch.zeros(4, 4)}}, checkpoint_id=tmp_path, no_dist=True)
-    saved = dcp.FileSystemReader(tmp_path).read_metadata()
-    saved.state_dict_metadata["model.a"].chunks[:] = [
-        ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)) for start, sizes in chunks
-    ]
-    (tmp_path / METADATA).write_bytes(pickle.dumps(saved))
-    with pytest.raises(Damaged, match=r"\.metadata is not that of a checkpoint"):
-        read_metadata(tmp_path)
-
-
-@pytest.mark.parametrize("size", [(2**40, 2**10), (2**62, 2**62)])
-def test_a_tensor_of_a_size_that_nobody_has_room_for_is_refused(tmp_path, size):
-    dcp.save({"model": {"a": torch.zeros(4, 4)}}, checkpoint_id=tmp_path, no_dist=True)
-    saved = dcp.FileSystemReader(tmp_path).read_metadata()
-    saved.state_dict_metadata["model.a"].size = torch.Size(size)
-    saved.state_dict_metadata["model.a"].chunks[:] = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(size))]
-    (tmp_path / METADATA).write_bytes(pickle.dumps(saved))
-    with pytest.raises(ValueError, match="no memory for its tensors"):
-        read_tensors(tmp_path, "model")

@@ -47,16 +47,20 @@ def flag(name: str, value: object) -> bool:
 
 
 def number(name: str, value: object, hint: str = "") -> float:
-    """`value` as a finite number. A tensor is none: its gradient would be lost.
+    """Returns `value` as a finite float. A tensor is refused: its gradient would be lost.
 
     Raises:
         ValueError: with the name and the value.
     """
-    fits = isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor))
-    found = float(cast(Any, value)) if fits and type(value) is not float else value
-    if not fits or not -math.inf < cast(float, found) < math.inf:
+    converted = math.nan
+    if isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor)):
+        try:
+            converted = value if type(value) is float else float(value)
+        except OverflowError:  # of an integer that no float is near to
+            converted = math.inf
+    if not -math.inf < converted < math.inf:
         raise ValueError(f"{name}={_shown(value)}: a finite number is needed{hint}")
-    return cast(float, found)
+    return converted
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> str:

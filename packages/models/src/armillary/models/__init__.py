@@ -7,8 +7,8 @@ from armillary.models.generation.decoding import Decoding
 from armillary.models.generation.generate import generate, stream
 from armillary.models.generation.sampling import Sampling
 from armillary.models.gpt import GPT
-from armillary.models.hub.pretrained import load_pretrained, pretrained_config
-from armillary.models.initialize import initialize
+from armillary.models.hub.pretrained import load_pretrained
+from armillary.models.initialize import initialize, pretrained_config
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.llama import Llama

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from armillary.attention import AttentionMask
+from armillary.core.checked import number
 from armillary.models.layers.rope_scaling import Llama3Scaling, RopeScaling
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
+MAX_PARAMETERS = 2**59
+"""In float64 their bytes fit into 64 bits; torch fails beyond that, on the meta device too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class LlamaConfig:
 
     Raises:
         ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0, a
-            theta not above 0, or a window that no layer has.
+            theta not above 0, either of them not finite, a window that no layer has, or more than 2^59 parameters.
     """
 
     vocab_size: int
@@ -61,16 +64,19 @@ class LlamaConfig:
     window_from: int = 0
 
     def __post_init__(self) -> None:
-        if self.head_dim == 0 and self.heads > 0:
+        check_sizes(self, [name for name in SIZES if name != "head_dim"])
+        if self.head_dim == 0:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
-        check_sizes(self, SIZES)
+        if self.head_dim == 0:
+            raise ValueError(f"dim={self.dim} must be at least heads={self.heads}, or head_dim be given")
+        check_sizes(self, ["head_dim"])
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each needs equally many"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs, so it must be even")
-        if self.norm_eps < 0 or self.rope_theta <= 0:
+        if number("norm_eps", self.norm_eps) < 0 or number("rope_theta", self.rope_theta) <= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be at least 0 and rope_theta={self.rope_theta} above 0")
         if self.window is not None:
             check_sizes(self, ("window",))
@@ -79,6 +85,7 @@ class LlamaConfig:
                 f"window_from={self.window_from} with window={self.window} and layers={self.layers}: "
                 "it must be the first layer that has the window, or 0"
             )
+        check_parameters(self)
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -194,7 +201,8 @@ class GPTConfig:
         norm_eps: what LayerNorm adds to the variance.
 
     Raises:
-        ValueError: a size below 1, a dim that heads do not divide, or an eps below 0.
+        ValueError: a size below 1, a dim that heads do not divide, an eps that is below 0 or not finite, or more than
+            2^59 parameters.
     """
 
     vocab_size: int = 50_257
@@ -208,8 +216,9 @@ class GPTConfig:
         check_sizes(self, ("vocab_size", "dim", "layers", "heads", "max_positions"))
         if self.dim % self.heads:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}")
-        if self.norm_eps < 0:
+        if number("norm_eps", self.norm_eps) < 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be at least 0")
+        check_parameters(self)
 
     @classmethod
     def gpt2(cls) -> GPTConfig:
@@ -274,9 +283,23 @@ def attended(length: int, mask: AttentionMask | None, windows: Iterable[int | No
     return pairs / (length * rows)
 
 
+def one_block(config: LlamaConfig | GPTConfig) -> LlamaConfig | GPTConfig:
+    """Returns the config with its first block alone, which has a window only if all blocks have it."""
+    if isinstance(config, LlamaConfig):
+        return replace(config, layers=1, window=None if config.window_from else config.window, window_from=0)
+    return replace(config, layers=1)
+
+
+def check_parameters(config: LlamaConfig | GPTConfig) -> None:
+    """Raises ValueError for a model that is too large to be addressed."""
+    if config.parameters() > MAX_PARAMETERS:
+        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in SIZES if hasattr(config, name))
+        raise ValueError(f"{sizes}: {config.parameters()} parameters, and at most 2^59 can be addressed")
+
+
 def check_sizes(config: object, names: Sequence[str]) -> None:
-    """Refuses sizes that are no whole numbers of at least 1."""
+    """Raises ValueError for sizes that are not whole numbers of at least 1."""
     for name in names:
         size = getattr(config, name)
-        if not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")

@@ -1,14 +1,17 @@
-"""Models without weights, and initial weights that do not depend on how the model is sharded."""
+"""Models and sizes without weights, and initial weights that do not depend on how the model is sharded."""
 
 from __future__ import annotations
 
 import hashlib
 from math import sqrt
+from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from armillary.core.shards import local_part
+from armillary.models import hub
 from armillary.models.block import AttentionFunction
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.gpt import GPT
@@ -24,6 +27,19 @@ def meta_model(config: LlamaConfig | GPTConfig, attention: AttentionFunction | N
     """The model on "meta", to be sharded before its weights take any memory."""
     with torch.device("meta"):
         return Llama(config, attention) if isinstance(config, LlamaConfig) else GPT(config, attention)
+
+
+def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
+    """Returns the sizes in a Hugging Face folder's `config.json`, after comparing them with its weights, if it has any.
+
+    Raises:
+        ValueError: no such file, one that asks for something that neither `Llama` nor `GPT` computes, or weights of
+            another model; names it.
+    """
+    config = hub.read_any_config(folder)
+    if hub.has_weights(Path(folder)):
+        hub.check_weights(Path(folder), config, meta_model)
+    return config
 
 
 def initialize(model: Llama | GPT, seed: int) -> None:

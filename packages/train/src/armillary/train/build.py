@@ -18,6 +18,7 @@ from armillary.core.allocator import allocator_settings, set_allocator
 from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models.hub.folder import weight_map
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
@@ -63,6 +64,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     """
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
+    if config.model.pretrained is not None:
+        weight_map(config.model.pretrained)  # without weights, memory would be allocated by whatever config.json says
     mesh = mesh_of(config, device, axes)
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))

@@ -16,15 +16,18 @@ DATA_AXES = ("replicate", "shard", "ring", "ulysses")
 """Axes over which tokens are spread: gradients and losses are summed over all of them."""
 
 
-def choose_device(config: TrainConfig) -> torch.device:
-    """This rank's device: its own GPU where this machine has one for each of its ranks, else the CPU.
+def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
+    """Returns this rank's device: its own GPU where this machine has one for each of its ranks, else the CPU.
+
+    Args:
+        flag: the command's name of `config.device`.
 
     Raises:
         ValueError: cuda is asked for and there are fewer GPUs than ranks; on every rank of the machine.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if config.device == "cuda" and gpus < ranks:
-        raise ValueError(f"--train.device cuda: {ranks} ranks on this machine, which has {gpus} GPUs; use cpu or auto")
+        raise ValueError(f"{flag} cuda: {ranks} ranks on this machine, which has {gpus} GPUs; use cpu or auto")
     if config.device == "cpu" or gpus < ranks:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -16,6 +16,7 @@ import torch
 from armillary.attention.conformance.case import PATTERNS, mask_kinds
 from armillary.attention.conformance.draw import Trial
 from armillary.attention.conformance.run import Verdict
+from armillary.core.files import writing
 from armillary.core.table import Column, print_table
 
 
@@ -118,7 +119,8 @@ class Report:
         failed = f"{len(self.failures)} failed"
         print(f"[{done}/{self.total}] {failed}, {self.seconds:.0f} s, about {left:.0f} s to go", flush=True)
         if self.file is not None:
-            self.file.write_text(json.dumps(self.values(), indent=2) + "\n")
+            with writing(self.file):
+                self.file.write_text(json.dumps(self.values(), indent=2) + "\n")
 
     def values(self) -> dict[str, Any]:
         """All of it, for a file."""

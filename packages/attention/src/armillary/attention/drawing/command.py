@@ -34,6 +34,7 @@ from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tr
 from armillary.attention.registry import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.commands import ending
+from armillary.core.files import writing
 from armillary.core.quantity import count_argument, whole
 from armillary.core.table import Column, print_table
 
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(mask, length, shares)
         if options.json:
             found = {"mask": repr(mask), "length": length, "pairs": mask.pairs(length)}
-            options.json.write_text(json.dumps(found | (shares.as_dict if shares else {}), indent=1) + "\n")
+            with writing(options.json):
+                options.json.write_text(json.dumps(found | (shares.as_dict if shares else {}), indent=1) + "\n")
     return 0
 
 

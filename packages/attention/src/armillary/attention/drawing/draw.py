@@ -14,6 +14,7 @@ from armillary.attention.drawing.shares import Shares, shares_of, walk_of
 from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
 from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
 from armillary.core import SequenceLayout
+from armillary.core.files import writing
 from armillary.core.optional import optional
 from armillary.core.slices import Integers, Slices
 
@@ -73,7 +74,8 @@ def draw_mask(
         draw_computed(panels["B"], cells, f"who computes what, at which step: {method}")
         draw_layout(panels["C"], layout, edges)
         draw_shares(panels["D"], shares)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     return shares
 
 

@@ -1,8 +1,9 @@
-"""DCP's `.metadata` without pickle: unpickled to records that can do nothing, which are checked one by one."""
+"""DCP's `.metadata` as data: a restricted unpickler builds inert records, whose types and values are then checked."""
 
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,  # pyright: ignore[reportPrivateUsage]
     STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,32 +23,59 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from armillary.core.commands import one_line
+from armillary.core.files import is_file_name
 
 METADATA = ".metadata"
+MAX_SIZE = torch.iinfo(torch.int64).max
 
 
 class Damaged(Exception):
     """A checkpoint does not hold what was written; says what differs."""
 
 
-def read_metadata(place: Path) -> Metadata:
-    """DCP's metadata of the checkpoint at `place`: which tensors there are, and in which file each part of them lies.
+def read_metadata(folder: Path) -> Metadata:
+    """Returns DCP's metadata of the checkpoint in `folder`: the tensors, and the file and range of bytes of each chunk.
+
+    Every chunk of a tensor has bytes enough for its elements; `check_files` compares these with the files.
 
     Raises:
         Damaged: the file holds something else.
         OSError: it cannot be read.
     """
-    with (place / METADATA).open("rb") as file:
+    with (folder / METADATA).open("rb") as file:
         try:
-            return converted(Records(file).load())
+            return to_metadata(RecordUnpickler(file).load())
         except OSError:
             raise
-        except Exception as error:  # a broken pickle fails in any way
+        except Exception as error:  # a broken pickle can fail with any exception
             raise Damaged(f"{METADATA} is not that of a checkpoint ({one_line(str(error))})") from error
 
 
+def check_files(folder: Path, metadata: Metadata) -> None:
+    """Compares the ranges of bytes in `metadata` with the sizes of the checkpoint's files.
+
+    Memory is allocated by the sizes in the metadata, so that they must not exceed the data that is there.
+
+    Raises:
+        Damaged: a file is missing, or shorter than its ranges or their sum: they would overlap.
+        OSError: a file cannot be read.
+    """
+    needed: dict[str, int] = defaultdict(int)
+    ends: dict[str, int] = defaultdict(int)
+    for storage in cast("dict[MetadataIndex, _StorageInfo]", metadata.storage_data).values():
+        needed[storage.relative_path] += storage.length
+        ends[storage.relative_path] = max(ends[storage.relative_path], storage.offset + storage.length)
+    for name in needed:
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError as error:
+            raise Damaged(f"{METADATA} names {name}, and there is no such file") from error
+        if size < (expected := max(needed[name], ends[name])):
+            raise Damaged(f"{METADATA} places {expected} bytes in {name}, which has {size}")
+
+
 class Record:
-    """What an object in a pickle comes to: only its `state`. Made from any arguments, and none of them is used."""
+    """Stands for any object in a pickle and keeps its `state` alone. Constructor arguments are ignored."""
 
     state: Any = None
 
@@ -57,7 +86,26 @@ class Record:
         self.state = state
 
 
-KINDS: dict[type, type[Record]] = {
+class MemoryFormat(Record):
+    """Stands for the enum of torch's memory formats."""
+
+
+class EnumMember(Record):
+    """`getattr(MemoryFormat, name)`, as Python 3.11.0 to 3.11.3 pickle an enum's member.
+
+    A general `getattr` would give a pickle access to everything; here the two arguments must be the enum and the name
+    of a member. It is a class because a pickle could set attributes of a function.
+    """
+
+    ARGUMENTS = frozenset((MemoryFormat, name) for name in _MEM_FORMAT_ENCODING.__members__)
+
+    def __new__(cls, *arguments: Any) -> Record:
+        if arguments not in cls.ARGUMENTS:
+            raise pickle.UnpicklingError("it calls getattr for something else than a member of an enum")
+        return super().__new__(cls)
+
+
+RECORDS: dict[type, type[Record]] = {
     kind: type(kind.__name__, (Record,), {})
     for kind in (
         Metadata,
@@ -70,103 +118,114 @@ KINDS: dict[type, type[Record]] = {
         _StorageInfo,
     )
 }
-"""torch's classes, and the records that stand for them while a pickle is read."""
+"""The record class for each of torch's classes."""
 
-KNOWN: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__name__): record for kind, record in KINDS.items()},
+GLOBALS: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__name__): record for kind, record in RECORDS.items()},
     ("torch", "Size"): tuple,
-    # What checkpoints hold and nobody needs.
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Record,
+    # Fields of checkpoints that are not used here.
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): MemoryFormat,
+    ("builtins", "getattr"): EnumMember,
     ("torch.serialization", "_get_layout"): Record,
     **{(module, "PosixPath"): Record for module in ("pathlib", "pathlib._local")},
 }
 
 
-class Records(pickle.Unpickler):
-    """Knows these names and torch's dtypes, and no others. None of them does anything when it is called."""
+class RecordUnpickler(pickle.Unpickler):
+    """Resolves the names in `GLOBALS` and torch's dtypes. None of these has an effect when it is called."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) in KNOWN:
-            return KNOWN[module_name, global_name]
-        found = vars(torch).get(global_name) if module_name == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        if (module_name, global_name) in GLOBALS:
+            return GLOBALS[module_name, global_name]
+        dtype = vars(torch).get(global_name) if module_name == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
 
 
-def converted(read: object) -> Metadata:
-    """torch's value of the records that were read; what it plans by is not needed."""
-    fields = state(read, Metadata)
-    entries = {of(name, str): entry(found) for name, found in of(fields["state_dict_metadata"], dict).items()}
-    stored = {index(found): piece(where) for found, where in of(fields["storage_data"], dict).items()}
-    return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
+def to_metadata(record: object) -> Metadata:
+    """Returns torch's `Metadata`, with the fields that reading needs."""
+    fields = state_dict_of(record, Metadata)
+    entries = {of(name, str): to_entry(entry) for name, entry in of(fields["state_dict_metadata"], dict).items()}
+    storage = {to_index(key): to_storage(value) for key, value in of(fields["storage_data"], dict).items()}
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            check_chunks(name, entry, storage)
+    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
-def entry(read: object) -> STORAGE_TYPES:
-    if isinstance(read, KINDS[BytesStorageMetadata]):
+def to_entry(record: object) -> STORAGE_TYPES:
+    if isinstance(record, RECORDS[BytesStorageMetadata]):
         return BytesStorageMetadata()
-    fields = state(read, TensorStorageMetadata)
-    parts = [state(chunk, ChunkStorageMetadata) for chunk in of(fields["chunks"], list)]
-    whole, chunks = size(fields["size"]), [ChunkStorageMetadata(size(x["offsets"]), size(x["sizes"])) for x in parts]
-    check_chunks(whole, chunks)
+    fields = state_dict_of(record, TensorStorageMetadata)
+    chunks = [state_dict_of(chunk, ChunkStorageMetadata) for chunk in of(fields["chunks"], list)]
     return TensorStorageMetadata(
         TensorProperties(dtype=of(of(state_of(fields["properties"], TensorProperties), tuple)[0], torch.dtype)),
-        whole,
-        chunks,
+        to_size(fields["size"]),
+        [ChunkStorageMetadata(to_size(chunk["offsets"]), to_size(chunk["sizes"])) for chunk in chunks],
     )
 
 
-def check_chunks(whole: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
-    """Refuses chunks that do not lie in their tensor, or have other numbers of elements than it together: what none of
-    them holds would be left as it was."""
-    for chunk in chunks:
-        ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(end > room for end, room in zip(ends, whole, strict=True)):
-            raise ValueError(f"a part of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} is not in {tuple(whole)}")
-    held = sum(prod(chunk.sizes) for chunk in chunks)
-    if held != prod(whole):
-        raise ValueError(f"{held} elements of a tensor of {tuple(whole)}")
+def check_chunks(name: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo]) -> None:
+    """Checks that the chunks of a tensor lie within it, have its number of elements together, and are stored.
+
+    Elements in no chunk would silently keep their values.
+    """
+    size, itemsize = entry.size, entry.properties.dtype.itemsize
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if any(a + b > room for a, b, room in zip(offsets, sizes, size, strict=True)):
+            raise ValueError(f"{name}: a chunk of {sizes} at {offsets} is not in {tuple(size)}")
+        place = storage.get(MetadataIndex(name, chunk.offsets))
+        if place is None or place.length < prod(sizes) * itemsize:
+            length = 0 if place is None else place.length
+            raise ValueError(f"{name}: {length} bytes are stored of a chunk of {sizes}")
+    if (elements := sum(prod(chunk.sizes) for chunk in entry.chunks)) != prod(size):
+        raise ValueError(f"{name}: {elements} elements of a tensor of {tuple(size)}")
 
 
-def index(read: object) -> MetadataIndex:
-    fields = state(read, MetadataIndex)
+def to_index(record: object) -> MetadataIndex:
+    fields = state_dict_of(record, MetadataIndex)
     offset, place = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        of(fields["fqn"], str), None if offset is None else size(offset), None if place is None else of(place, int)
+        of(fields["fqn"], str), None if offset is None else to_size(offset), None if place is None else of(place, int)
     )
 
 
-def piece(read: object) -> _StorageInfo:
-    """Where a part of a tensor lies: in a file of the checkpoint's own folder."""
-    fields = state(read, _StorageInfo)
+def to_storage(record: object) -> _StorageInfo:
+    """Returns a chunk's file, which lies in the checkpoint's own folder, and its range of bytes there."""
+    fields = state_dict_of(record, _StorageInfo)
     name = of(fields["relative_path"], str)
-    if Path(name).name != name or fields.get("transform_descriptors"):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
-    offset, length = size((fields["offset"], fields["length"]))
+    if not is_file_name(name):
+        raise ValueError(f"relative_path={name!r} is no file name")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{name}: transform_descriptors={fields['transform_descriptors']!r} are not supported")
+    offset, length = to_size((fields["offset"], fields["length"]))
     return _StorageInfo(name, offset, length)
 
 
-def size(read: object) -> torch.Size:
-    numbers = [of(number, int) for number in of(read, tuple)]
-    if any(number < 0 for number in numbers):
-        raise ValueError(f"{numbers} below 0")
+def to_size(record: object) -> torch.Size:
+    numbers = [of(number, int) for number in of(record, tuple)]
+    if any(not 0 <= number <= MAX_SIZE for number in numbers):
+        raise ValueError(f"size {numbers} must lie between 0 and 2^63 - 1")
     return torch.Size(numbers)
 
 
-def state(read: object, kind: type) -> dict[str, Any]:
-    return cast(dict[str, Any], of(state_of(read, kind), dict))
+def state_dict_of(record: object, kind: type) -> dict[str, Any]:
+    return cast(dict[str, Any], of(state_of(record, kind), dict))
 
 
-def state_of(read: object, kind: type) -> Any:
-    return of(read, KINDS[kind]).state
+def state_of(record: object, kind: type) -> Any:
+    """Returns the state of a record that stands for an object of class `kind`."""
+    return of(record, RECORDS[kind]).state
 
 
 def of(value: Any, kind: type) -> Any:
-    """The value, if it is of this kind.
+    """Returns the value, which must have exactly this type: True is no integer.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it has another type.
     """
-    if not isinstance(value, kind):
+    if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
     return value

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
-from armillary.core.checkpoint.metadata import read_metadata
+from armillary.core.checkpoint.metadata import check_files, read_metadata
 from armillary.core.checkpoint.planner import LoadPlanner
 from armillary.core.health.ranks import errors_as_ours
 
@@ -57,31 +57,34 @@ def load(state: dict[str, Any], place: Path, **options: Any) -> None:
         dcp.load(state, storage_reader=TensorReader(place), planner=TensorPlanner(), **options)
 
 
-def saved_shapes(place: Path, *parts: str) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a checkpoint whose names begin with one of these."""
-    found = read_metadata(place).state_dict_metadata
-    tensors = {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
-    return {name: shape for name, shape in tensors.items() if name.startswith(parts)}
+def saved_shapes(folder: Path, *prefixes: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the checkpoint's tensors whose names begin with one of the prefixes."""
+    entries = read_metadata(folder).state_dict_metadata
+    shapes = {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
 
 
-def read_tensors(place: Path, prefix: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors below `prefix`, such as "model", by name: whole, on the CPU, in `dtype` or as they were saved.
+def read_tensors(folder: Path, prefix: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Returns the whole tensors below `prefix`, such as "model", by name, on the CPU, in `dtype` or as they were saved.
 
     Raises:
-        Damaged, ValueError: something else is there than was saved.
+        Damaged, ValueError: the checkpoint is damaged, lacks the prefix, or is larger than memory.
         OSError: it cannot be read.
     """
-    found = read_metadata(place).state_dict_metadata
-    saved = {n.removeprefix(f"{prefix}."): data for n, data in found.items() if n.startswith(f"{prefix}.")}
-    tensors = {name: data for name, data in saved.items() if isinstance(data, TensorStorageMetadata)}
-    try:
-        whole = {name: torch.empty(data.size, dtype=dtype or data.properties.dtype) for name, data in tensors.items()}
-    except RuntimeError as error:  # of sizes that nobody has memory for, or that no tensor can have
-        raise ValueError(f"no memory for its tensors ({str(error).splitlines()[0]})") from error
-    if other := [name for name in saved if name not in whole]:
-        raise ValueError(f"{other[0]} is no tensor")
-    if not whole:
+    metadata = read_metadata(folder)
+    check_files(folder, metadata)
+    entries = metadata.state_dict_metadata
+    saved = {name.removeprefix(f"{prefix}."): x for name, x in entries.items() if name.startswith(f"{prefix}.")}
+    if not saved:
         raise ValueError(f"it holds no {prefix}")
+    tensors: dict[str, Tensor] = {}
+    for name, entry in saved.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is no tensor")
+        try:
+            tensors[name] = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+        except RuntimeError as error:
+            raise ValueError(f"no memory for {name} {tuple(entry.size)} ({str(error).splitlines()[0]})") from error
     with errors_as_ours():
-        load({prefix: whole}, place, no_dist=True)
-    return whole
+        load({prefix: tensors}, folder, no_dist=True)
+    return tensors

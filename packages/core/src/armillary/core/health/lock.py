@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from armillary.core.files import parse_json
+from armillary.core.files import parse_json, writing
 from armillary.core.health.process import machine, running, start_of
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
@@ -129,7 +129,7 @@ def write(claim: Claim) -> bool:
     except FileExistsError:
         return False
     try:
-        with file:
+        with writing(claim.path), file:
             file.write(json.dumps(asdict(claim.holder)) + "\n")
     except OSError:
         claim.path.unlink()

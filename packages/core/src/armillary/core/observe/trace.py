@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 import torch.distributed as dist
 
+from armillary.core.files import writing
 from armillary.core.observe.clock import Clock, CudaClock, HostClock
 from armillary.core.observe.ledger import CommLedger, current_phase
 
@@ -127,7 +128,8 @@ class Trace:
             if dist.get_rank() != 0:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": sum(every, list[Event]()), "displayTimeUnit": "ms"}))
+        with writing(path):
+            path.write_text(json.dumps({"traceEvents": sum(every, list[Event]()), "displayTimeUnit": "ms"}))
 
     def _timed(self) -> list[Timed]:
         clock = self.clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armillary.core.files import writing
 from armillary.data.inspection.statistics import describe, histogram
 from armillary.data.optional import optional
 from armillary.data.store import TokenStore
@@ -47,4 +48,5 @@ def plot_lengths(store: TokenStore, path: Path) -> None:
     axes.yaxis.set_major_formatter(optional("matplotlib.ticker", "plot").PercentFormatter(1))
     axes.set_title(f"{Path(store.name).name}: {found['documents']:,} documents, {found['tokens']:,} tokens")
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    with writing(path):
+        figure.savefig(path, format="png", dpi=120)

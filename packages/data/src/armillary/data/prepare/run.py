@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -219,15 +220,18 @@ def _check_writable(output: Path) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """The path without links.
+    """Returns the path without links.
 
     Raises:
-        ValueError: links that lead in a circle.
+        ValueError: links that lead in a circle, or text that no path can be.
     """
     try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:  # Python before 3.13 raises the latter
-        raise ValueError(f"{path} is a link that leads back to itself") from error
+        target = Path(os.path.realpath(path))
+    except ValueError as error:
+        raise ValueError(f"{path} is no path: {error}") from error
+    if target.is_symlink():  # realpath stops at a circle; Path.resolve raises for one before Python 3.13 alone
+        raise ValueError(f"{path} is a link that leads back to itself")
+    return target
 
 
 def _check_is_store(output: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
+from armillary.core.checked import flag, integer, number, one_of
 from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.hub.families import FAMILIES, Config
+from armillary.models.hub.families import FAMILIES, Config, Family
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.models.hub.rope import describe_rope, read_rope
 
@@ -56,45 +59,71 @@ def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
     """`parse`, whose errors name the file."""
     try:
         return parse(fields)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def parse(fields: Mapping[str, Any]) -> Config:
-    """The config that the fields of a `config.json` stand for. Errors as in `read_config`."""
-    kind = fields.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r}; it must be {' or '.join(map(repr, FAMILIES))}")
+    """Returns the config that the fields of a `config.json` stand for. Errors as in `read_config`."""
+    kind = one_of("model_type", fields.get("model_type"), list(FAMILIES))
     family = FAMILIES[kind]
-    given = {name: fields[name] for name in family.fields if fields.get(name) is not None}
-    if missing := [name for name in family.required if name not in given]:
+    stated = {name: value for name, value in fields.items() if value is not None}
+    if missing := [name for name in family.required if name not in stated]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     for name, accepted in family.computed.items():
-        if fields.get(name) is not None and fields[name] not in accepted:
-            wanted = f"must be {' or '.join(map(repr, accepted))}" if accepted else "is not computed here"
-            raise ValueError(f"{name}={fields[name]!r} {wanted} for model_type {kind!r}")
-    known = {family.fields[name]: value for name, value in {**family.defaults, **given}.items()}
-    if family.config is GPTConfig:
-        return gpt_config(fields, known)
+        if name in stated and stated[name] not in accepted:
+            expected = f"must be {' or '.join(map(repr, accepted))}" if accepted else "is not computed here"
+            raise ValueError(f"{name}={stated[name]!r} {expected} for model_type {kind!r}")
+    values = {name: stated.get(name, family.defaults.get(name)) for name in family.fields}
+    sizes = {family.fields[name]: read(family, name, value) for name, value in values.items() if value is not None}
     # A null is no default: it stands for as many as query heads.
-    if "kv_heads" not in known or ("num_key_value_heads" in fields and "num_key_value_heads" not in given):
-        known["kv_heads"] = known["heads"]
-    return llama_config(kind, fields, known)
+    null = "num_key_value_heads" in fields and "num_key_value_heads" not in stated
+    if family.config is LlamaConfig and (null or "kv_heads" not in sizes):
+        sizes["kv_heads"] = sizes["heads"]
+    try:
+        return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
+    except ValueError as error:  # of a combination of sizes, by our names
+        theirs = {ours: name for name, ours in family.fields.items()} | {"window": "sliding_window"}
+        raise ValueError(re.sub(r"\b\w+(?==)", lambda match: theirs.get(match[0], match[0]), str(error))) from error
 
 
-def gpt_config(fields: Mapping[str, Any], known: Mapping[str, Any]) -> GPTConfig:
+def read(family: Family, name: str, value: object) -> int | float | bool:
+    """Returns the value of a field that the family's config has too, by the type that it has there.
+
+    Raises:
+        ValueError: the value has another type, is below 1 where a size belongs, or is not finite; names the field.
+    """
+    types = {field.name: field.type for field in dataclass_fields(family.config)}
+    match types[family.fields[name]]:
+        case "int":
+            return size(name, value)
+        case "bool":
+            return flag(name, value)
+        case _:
+            return number(name, value)
+
+
+def size(name: str, value: object, least: int = 1) -> int:
+    """Returns a value that tensors can have as a size. Errors as in `read`."""
+    result = integer(name, value, least)
+    if result >= 2**63:
+        raise ValueError(f"{name}={result} must be below 2^63")
+    return result
+
+
+def gpt_config(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> GPTConfig:
     inner = fields.get("n_inner")
-    if inner not in (None, 4 * known["dim"]):
-        raise ValueError(f"n_inner={inner} must be null or 4 * n_embd={4 * known['dim']}")
-    return GPTConfig(**known)
+    if inner not in (None, 4 * sizes["dim"]):
+        raise ValueError(f"n_inner={inner!r} must be null or 4 * n_embd={4 * sizes['dim']}")
+    return GPTConfig(**sizes)
 
 
-def llama_config(kind: str, fields: Mapping[str, Any], known: dict[str, Any]) -> LlamaConfig:
+def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) -> LlamaConfig:
     bias = bool(fields.get("attention_bias")) and kind in ("llama", "qwen3")
-    theta, scaling = read_rope(fields, known["max_positions"])
-    window, first = read_window(kind, fields, known["layers"])
+    theta, scaling = read_rope(fields, sizes["max_positions"])
+    window, first = read_window(kind, fields, sizes["layers"])
     return LlamaConfig(
-        **known,
+        **sizes,
         rope_theta=theta,
         rope_scaling=scaling,
         qk_norm=kind == "qwen3",
@@ -107,22 +136,28 @@ def llama_config(kind: str, fields: Mapping[str, Any], known: dict[str, Any]) ->
 
 
 def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
-    """Window, and the first layer that has it.
+    """Returns the window, None for none, and the first layer that has it.
 
     Raises:
-        ValueError: layers with and without a window in another order.
+        ValueError: a field that is no number, or layers with and without a window in another order.
     """
     window, first = None, 0
-    if kind == "mistral":
+    if kind == "mistral" or (kind != "llama" and fields.get("use_sliding_window")):
         window = fields.get("sliding_window", 4096)
-    elif kind != "llama" and fields.get("use_sliding_window"):
-        window, first = fields.get("sliding_window", 4096), fields.get("max_window_layers", 28)
+        window = None if window is None else size("sliding_window", window)
+    if window is not None and kind != "mistral":
+        first = size("max_window_layers", fields.get("max_window_layers", 28), least=0)
     # Mistral's layers are all alike, whatever this says.
-    types = fields.get("layer_types") if kind != "mistral" else None
+    types: object = fields.get("layer_types") if kind != "mistral" else None
     if types is not None:
-        first = types.count("full_attention")
-        if types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
-            raise ValueError(f"layer_types={types} must be full_attention at first, sliding_attention from some layer")
+        listed = cast("list[object]", types) if isinstance(types, list) else []
+        first = listed.count("full_attention")
+        ordered = ["full_attention"] * first + ["sliding_attention"] * (len(listed) - first)
+        if len(listed) != layers or listed != ordered:
+            raise ValueError(
+                f"layer_types={types} must be full_attention at first, sliding_attention from some layer, for all "
+                f"{layers} layers"
+            )
         if first < layers and window is None:
             raise ValueError(f"layer_types={types} ask for a window; model_type {kind!r} gives none")
     return (None, 0) if window is None or first >= layers else (window, first)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from armillary.core.files import parse_json
+from armillary.core.checked import integer
+from armillary.core.files import is_file_name, parse_json, writing
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -36,7 +37,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Returns the object in a JSON file.
 
     Raises:
         ValueError: no such file, or no object in it.
@@ -44,22 +45,28 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         fields: object = parse_json(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {path}: {reason}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no JSON object")
     return cast(dict[str, Any], fields)
 
 
 def ends_of_text(folder: Path) -> list[int] | None:
-    """The tokens that end a text, by `generation_config.json` or else `config.json`; None: neither says.
+    """Returns the tokens that end a text, by `generation_config.json` or else `config.json`; None if neither has any.
 
     Raises:
-        ValueError: as `read_json`.
+        ValueError: as `read_json`, and an eos_token_id that is neither an integer nor a list of integers.
     """
     for name in (GENERATION, CONFIG):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is not None:
-            return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+        path = folder / name
+        tokens = read_json(path).get("eos_token_id") if path.is_file() else None
+        if tokens is not None:
+            listed = cast("list[object]", tokens) if isinstance(tokens, list) else [tokens]
+            try:
+                return [integer("eos_token_id", token) for token in listed]
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
     return None
 
 
@@ -67,25 +74,29 @@ def as_json(fields: dict[str, Any]) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
+def has_weights(folder: Path) -> bool:
+    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
+
+
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """Which file the index has each tensor in; None: all are in the one file, as `transformers` has it with both.
+    """Returns the file of each tensor by the index; None where all are in one file, which `transformers` prefers too.
 
     Raises:
         ValueError: neither file nor index, or an index without a map of names to names of files in this folder.
     """
-    if (folder / WEIGHTS).exists():
-        return None
-    if not (folder / INDEX).exists():
+    if not has_weights(folder):
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles_in(folder)}")
-    found = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(found, dict):
+    if (folder / WEIGHTS).is_file():
+        return None
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict):
         raise ValueError(f"{folder / INDEX} lacks weight_map")
-    for name, file in cast(dict[str, object], found).items():
-        if not isinstance(file, str) or Path(file).name != file:
+    for name, file in cast("dict[str, object]", files).items():
+        if not is_file_name(file):
             raise ValueError(f"{folder / INDEX} has {name} in {file!r}, which is no file's name")
-        if not (folder / file).exists():
+        if not os.path.isfile(folder / file):
             raise ValueError(f"{folder / INDEX} has {name} in {file}, and there is no such file")
-    return cast(dict[str, str], found)
+    return cast("dict[str, str]", files)
 
 
 def pickles_in(folder: Path) -> str:
@@ -95,11 +106,12 @@ def pickles_in(folder: Path) -> str:
 
 
 def write_partial(path: Path, save: Callable[[Path], object]) -> None:
-    """Has `save` write what `put` will put at `path`, down to the disk."""
+    """Writes the file that `put` will put at `path`, by `save`, and syncs it to the disk."""
     partial = path.with_name(path.name + PARTIAL)
-    save(partial)
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())
+    with writing(path):
+        save(partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 def put(path: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from armillary.models import hub
 from armillary.models.block import AttentionFunction
-from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.parameter_names import plain_name
 
 FREE = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
@@ -48,8 +47,10 @@ class Pretrained(nn.Module):
                 something else than this model computes; names it.
         """
         make: Any = cls
+        config = hub.read_config(folder, cls.kind)
+        hub.check_weights(Path(folder), config, cls)
         with torch.device("meta"):
-            model = make(hub.read_config(folder, cls.kind), attention)
+            model = make(config, attention)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model.load_state_dict(hub.read_tensors(folder, model.config, shapes, dtype), assign=True)
         model.source = Path(folder)
@@ -83,15 +84,6 @@ class Pretrained(nn.Module):
         if source is None and self.source is not None and self.source.is_dir():
             source = self.source
         hub.save(folder, self.config, named(self), source, dtype, max_file_bytes)
-
-
-def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
-    """The sizes of the model in a Hugging Face folder, by its `config.json` alone.
-
-    Raises:
-        ValueError: no such file, or one that asks for something that neither `Llama` nor `GPT` computes; names it.
-    """
-    return hub.read_any_config(folder)
 
 
 def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:

@@ -5,7 +5,7 @@ The headers of all files are checked first. So whatever does not fit is refused 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from armillary.core.commands import described
 from armillary.core.shards import Box, local_part
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
-from armillary.models.hub.tensors import DTYPES, Names, Place, names_of, places
+from armillary.models.hub.tensors import DTYPES, Names, Place, names_of, parameter_shapes, places
 
 SHOWN = 8
 """Faults that an error names; it counts the others."""
@@ -46,14 +47,13 @@ def read_tensors(
     Raises:
         ValueError: a missing or broken file, or a missing, extra or misshapen tensor; names it.
     """
-    found = places(config, shapes)
     tensors: dict[str, Tensor] = {}
-    with entries(Path(folder), found, names_of(config)) as known:
-        for name, place in found.items():
-            part = part_of(known, place, tuple(slice(0, size) for size in shapes[name]))
+    with open_entries(Path(folder), names_of(config)) as entries:
+        check_entries(Path(folder), entries, expected := places(config, shapes))
+        for name, place in expected.items():
+            part = part_of(entries, place, tuple(slice(0, size) for size in shapes[name]))
             # A copy, or the tensor would be the file: its next save would change it.
-            wanted = part.dtype if dtype is None else dtype
-            tensors[name] = torch.empty(shapes[name], dtype=wanted).copy_(part)
+            tensors[name] = torch.empty(shapes[name], dtype=dtype or part.dtype).copy_(part)
     return tensors
 
 
@@ -67,18 +67,18 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")
-    held = {name: local_part(parameter) for name, parameter in parameters.items()}
-    found = places(config, {name: parameter.shape for name, parameter in parameters.items()})
-    with entries(Path(folder), found, names_of(config)) as known:
-        for name, (local, box) in held.items():
+    local_parts = {name: local_part(parameter) for name, parameter in parameters.items()}
+    expected = places(config, {name: parameter.shape for name, parameter in parameters.items()})
+    with open_entries(Path(folder), names_of(config)) as entries:
+        check_entries(Path(folder), entries, expected)
+        for name, (local, box) in local_parts.items():
             if local.numel():
-                local.copy_(part_of(known, found[name], box))
+                local.copy_(part_of(entries, expected[name], box))
 
 
-def part_of(known: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
-    """A box of one of our tensors. It may lie in the file still."""
-    entry = known[place.name]
-    return place.turn(cut(entry, place.index(box)))
+def part_of(entries: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
+    """Returns a box of one of our tensors, which may be a view of the file."""
+    return place.turn(cut(entries[place.name], place.index(box)))
 
 
 def cut(entry: TensorEntry, index: Box) -> Tensor:
@@ -87,42 +87,62 @@ def cut(entry: TensorEntry, index: Box) -> Tensor:
 
 
 @contextmanager
-def entries(folder: Path, found: Mapping[str, Place], names: Names) -> Generator[dict[str, TensorEntry]]:
-    """The folder's tensors by the names that our places have, in files that are open meanwhile."""
+def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
+    """The folder's tensors by their names in a model with a head, in files that are open meanwhile."""
     with ExitStack() as stack:
         indexed = weight_map(folder)
         files = [WEIGHTS] if indexed is None else sorted(set(indexed.values()))
-        known: dict[str, TensorEntry] = {}
+        entries: dict[str, TensorEntry] = {}
         for file in files:
             stored = headers(folder / file, stack)
             if lost := [name for name, holder in (indexed or {}).items() if holder == file and name not in stored]:
                 raise ValueError(f"{folder / INDEX} has {listed(lost)} in {file}, and it is not there")
-            known |= {key: entry for key, entry in stored.items() if (indexed or {}).get(key, file) == file}
-        known = {key: entry for key, entry in known.items() if not names.ignored.fullmatch(key)}
-        if not any(key.startswith(names.prefix) for key in known):
-            known = {key if key.startswith("lm_head.") else names.prefix + key: known[key] for key in known}
-        if faults := list(differences(known, {place.name: place.shape for place in found.values()})):
-            raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {listed(faults, '; ')}")
-        yield known
+            entries |= {key: entry for key, entry in stored.items() if (indexed or {}).get(key, file) == file}
+        entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
+        if not any(key.startswith(names.prefix) for key in entries):
+            entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
+        yield entries
+
+
+def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected: Mapping[str, Place]) -> None:
+    """Raises ValueError unless the entries are the tensors that `expected` places are in, by name, shape and dtype."""
+    if faults := list(differences(entries, {place.name: place.shape for place in expected.values()})):
+        raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {listed(faults, '; ')}")
+
+
+def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
+    """Raises ValueError unless the folder's weights have the shapes that the config asks for. Reads headers alone.
+
+    A config may state any sizes, so nothing is built or listed for more layers than there are tensors.
+
+    Args:
+        build: from a config to its model.
+    """
+    with open_entries(folder, names_of(config)) as entries:
+        if config.layers > len(entries):
+            raise ValueError(
+                f"the weights in {folder} do not fit its {CONFIG}: {len(entries)} tensors, and {config.layers} layers"
+            )
+        check_entries(folder, entries, places(config, parameter_shapes(build, config)))
 
 
 def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
-    """The tensors in a file, which is closed with the stack."""
+    """Returns the tensors in a file, which is closed with the stack."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt"))
-        found: dict[str, TensorEntry] = {}
+        entries: dict[str, TensorEntry] = {}
         for key in cast(Iterable[str], file.keys()):
             header = file.get_slice(key)
-            found[key] = TensorEntry(file, key, tuple(header.get_shape()), header.get_dtype())
+            entries[key] = TensorEntry(file, key, tuple(header.get_shape()), header.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    return found
+        raise ValueError(f"cannot read {path}: {described(error)}") from error
+    return entries
 
 
-def differences(known: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-    """What is wrong with names, shapes and dtypes."""
-    yield from (f"{name} is missing" for name in shapes if name not in known)
-    for name, entry in known.items():
+def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
+    """Yields a sentence for each name, shape or dtype that is not as expected."""
+    yield from (f"{name} is missing" for name in shapes if name not in entries)
+    for name, entry in entries.items():
         if name not in shapes:
             yield f"{name} is not part of the model"
         elif entry.shape != shapes[name]:

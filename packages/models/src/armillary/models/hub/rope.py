@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields as fields_of
-from typing import Any
+from math import isfinite
+from typing import Any, cast
 
+from armillary.core.checked import flag, number
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -18,38 +20,50 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling.
+    """Returns theta and scaling.
 
     Raises:
-        ValueError: a scaling that is not computed here, or one with fields that are unknown, missing or impossible.
+        ValueError: a scaling that is not computed here, or a field that is unknown, missing or no number; names it.
     """
     source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    rope: dict[str, Any] = fields.get(source) or {}
-    theta = rope.get("rope_theta", fields.get("rope_theta"))
-    theta = THETA if theta is None else theta
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" and kind not in SCALINGS:
+    rope: Any = fields.get(source) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{source}={rope!r} must be an object or null")
+    options = cast("dict[str, Any]", rope).copy()
+    theta = options.pop("rope_theta", fields.get("rope_theta"))
+    theta = number("rope_theta", THETA if theta is None else theta)
+    legacy = options.pop("type", "default")
+    kind = options.pop("rope_type", legacy)
+    if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
         raise ValueError(f"{source}={rope}; rope_type must be default, {' or '.join(SCALINGS)}")
-    options = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
     if options.pop("partial_rotary_factor", 1) != 1 or fields.get("partial_rotary_factor", 1) not in (None, 1):
         raise ValueError(f"{source}={rope}; partial_rotary_factor must be 1: heads are turned as a whole")
     known = [] if kind == "default" else [field.name for field in fields_of(SCALINGS[kind])]
     if unknown := sorted(options.keys() - {*known}):
         raise ValueError(f"{source}={rope}; with rope_type {kind!r}, {', '.join(unknown)} means nothing here")
+    if kind == "default":
+        return theta, None
     try:
-        return theta, None if kind == "default" else scaling(kind, options, fields, max_positions)
-    except (TypeError, ValueError) as error:
+        chosen = scaling(kind, options, fields, max_positions)
+        # Extreme values fail here rather than in the first forward pass; any head dim shows it.
+        if not (chosen.frequencies(64, theta).isfinite().all() and isfinite(chosen.amplitude)):
+            raise ValueError(f"with rope_theta={theta}, its frequencies are not finite")
+    except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError names an argument that is missing
         raise ValueError(f"{source}={rope}: {error}") from error
+    return theta, chosen
 
 
 def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], max_positions: int) -> RopeScaling:
-    """The scaling, with what `transformers` assumes where something is not said."""
+    """Returns the scaling, with the defaults of `transformers`."""
+    for name, value in options.items():
+        if value is not None:
+            flag(name, value) if name == "truncate" else number(name, value)
     # As there, 0 stands for "not said" too.
     said = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
     if kind != "linear":
         # The one beside the scaling comes first (Phi 3).
-        original = fields.get(ORIGINAL) or said.get(ORIGINAL) or max_positions
-        said[ORIGINAL] = original
+        said[ORIGINAL] = fields.get(ORIGINAL) or said.get(ORIGINAL) or max_positions
+        original = number(ORIGINAL, said[ORIGINAL])
         if kind == "yarn" and said.get("factor") is None:
             said["factor"] = max_positions / original
     return SCALINGS[kind](**said)

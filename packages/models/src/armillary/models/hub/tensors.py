@@ -1,16 +1,17 @@
-"""Where a tensor of ours lies in a tensor of a file."""
+"""Shapes of our tensors, and their places in the tensors of files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from armillary.core.shards import Box
-from armillary.models.config import GPTConfig, LlamaConfig
+from armillary.models.config import GPTConfig, LlamaConfig, one_block
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By safetensors' names."""
@@ -64,6 +65,18 @@ GPT2 = Names("transformer.", re.compile(r".*\.attn\.(bias|masked_bias)"))
 
 def names_of(config: LlamaConfig | GPTConfig) -> Names:
     return GPT2 if isinstance(config, GPTConfig) else LLAMA
+
+
+def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters of the config's model, by name. Builds one block, on the meta device."""
+    with torch.device("meta"):
+        model = build(one_block(config))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in model.state_dict().items():
+        before, index, after = name.partition(".0.")  # blocks alone have a number
+        for layer in range(config.layers if index else 1):
+            shapes[f"{before}.{layer}.{after}" if index else name] = tuple(tensor.shape)
+    return shapes
 
 
 def places(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Place]:

@@ -6,6 +6,8 @@ is written lies beside the old files until all of it is there.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -156,7 +159,14 @@ def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    files.write_partial(path, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    def save(partial: Path) -> None:
+        try:
+            save_file(tensors, partial, metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk too, whose number its text alone has
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(*((int(number[1]), os.strerror(int(number[1]))) if number else (str(error),))) from error
+
+    files.write_partial(path, save)
 
 
 def commit(

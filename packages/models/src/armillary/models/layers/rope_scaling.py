@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from armillary.core.checked import flag, number
+
 
 class RopeScaling(Protocol):
     """Frequencies, and what cosines and sines are multiplied by. A value: hashable and comparable."""
@@ -150,9 +152,10 @@ class YarnScaling:
 
 
 def check_positive(scaling: LinearScaling | Llama3Scaling | YarnScaling) -> None:
-    """Refuses what is no number above 0, where a number is wanted."""
+    """Raises ValueError for a field that is not a finite number above 0, nor None where that is its default."""
     for field in fields(scaling):
         value = getattr(scaling, field.name)
-        wanted = field.name != "truncate" and not (value is None and field.default is None)
-        if wanted and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        if field.name == "truncate":
+            flag("truncate", value)
+        elif not (value is None and field.default is None) and number(field.name, value) <= 0:
             raise ValueError(f"{type(scaling).__name__}: {field.name}={value!r} must be a number above 0")

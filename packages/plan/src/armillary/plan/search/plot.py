@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from armillary.core.files import writing
 from armillary.data.optional import optional
 from armillary.plan.search.report import heading, keeps
 from armillary.plan.search.search import SearchResult
@@ -34,7 +35,8 @@ def draw(found: SearchResult, path: Path) -> Path:
     axes.set_title("\n".join(heading(found)), fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     return path
 
 

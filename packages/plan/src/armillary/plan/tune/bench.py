@@ -16,7 +16,8 @@ from torch import Tensor
 from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.mesh import world_size
-from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models import GPT, Llama, initialize, linear_token_loss
+from armillary.models.config import one_block
 from armillary.plan.search.candidates import Candidate
 from armillary.train.build import mesh_of, precision, shard_model
 from armillary.train.config import Config
@@ -65,6 +66,7 @@ class Bench:
         axes = choose_axes(config, world_size())
         mesh = mesh_of(config, device, axes)
         sizes = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
+        sizes = replace(sizes, vocab_size=VOCABULARY)
         model, attention = shard_model(sizes, config, mesh, precision(config, device))
         attention.kernel = kernel_with_margin(config, sizes, precision(config, device), device, axes["ring"])
         layout = attention.layout(config.data.sequence_length, config.data.layout)
@@ -120,14 +122,6 @@ def compare(config: Config, candidates: Sequence[Candidate], device: torch.devic
             turn = (i + j) % len(benches)
             found[turn].append(benches[turn].seconds())
     return [median(largest(seconds, device)) for seconds in found]
-
-
-def one_block(sizes: LlamaConfig | GPTConfig) -> LlamaConfig | GPTConfig:
-    """A model with one block of these sizes; where the first blocks have no window, without one."""
-    if isinstance(sizes, LlamaConfig):
-        window = None if sizes.window_from else sizes.window
-        return replace(sizes, layers=1, vocab_size=VOCABULARY, window=window, window_from=0)
-    return replace(sizes, layers=1, vocab_size=VOCABULARY)
 
 
 def largest(values: list[float], device: torch.device) -> list[float]:

@@ -17,9 +17,9 @@ from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.commands import ending
 from armillary.data.parsing import parse
 from armillary.models import hub
-from armillary.models.hub.configs import parse as parse_config
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.state import saved_config
 
 PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,7 +68,8 @@ def export(asked: Export) -> None:
         weights = read_tensors(asked.checkpoint, "model", DTYPES.get(asked.dtype))
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{asked.checkpoint}: {error}") from error
-    hub.save(asked.folder, parse_config(manifest.model), weights, asked.pretrained or pretrained_of(asked.checkpoint))
+    config = saved_config(asked.checkpoint, manifest)
+    hub.save(asked.folder, config, weights, asked.pretrained or pretrained_of(asked.checkpoint))
 
 
 def pretrained_of(checkpoint: Path) -> Path | None:

@@ -13,6 +13,7 @@ from armillary.core.checkpoint.files import file_fault, read_checked, write_chec
 from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.core.checkpoint.metadata import Damaged
 from armillary.core.checkpoint.writer import Written
+from armillary.core.files import is_file_name
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -66,8 +67,9 @@ class Manifest:
         except ValidationError as error:
             first = error.errors()[0]
             raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        if stray := [name for name in manifest.files if Path(name).name != name]:
-            raise Damaged(f"{MANIFEST} names {stray[0]!r}, which is no file of a checkpoint")
+        for name in manifest.files:
+            if not is_file_name(name):
+                raise Damaged(f"{MANIFEST}: files: {name!r} is no file name")
         return manifest
 
 

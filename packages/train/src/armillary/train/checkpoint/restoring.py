@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.metadata import Damaged, read_metadata
+from armillary.core.checkpoint.metadata import Damaged, check_files, read_metadata
 from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.manifest import Manifest, fault, is_copy
 from armillary.train.checkpoint.settings import changed_settings, settings
@@ -32,7 +32,7 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
             has been changed then, neither on disk nor in the model. On every rank.
     """
     ranks.on_first(folder.clear)
-    found = newest_whole(folder, ranks)
+    found = newest_whole(folder, ranks, "; name another --train.output to start anew")
     if found.step is None:
         return None
     place = folder.place(found.step)
@@ -54,8 +54,11 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     return manifest
 
 
-def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
+def newest_whole(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Found:
     """Verifies checkpoints from the newest on, each rank its share of the files. Collective.
+
+    Args:
+        advice: the end of the message where none is whole.
 
     Raises:
         ValueError: there are some, and none is whole; or one has a newer format, or may not be read.
@@ -69,9 +72,7 @@ def newest_whole(folder: CheckpointFolder, ranks: Ranks) -> Found:
         damage[step] = found
     if damage:
         named = "; ".join(f"step-{step}: {what}" for step, what in damage.items())
-        raise ValueError(
-            f"no checkpoint in {folder.path} is whole ({named}); name another --train.output to start anew"
-        )
+        raise ValueError(f"no checkpoint in {folder.path} is whole ({named}){advice}")
     return Found()
 
 
@@ -81,7 +82,7 @@ def fault_of(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
     if found is not None or ranks.rank:
         return found
     try:
-        read_metadata(folder.place(step))
+        check_files(folder.place(step), read_metadata(folder.place(step)))
     except Damaged as damage:
         return str(damage)
     return None

@@ -18,8 +18,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from armillary.core.checkpoint.reader import load, saved_shapes
 from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.core.random_state import random_state, seed_all, set_random_state
+from armillary.models import GPTConfig, LlamaConfig
 from armillary.models.hub import describe
-from armillary.train.checkpoint.manifest import Manifest
+from armillary.models.hub.configs import parse
+from armillary.models.hub.tensors import parameter_shapes
+from armillary.models.initialize import meta_model
+from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.run import Run
 
 State = dict[str, Any]
@@ -72,6 +76,25 @@ def saved_random_state(run: Run, place: Path, rank: int) -> State:
 def model_description(run: Run) -> dict[str, Any]:
     """The fields of a Hugging Face config.json, as they are after a while on disk."""
     return json.loads(json.dumps(describe(run.model.config, torch.float32)))
+
+
+def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
+    """Returns the model's config in the manifest of a checkpoint, after comparing it with the saved tensors' shapes.
+
+    Raises:
+        Damaged, ValueError: the manifest describes no model, or another one than was saved.
+    """
+    try:
+        config = parse(manifest.model)
+    except ValueError as error:
+        raise ValueError(f"{folder / MANIFEST}: model: {error}") from error
+    saved = {name.removeprefix("model."): shape for name, shape in saved_shapes(folder, "model.").items()}
+    # The manifest may state any number of layers; their names are only listed if there are as many tensors.
+    if config.layers > len(saved):
+        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, and {len(saved)} tensors were saved")
+    if differing := differences(saved, parameter_shapes(meta_model, config)):
+        raise ValueError(f"{folder / MANIFEST}: model: another one was saved ({differing})")
+    return config
 
 
 def check_model(run: Run, place: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -49,7 +49,7 @@ def run(asked: Generate) -> list[Continued]:
     tokenizer = None if asked.ids else find_tokenizer(source, asked.tokenizer, asked.begin_of_document)
     if tokenizer is None and not asked.ids:
         raise ValueError(f"{asked.source}: no tokenizer is known; name one by --tokenizer, or give tokens by --ids")
-    device, mine = choose_device(asked.train), not dist.is_initialized()
+    device, mine = choose_device(asked.train, "--device"), not dist.is_initialized()
     if mine:
         start_process_group(device.type, TIMEOUT)
     ranks = Ranks(TIMEOUT)

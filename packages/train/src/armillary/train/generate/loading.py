@@ -14,10 +14,11 @@ from armillary.core.checkpoint.reader import load
 from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
-from armillary.models.hub.configs import parse as parse_config
+from armillary.models.hub.folder import weight_map
 from armillary.train.build import precision, shard_model
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.restoring import fault_of, newest_whole
+from armillary.train.checkpoint.state import saved_config
 from armillary.train.config import Config, ModelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
@@ -35,12 +36,13 @@ def load_model(
         ValueError: no checkpoint that is whole, files that do not fit, or a mesh that does not; on every rank.
     """
     if source.checkpoints is None:
+        weight_map(source.place)  # without weights, memory would be allocated by whatever config.json says
         model = empty_model(asked, pretrained_config(source.place), device)
         ranks.agree(lambda: load_pretrained(model, source.place))
         return model, None
     step = whole_step(source.checkpoints, source.step, ranks)
     place = source.checkpoints.place(step)
-    model = empty_model(asked, parse_config(Manifest.read(place).model), device)
+    model = empty_model(asked, saved_config(place, Manifest.read(place)), device)
     state = get_model_state_dict(model)
     with errors_as_ours():
         load({"model": state}, place, process_group=ranks.group)

@@ -1,0 +1,91 @@
+"""Checks that a checkpoint written on any Python of this machine is read on every other.
+
+The Pythons are those of the classifiers that are on PATH or were installed by uv or pyenv. Each gets the dependencies
+of armillary-core in a temporary environment from uv's cache, into which a new minor version downloads torch (0.5 GB).
+Exit code 1 if a checkpoint was not read back as it was written.
+
+    uv run python scripts/pythons.py
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT = 540
+CLASSIFIER = re.compile(r"Programming Language :: Python :: (3\.\d+)")
+
+
+def interpreters() -> dict[str, Path]:
+    """Returns an interpreter of each installed version that the classifiers name, such as 3.11.2."""
+    project = tomllib.loads((ROOT / "packages/core/pyproject.toml").read_text())["project"]
+    minors = [match[1] for text in project["classifiers"] if (match := CLASSIFIER.fullmatch(text))]
+    folders = [Path(folder) for folder in os.get_exec_path()]
+    uv = subprocess.run(["uv", "python", "dir"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    pyenv = os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv"
+    folders += [*Path(uv).glob("cpython-*/bin"), *Path(pyenv, "versions").glob("*/bin")]
+    query = "import platform; print(platform.python_version())"
+    found: dict[str, Path] = {}
+    for path in (folder / f"python{minor}" for minor in minors for folder in folders):
+        if path.is_file():  # of pyenv's shims, those of versions that are not selected fail
+            answer = subprocess.run([path, "-c", query], capture_output=True, text=True, check=False)
+            if answer.returncode == 0:
+                found.setdefault(answer.stdout.strip(), path)
+    return found | {platform.python_version(): Path(sys.executable)}
+
+
+def start(version: str, interpreter: Path, checkpoint: Path) -> subprocess.Popen[str]:
+    """Starts `exchange` on an interpreter."""
+    isolated = ["uv", "run", "--quiet", "--isolated", "--package", "armillary-core", "--python"]
+    own = version == platform.python_version()
+    command = [sys.executable] if own else [*isolated, str(interpreter), "python"]
+    command += [__file__, str(checkpoint)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def exchange(checkpoint: Path) -> None:
+    """Saves a checkpoint, waits until stdin is closed, and reads those of all Pythons beside it."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from armillary.core.checkpoint import SavePlanner
+    from armillary.core.checkpoint.reader import read_tensors
+
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is to save alone
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+    tensors = {str(dtype): torch.arange(96).reshape(8, 12).to(dtype) for dtype in dtypes}
+    dcp.save({"model": tensors}, checkpoint_id=checkpoint, planner=SavePlanner(), no_dist=True)
+    print("saved", flush=True)
+    sys.stdin.read()
+    for other in sorted(checkpoint.parent.iterdir()):
+        values = read_tensors(other, "model")
+        if values.keys() != tensors.keys() or not all(torch.equal(values[name], tensors[name]) for name in tensors):
+            sys.exit(f"Python {checkpoint.name} reads other values than Python {other.name} has written")
+
+
+def main() -> None:
+    pythons = interpreters()
+    print("Python", ", ".join(sorted(pythons)), flush=True)
+    signal.alarm(TIMEOUT)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {version: start(version, path, Path(folder, version)) for version, path in pythons.items()}
+        # Every Python starts once: torch takes seconds to import. All have saved before the first of them reads.
+        saved = {version: process.stdout and process.stdout.readline() for version, process in processes.items()}
+        for process in processes.values():
+            process.communicate()
+    failed = [version for version, process in processes.items() if process.returncode or saved[version] != "saved\n"]
+    if failed:
+        sys.exit(f"failed on Python {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    exchange(Path(sys.argv[1])) if len(sys.argv) > 1 else main()
