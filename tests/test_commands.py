@@ -12,7 +12,7 @@ import pytest
 from armillary.attention.conformance import command as conformance
 from armillary.attention.conformance.report import Report, ReportRow
 from armillary.data import cli as data
-from armillary.data.loader.batches import check_least
+from armillary.data.loader.batches import check_minimum
 from armillary.data.parsing import parse, parse_command
 from armillary.plan import cli as plan
 from armillary.plan.comm_time.bytes import BytesPlan
@@ -71,7 +71,7 @@ def packed(text: str) -> list[int]:
     words = ["pack", "store", "--length", text, "--rows", text]
     call = parse_command(words, {"pack": data.pack, "info": data.info}, "armillary-data")
     assert isinstance(call, partial)
-    check_least(1, length=call.keywords["length"])  # the first thing that it does
+    check_minimum(1, length=call.keywords["length"])  # the first thing that it does
     return [call.keywords["length"], call.keywords["rows"]]
 
 

@@ -270,7 +270,7 @@ CALLS = {
     "weights of nan": (lambda _: rows(weights=[float("nan")]), "weights [nan]: give one above 0"),
     "weights too many": (lambda _: rows(weights=[1, 2]), "weights [1, 2]: give one above 0"),
     "a packing without a name": (lambda _: rows(packing=lambda *_: None), "has no name that a state could be told by"),
-    "a step below 0": (lambda _: rows().batch(-1), "steps count from 0; got -1"),
+    "a step below 0": (lambda _: rows().batch(-1), "step must be at least 0; got -1"),
     "a state of other rows": (lambda _: rows().load_state_dict({}), "this state was taken with version None"),
     "a state without rows": (
         lambda _: rows().load_state_dict({**rows().state_dict(), "rows": "x"}),
@@ -309,8 +309,8 @@ CALLS = {
         lambda root: prepare(Preparation([root / "text.txt"], root / "out", chunk_bytes=0), 1),
         "size must be at least 1 byte; got 0",
     ),
-    "recall of nothing": (lambda _: AssociativeRecall(64, 0, 1, keys=4, values=4), "0"),
-    "recall in too short rows": (lambda _: AssociativeRecall(4, 8, 8, keys=8, values=8), "4"),
+    "recall of nothing": (lambda _: AssociativeRecall(64, 0, keys=4, values=4), "0"),
+    "recall in too short rows": (lambda _: AssociativeRecall(4, 8, keys=8, values=8), "4"),
     "a needle in too short rows": (lambda _: Needle(1), "1"),
     "a copy of one token": (lambda _: Copy(1), "1"),
 }

@@ -22,7 +22,7 @@ def stable_hash(key: bytes | str) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
 
 
-def bits(key: str, places: Index) -> npt.NDArray[np.uint64]:
+def random_bits(key: str, places: Index) -> npt.NDArray[np.uint64]:
     """64 random bits for each of `places`: output number `place` of the splitmix64 generator that `key` starts.
 
     Any of them is had at once, without those before it.
@@ -40,7 +40,7 @@ def bits(key: str, places: Index) -> npt.NDArray[np.uint64]:
 
 def permutation(n: int, key: str) -> Index:
     """The numbers 0..n-1 in an order that depends on `n` and `key` alone: int64 [n]."""
-    return np.argsort(bits(key, np.arange(n)), kind="stable")
+    return np.argsort(random_bits(key, np.arange(n)), kind="stable")
 
 
 def interleaved(place: int, weights: Sequence[Fraction]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.shuffle import Index, bits, stable_hash
+from armillary.data.shuffle import Index, random_bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
 from armillary.data.trees import SegmentTable, SegmentTree
@@ -179,7 +179,7 @@ class TokenStore:
             return self.select(self.lengths > 0).split(validation_fraction)
         if len(self) < 2:
             return self._split_tokens(validation_fraction)
-        hashes = bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
+        hashes = random_bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
         if not validation.any():
             validation = hashes == hashes.min()

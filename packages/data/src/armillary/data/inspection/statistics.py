@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.data.loader.batches import check_least
+from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.epochs import Waste
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.loader.tree_rows import TreeRow
@@ -106,7 +106,7 @@ def measure_packings(
     Raises:
         ValueError: no rows to look at, or what `PackedSequences` and layouts refuse.
     """
-    check_least(1, rows=rows, length=length, shards=shards)
+    check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
     zigzag = SequenceLayout.zigzag(length, shards)
     found: list[MeasuredPacking] = []

@@ -42,8 +42,8 @@ class Batches(ABC):
         ahead: int,
         settings: dict[str, Any],
     ) -> None:
-        check_least(1, rows_per_batch=rows_per_batch, replicas=replicas)
-        check_least(0, ahead=ahead)
+        check_minimum(1, rows_per_batch=rows_per_batch, replicas=replicas)
+        check_minimum(0, ahead=ahead)
         if not 0 <= replica < replicas:
             raise ValueError(f"replica {replica} is not one of the {replicas} replicas 0..{replicas - 1}")
         self._layout, self._shard, self._positions = layout, shard, layout.positions(shard)
@@ -67,8 +67,7 @@ class Batches(ABC):
         Raises:
             ValueError: a step below 0.
         """
-        if step < 0:
-            raise ValueError(f"steps count from 0; got {step}")
+        check_minimum(0, step=step)
         return self._batch_from(step * self.rows_per_step)
 
     def __iter__(self) -> Self:
@@ -104,10 +103,10 @@ class Batches(ABC):
     def _batch_from(self, first: int) -> Batch:
         """This rank's part of the global batch whose first row is number `first` of all rows."""
         first += self._replica * self._rows_per_batch
-        return self._made_of(range(first, first + self._rows_per_batch))
+        return self._make_batch(range(first, first + self._rows_per_batch))
 
     @abstractmethod
-    def _made_of(self, rows: range) -> Batch:
+    def _make_batch(self, rows: range) -> Batch:
         """This rank's shard of rows of these numbers. Called in a thread: no collectives there."""
 
     @abstractmethod
@@ -115,7 +114,7 @@ class Batches(ABC):
         """Where row `row` of all rows comes from, for a person who looks for it. Reads no tokens."""
 
 
-def check_least(least: int, **values: int) -> None:
+def check_minimum(least: int, **values: int) -> None:
     """Raises ValueError where one of `values` is below `least`."""
     for name, value in values.items():
         if value < least:

@@ -109,7 +109,7 @@ class PackedSequences(Batches):
 
     # -- batches --------------------------------------------------------------------------------------------------
 
-    def _made_of(self, rows: range) -> Batch:
+    def _make_batch(self, rows: range) -> Batch:
         made = [self.row(number) for number in rows]
         documents, parents = tuple(row.ends for row in made), parents_of(made) if self._has_trees else None
         layout = self._layout if self._layout_for is None else self._chosen_layout(documents, parents)
