@@ -89,9 +89,7 @@ def test_anything_else_after_the_index_is_refused(tmp_path, more):
     size = Path(f"{path}.idx").stat().st_size
     with open(f"{path}.idx", "ab") as file:
         file.write(bytes(more))
-    with pytest.raises(
-        ValueError, match=rf"idx holds something else from byte {size} on, to byte {size + more}"
-    ) as failure:
+    with pytest.raises(ValueError, match=rf"idx .*byte {size} .*byte {size + more}") as failure:
         open_store(path)
     assert "\n" not in str(failure.value)
 
@@ -114,7 +112,7 @@ def test_no_tokens_open_and_cannot_be_packed(tmp_path):
     for sequences in ([], [[]], [[], []]):
         store = open_store(write(tmp_path / "data", sequences))
         assert (len(store), store.tokens) == (len(sequences), 0)
-        with pytest.raises(ValueError, match="data holds no tokens; give a store with at least one document"):
+        with pytest.raises(ValueError, match=r"data .*no tokens"):
             alone(store, 4)
 
 

@@ -269,9 +269,7 @@ def test_text_that_is_not_utf8_is_replaced_skipped_or_refused(tmp_path, definiti
     assert [decode(tokens) for tokens in tokens_of(tmp_path / "skipped")[0]] == ["fine", "漢"]
     assert (skipped["documents"], skipped["skipped"], skipped["first_skipped"]) == (2, 2, "b")
 
-    with pytest.raises(
-        ValueError, match=r"^b: it is not valid UTF-8; mend it, or leave such documents out with --inva"
-    ):
+    with pytest.raises(ValueError, match=r"^b: .*--invalid skip"):
         made(source, output=tmp_path / "refused", invalid="refuse", **options)
 
 
@@ -281,12 +279,12 @@ def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invali
     path = write(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
     place = len(lines[0]) + len(lines[1])
-    told = rf"^a.jsonl:byte {place}: Expecting value: .*; mend it, or leave such .*--invalid skip; then start over with"
+    told = rf"^a\.jsonl:byte {place}: .*--invalid skip"
     for _ in range(2):  # what is done is kept, so the second time it is refused at once
         with pytest.raises(ValueError, match=told):
             made(path, **options)
     path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
-    with pytest.raises(ValueError, match=r"an input file has changed since; .* or start over with --overwrite"):
+    with pytest.raises(ValueError, match=r"changed .*--overwrite"):
         made(path, **options)
     made(path, **options, overwrite=True)
     assert texts_of(tmp_path / "store") == [b"first document", b"second", b"mended", b"last"]
@@ -307,13 +305,13 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tokenizer": "bpe", "vocab_size": 256}, "vocab_size must be at least 257, .*; got 256"),
-        ({"tokenizer": "nowhere.json"}, r"nowhere.json cannot be read \(No such file .*; give a tokenizer.json"),
-        ({"invalid": "keep"}, "invalid='keep' is not one of 'refuse', 'replace', 'skip'"),
-        ({"workers": 0}, "workers must be at least 1; got 0"),
-        ({"format": "csv"}, "format='csv' is not one of"),
-        ({"begin_of_document": "<s>"}, "begin_of_document='<s>' is not a token of tokenizer 'bytes'; give none"),
-        ({"tokenizer": "bpe", "end_of_document": "</s>"}, "end_of_document='</s>' is not .*; give none or '<|endoftex"),
+        ({"tokenizer": "bpe", "vocab_size": 256}, "vocab_size .*257.*got 256"),
+        ({"tokenizer": "nowhere.json"}, r"nowhere\.json .*No such file"),
+        ({"invalid": "keep"}, "invalid='keep' .*'refuse', 'replace', 'skip'"),
+        ({"workers": 0}, "workers .*1; got 0"),
+        ({"format": "csv"}, "format='csv' "),
+        ({"begin_of_document": "<s>"}, "begin_of_document='<s>' .*'bytes'; give none"),
+        ({"tokenizer": "bpe", "end_of_document": "</s>"}, "end_of_document='</s>' .*none or '<|endoftex"),
     ],
 )
 def test_settings_that_will_not_do_are_refused_before_anything_is_made(tmp_path, options, message):
@@ -326,26 +324,26 @@ def test_settings_that_will_not_do_are_refused_before_anything_is_made(tmp_path,
 def test_a_tokenizer_that_is_broken_or_lacks_a_token_is_refused(tmp_path, definition):
     lines = jsonl(tmp_path / "a.jsonl")
     path = write(tmp_path / "tokenizer", **{"tokenizer.json": definition[:100]}) / "tokenizer.json"
-    with pytest.raises(ValueError, match=r"tokenizer.json: this is not a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         made(lines, output=tmp_path / "store", tokenizer=str(path))
     path.write_bytes(definition)
-    with pytest.raises(ValueError, match=r"begin_of_document='<s>' is not a token of the vocabulary; give one of"):
+    with pytest.raises(ValueError, match="begin_of_document='<s>' "):
         made(lines, output=tmp_path / "store", tokenizer=str(path), begin_of_document="<s>")
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer"]
 
 
 def test_input_without_a_document_is_refused_and_leaves_nothing_in_the_way(tmp_path):
     empty = write(tmp_path, **{"empty.txt": b""}) / "empty.txt"
-    with pytest.raises(ValueError, match=r"empty.txt holds no text"):
+    with pytest.raises(ValueError, match=r"empty\.txt "):
         made(empty, output=tmp_path / "store")
     lines = jsonl(tmp_path / "a.jsonl", ["", ""])
-    with pytest.raises(ValueError, match=rf"{re.escape(str(lines))}: no document in there holds any text"):
+    with pytest.raises(ValueError, match=re.escape(f"{lines}: ")):
         made(lines, output=tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
 def test_a_missing_field_names_the_fields_that_there_are(tmp_path):
-    with pytest.raises(ValueError, match=r"a.jsonl:byte 0: there is no field 'body'; the fields are 'text'; mend it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:byte 0: .*'body'.*'text'"):
         made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", text_field="body")
     made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")  # nothing was done, so nothing is in the way
     assert texts_of(tmp_path / "store")[0] == b"one"
@@ -353,7 +351,7 @@ def test_a_missing_field_names_the_fields_that_there_are(tmp_path):
 
 def test_a_store_is_no_input(tmp_path):
     made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
-    with pytest.raises(ValueError, match=r"store is a token store already; give text, JSONL, Parquet or a saved"):
+    with pytest.raises(ValueError, match="store is a token store"):
         made(tmp_path / "store", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -362,7 +360,7 @@ def test_a_store_is_no_input(tmp_path):
 @pytest.mark.parametrize("input, output", [("in", "in/store"), ("in", "in"), ("in/a", "in"), ("in/a", "in/a")])
 def test_input_and_output_must_not_lie_in_each_other(tmp_path, input, output, overwrite):
     write(tmp_path, in__a=b"text")
-    with pytest.raises(ValueError, match=r"the (input|output) \S+ lies in the (input|output) \S+; name "):
+    with pytest.raises(ValueError, match=r"the (input|output) \S+ lies in the (input|output) "):
         made(tmp_path / input, output=tmp_path / output, overwrite=overwrite)
     assert (tmp_path / "in" / "a").read_bytes() == b"text"
 
@@ -383,7 +381,7 @@ def test_a_store_of_anything_else_is_replaced_only_if_that_is_asked_for(tmp_path
     made(lines, output=output)
     other = jsonl(tmp_path / "b.jsonl", ["other"])
     for inputs, options in (([other], {}), ([lines], {"invalid": "skip"}), ([lines], {"tokenizer": "bpe"})):
-        with pytest.raises(ValueError, match=r"store is a store of other input or settings; .* or give --overwrite"):
+        with pytest.raises(ValueError, match=r"store .*--overwrite"):
             made(*inputs, output=output, **options)
     assert texts_of(output) == [text.encode() for text in TEXTS]
     made(other, output=output, overwrite=True)
@@ -399,7 +397,7 @@ def test_an_output_that_is_no_store_is_never_touched(tmp_path, kind):
         output.symlink_to(tmp_path / "there")
     before = set(os.listdir(tmp_path))
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r" is there and is not a token store; name another output, or move it"):
+        with pytest.raises(ValueError, match=r"(out|there) .*not a token store"):
             made(lines, output=output, overwrite=overwrite)
     assert set(os.listdir(tmp_path)) == before
     file = {"folder": "out/file", "file": "out", "link": "out/file"}[kind]
@@ -408,6 +406,6 @@ def test_an_output_that_is_no_store_is_never_touched(tmp_path, kind):
 
 def test_a_folder_that_is_in_the_way_is_not_touched(tmp_path):
     write(tmp_path, **{"store.partial__notes": b"precious"})
-    with pytest.raises(ValueError, match=r"store.partial is in the way, and not of `armillary-data prepare`; move it"):
+    with pytest.raises(ValueError, match=r"store\.partial is in the way"):
         made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", overwrite=True)
     assert files_of(tmp_path / "store.partial") == {"notes": b"precious"}

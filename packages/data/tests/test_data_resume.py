@@ -101,15 +101,14 @@ def test_the_state_of_other_rows_is_refused_by_the_name_of_what_differs(name, ot
     state = alone(settings.pop("stores"), settings.pop("length"), weights=weights, **settings).state_dict()
     rows = alone(STORES, N, weights=[1, 2])
     next(rows)
-    message = f"this state was taken with {name} {state[name]}, not {rows.state_dict()[name]}; rows would differ"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(f"{name} {state[name]}, not {rows.state_dict()[name]}")):
         rows.load_state_dict(state)
     assert rows.state_dict()["rows"] == 1
 
 
 @pytest.mark.parametrize("state", [{}, {"rows": 3}, {"model": 1}])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(ValueError, match="this state was taken with version None, not 1") as failure:
+    with pytest.raises(ValueError, match="version None, not 1") as failure:
         alone(STORES, N).load_state_dict(state)
     assert "\n" not in str(failure.value)
 
@@ -117,7 +116,7 @@ def test_what_is_no_state_is_refused(state):
 @pytest.mark.parametrize("rows", [None, -1, "many", 1.5])
 def test_a_state_without_a_number_of_rows_is_refused(rows):
     state = alone(STORES, N).state_dict() | {"rows": rows}
-    with pytest.raises(ValueError, match=re.escape(f"this state was taken after {rows!r} rows")) as failure:
+    with pytest.raises(ValueError, match=re.escape(f"{rows!r} rows")) as failure:
         alone(STORES, N).load_state_dict(state)
     assert "\n" not in str(failure.value)
 
@@ -173,6 +172,6 @@ def test_weights_that_mix_alike_have_one_state():
 
 @pytest.mark.parametrize("packing", [partial(greedy), lambda *given: greedy(*given)], ids=["partial", "lambda"])
 def test_a_packing_that_no_state_could_name_is_refused(packing):
-    with pytest.raises(ValueError, match="has no name that a state could be told by; give a function") as failure:
+    with pytest.raises(ValueError, match=r"packing .* name") as failure:
         alone(STORES, N, packing=packing)
     assert "\n" not in str(failure.value)

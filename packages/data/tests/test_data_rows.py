@@ -227,7 +227,7 @@ def test_a_layout_may_be_chosen_for_the_documents_of_each_batch():
 @pytest.mark.parametrize("wrong", [SequenceLayout.zigzag(N, 2), SequenceLayout.zigzag(N + 1, 3)])
 def test_a_chosen_layout_of_another_size_is_refused(wrong):
     rows = alone(STORE, N, layout=SequenceLayout.zigzag(N, 3), layout_for=lambda documents: wrong)
-    with pytest.raises(ValueError, match=re.escape(f"layout_for gave {wrong}, not 3 shards of {N} tokens")) as failure:
+    with pytest.raises(ValueError, match=rf"layout_for .*{re.escape(str(wrong))}.* 3 shards of {N} ") as failure:
         rows.batch(0)
     assert "\n" not in str(failure.value)
 
@@ -238,18 +238,18 @@ def test_a_chosen_layout_of_another_size_is_refused(wrong):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"shard": 1}, "shard 1 is not one of the 1 shards 0..0"),
-        ({"replica": 2, "replicas": 2}, "replica 2 is not one of the 2 replicas 0..1"),
-        ({"replica": -1}, "replica -1 is not one of the 1 replicas 0..0"),
-        ({"replicas": 0}, "replicas must be at least 1; got 0"),
-        ({"rows_per_batch": 0}, "rows_per_batch must be at least 1; got 0"),
-        ({"ahead": -1}, "ahead must be at least 0; got -1"),
-        ({"stores": []}, "there are no stores to pack; give at least one"),
-        ({"stores": numbered([0, 0], name="x/y")}, "x/y holds no tokens; give a store with at least one document"),
+        ({"shard": 1}, "shard 1 .*0..0"),
+        ({"replica": 2, "replicas": 2}, "replica 2 .*0..1"),
+        ({"replica": -1}, "replica -1 .*0..0"),
+        ({"replicas": 0}, "replicas .*1; got 0"),
+        ({"rows_per_batch": 0}, "rows_per_batch .*1; got 0"),
+        ({"ahead": -1}, "ahead .*0; got -1"),
+        ({"stores": []}, "no stores"),
+        ({"stores": numbered([0, 0], name="x/y")}, "x/y .*no tokens"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_is_accepted(wrong, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as failure:
+    with pytest.raises(ValueError, match=message) as failure:
         alone(wrong.pop("stores", STORE), N, **wrong)
     assert "\n" not in str(failure.value)
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
 from armillary.data import Tokenizer as Protocol
-from armillary.data.text import long_texts
-from armillary.data.text.long_texts import parts
-from armillary.data.text.tokenizer import TextTokenizer, decoded, train_bpe
+from armillary.data.text import splitting
+from armillary.data.text.splitting import split_text
+from armillary.data.text.tokenizer import TextTokenizer, decode_utf8, train_bpe
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -229,8 +229,8 @@ def test_a_begin_is_put_in_front_of_each_text_if_asked():
 
 def test_bytes_that_are_not_utf8_are_read_with_the_replacement_character():
     tokenizer = text_tokenizer("gpt_2")
-    assert decoded(b"caf\xe9!") == ("caf\ufffd!", True)
-    assert decoded("café".encode()) == ("café", False)
+    assert decode_utf8(b"caf\xe9!") == ("caf\ufffd!", True)
+    assert decode_utf8("café".encode()) == ("café", False)
     assert tokenizer.encode(b"caf\xe9!").equal(tokenizer.encode("caf\ufffd!"))
 
 
@@ -251,14 +251,14 @@ def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
 @settings(max_examples=15, deadline=None)
 def test_cuts_hold_for_the_whole_text_although_only_what_is_around_them_is_tried(name, text, part_size):
     whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
-    with patch.object(long_texts, "_WINDOW", 10):
+    with patch.object(splitting, "_WINDOW", 10):
         assert cut.encode(text).tolist() == whole.encode(text).tolist()
 
 
 @every_tokenizer
 def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
     tokenizer, text = text_tokenizer(name), PROSE[0] * 500
-    cut = parts(text, 5000, tokenizer.encode)
+    cut = split_text(text, 5000, tokenizer.encode)
     assert "".join(cut) == text
     assert len(cut) == 1 if name == "llama_2" else max(map(len, cut)) < 5100
     assert torch.cat([tokenizer.encode(part) for part in cut]).equal(tokenizer.encode(text))
@@ -266,11 +266,11 @@ def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
 
 @pytest.mark.parametrize("text", ["a" * 500, "\n" * 500, " 1\n b" * 100, "a \nb" * 100, "1\n" * 200])
 def test_texts_with_no_place_for_a_cut_stay_whole(text):
-    assert parts(text, 10, lambda part: np.zeros(len(part))) == [text]
+    assert split_text(text, 10, lambda part: np.zeros(len(part))) == [text]
 
 
 def test_texts_of_windows_are_cut_too():
-    assert parts("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
+    assert split_text("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
 
 
 def test_a_cut_that_would_change_tokens_is_passed_over():
@@ -278,7 +278,7 @@ def test_a_cut_that_would_change_tokens_is_passed_over():
     inner.add_tokens(["end\nThe"])
     tokenizer = TextTokenizer(definition_of(inner), part_size=2)
     text = "end\nThe\none\nend\nThe"
-    assert parts(text, 2, tokenizer.encode) == ["end\nThe\n", "one\n", "end\nThe"]
+    assert split_text(text, 2, tokenizer.encode) == ["end\nThe\n", "one\n", "end\nThe"]
     assert tokenizer.encode(text).equal(TextTokenizer(definition_of(inner)).encode(text))
 
 
@@ -317,13 +317,11 @@ def test_a_copy_in_another_process_is_the_same():
 
 def test_without_a_known_end_the_special_tokens_are_listed(tmp_path):
     choices = r"one of '\[UNK\]', '\[CLS\]', '\[SEP\]', '\[PAD\]'"
-    with pytest.raises(
-        ValueError, match=f"tokenizer.json: no token has a usual name .*; give end_of_document, {choices}"
-    ):
+    with pytest.raises(ValueError, match=f"tokenizer.json: .*end_of_document, {choices}"):
         TextTokenizer.read(write(tmp_path, "bert"))
-    with pytest.raises(ValueError, match=f"end_of_document='</s>' is not a token of the vocabulary; give {choices}"):
+    with pytest.raises(ValueError, match=f"end_of_document='</s>'.* {choices}"):
         TextTokenizer.read(tmp_path, "</s>")
-    with pytest.raises(ValueError, match=r"begin_of_document='<s>' is not a token"):
+    with pytest.raises(ValueError, match="begin_of_document='<s>'"):
         TextTokenizer.read(tmp_path, "[SEP]", "<s>")
 
 
@@ -332,19 +330,15 @@ def test_without_a_known_end_the_special_tokens_are_listed(tmp_path):
 )
 def test_what_is_no_tokenizer_is_refused(tmp_path, definition):
     (tmp_path / "tokenizer.json").write_bytes(definition)
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json: (this is not a tokenizer.json|tokenizers .* cannot read this)"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         TextTokenizer.read(tmp_path)
 
 
 def test_a_missing_file_and_a_broken_configuration_are_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"{re.escape(str(tmp_path))}/tokenizer.json cannot be read \(No such file.*give a"
-    ):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}/tokenizer.json .*No such file"):
         TextTokenizer.read(tmp_path)
     (write(tmp_path) / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is broken .*; repair it, or give end_of_document"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json .*end_of_document"):
         TextTokenizer.read(tmp_path)
 
 
@@ -352,16 +346,16 @@ def test_a_missing_file_and_a_broken_configuration_are_named(tmp_path):
 def test_a_token_outside_the_vocabulary_is_refused(token):
     tokenizer = text_tokenizer("gpt_2")
     assert tokenizer.vocab_size == 322
-    with pytest.raises(ValueError, match=f"token {token} is not one of the 322 tokens 0..321"):
+    with pytest.raises(ValueError, match=rf"token {token} .*0\.\.321"):
         tokenizer.decode(torch.tensor([65, token]))
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="part_size must be at least 1 character; got 0"):
+    with pytest.raises(ValueError, match=r"part_size .* 1 .*got 0"):
         text_tokenizer("gpt_2", part_size=0)
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
+    with pytest.raises(ValueError, match="surrogate"):
         text_tokenizer("gpt_2").encode("\ud800")
-    with pytest.raises(ValueError, match=r"vocab_size must be at least 257, .*; got 256"):
+    with pytest.raises(ValueError, match=r"vocab_size .* 257.*got 256"):
         train_bpe(iter(PROSE), 256)
 
 
