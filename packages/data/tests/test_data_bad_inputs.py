@@ -323,7 +323,7 @@ def train(root: Path) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_raises_a_value_error_that_names_it(folder, name):
+def test_a_call_raises_a_value_error_with_the_argument(folder, name):
     call, said = CALLS[name]
     with pytest.raises(ValueError) as error:
         call(folder)

@@ -52,7 +52,7 @@ def texts_of(store, folder):
     return list(zip(texts, tree.parents, tree.trained.tolist(), tree.weights.tolist(), strict=True))
 
 
-def test_prompts_and_completions_are_what_the_template_writes(tmp_path, folder):
+def test_prompts_and_completions_follow_the_template(tmp_path, folder):
     line = {
         "prompt": ASK,
         "completions": [
@@ -119,7 +119,7 @@ def test_messages_that_spell_special_tokens_are_refused(tmp_path, folder):
         stored(tmp_path, [line], tokenizer=str(folder))
 
 
-def test_text_is_put_together_from_tokens_of_its_own(tmp_path, folder):
+def test_segments_are_tokenized_separately(tmp_path, folder):
     """One token in front of each sequence, none within; text that spells a special token gives its letters."""
     line = {"prompt": "who are you?", "completions": [" <|im_end|>", " brief"]}
     store = stored(tmp_path, [line], tokenizer=str(folder), begin_of_document="<|im_start|>")

@@ -53,7 +53,7 @@ def test_a_folder_is_read_at_any_depth_in_the_order_of_names(tmp_path):
     assert read_documents(str(tmp_path)) == [Document("a", b"1"), Document("b/c/three", b"3"), Document("b/two", b"2")]
 
 
-def test_bytes_that_are_not_utf8_are_kept_as_they_are(tmp_path):
+def test_invalid_utf8_is_kept(tmp_path):
     write(tmp_path, latin=b"caf\xe9")
     assert read_documents(tmp_path) == [Document("latin", b"caf\xe9")]
 
@@ -65,7 +65,7 @@ def test_hidden_empty_and_binary_files_of_a_folder_are_left_out(tmp_path):
     assert read_documents(tmp_path) == [Document("kept", b"text")]
 
 
-def test_a_file_named_by_itself_is_read_whatever_it_holds(tmp_path):
+def test_a_single_file_is_read_even_if_binary(tmp_path):
     write(tmp_path, **{".wide": "wide".encode("utf-16-le")})
     assert read_documents(tmp_path / ".wide") == [Document(".wide", b"w\0i\0d\0e\0")]
 
@@ -85,7 +85,7 @@ def test_a_path_without_text_is_named(tmp_path, make):
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, single):
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch, single):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -96,7 +96,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, single):
     assert "\n" not in str(failure.value)
 
 
-def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch):
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     scan = os.scandir
 
     def refuse(path):

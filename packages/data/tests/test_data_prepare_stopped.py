@@ -92,7 +92,7 @@ def reference(lines, tmp_path):
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("after", [0, 1, 7])
-def test_what_is_done_is_kept_when_an_interrupt_or_error_comes(lines, reference, tmp_path, what, after):
+def test_finished_parts_survive_interrupts_and_errors(lines, reference, tmp_path, what, after):
     plan = planned(lines, tmp_path / "store")
     with pytest.raises(what):
         prepare(plan, 1, stopping(after, what))
@@ -157,7 +157,7 @@ def test_starting_over_stopped_while_files_are_removed_leaves_none_of_them(lines
     assert files_of(plan.output) == files_of(tmp_path / "whole")
 
 
-def test_a_file_of_parts_that_was_cut_is_refused(lines, tmp_path):
+def test_a_truncated_partial_file_is_refused(lines, tmp_path):
     plan = planned(lines, tmp_path / "store")
     with pytest.raises(Stop):
         prepare(plan, 1, stopping(3))
@@ -215,7 +215,7 @@ def state(path):
     return "old" if bytes(store.read(0, 0, 3).tolist()) == b"old" else "new"
 
 
-def test_killed_at_any_moment_what_was_done_is_kept(lines, reference, tmp_path, monkeypatch):
+def test_finished_parts_survive_a_kill_at_any_moment(lines, reference, tmp_path, monkeypatch):
     """Parts are put on disk one by one here; the parent kills when it has heard of some of them."""
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     plan, random, before = planned(lines, tmp_path / "store"), Random(0), 0
@@ -238,7 +238,7 @@ def test_killed_at_any_moment_what_was_done_is_kept(lines, reference, tmp_path, 
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
 
 
-def test_workers_end_with_a_process_that_is_killed_and_another_goes_on(lines, reference, tmp_path, monkeypatch):
+def test_workers_exit_with_a_killed_parent_and_another_run_resumes(lines, reference, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     plan, (heard, tell) = planned(lines, tmp_path / "store"), fork.Pipe(duplex=False)
 
@@ -273,7 +273,7 @@ def is_running(pid):
 # -- workers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_an_error_that_keeps_what_is_done(lines, reference, tmp_path):
+def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(lines, reference, tmp_path):
     plan, done = planned(lines, tmp_path / "store"), []
     others = set(multiprocessing.active_children())  # of tests that ran before
 
@@ -330,7 +330,7 @@ def test_no_more_than_two_items_for_each_worker_are_under_way():
 # -- disks ------------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_full_disk_what_is_done_is_kept(lines, reference, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_finished_parts(lines, reference, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -366,7 +366,7 @@ def fill(disk, plan):
 
 
 @pytest.mark.parametrize("limit", [0, 40, 500, 1500, 2500])
-def test_on_a_disk_that_takes_no_more_what_is_done_is_kept(lines, reference, tmp_path, limit):
+def test_a_file_size_limit_keeps_finished_parts(lines, reference, tmp_path, limit):
     plan = planned(lines, tmp_path / "store")
 
     def work():
@@ -388,7 +388,7 @@ def test_on_a_disk_that_takes_no_more_what_is_done_is_kept(lines, reference, tmp
     assert files_of(plan.output) == reference[0]
 
 
-def test_an_output_that_cannot_be_made_is_named(lines, tmp_path):
+def test_an_impossible_output_is_named(lines, tmp_path):
     (tmp_path / "file").write_text("")
     output = tmp_path / "file" / "store"
     with pytest.raises(OSError, match=rf"{output}: (Not a directory|File exists)"):
@@ -397,7 +397,7 @@ def test_an_output_that_cannot_be_made_is_named(lines, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_named(lines, tmp_path):
+def test_an_unwritable_folder_is_named(lines, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     output = tmp_path / "locked" / "store"
     with pytest.raises(PermissionError, match=rf"{output}: Permission denied"):
@@ -430,7 +430,7 @@ def test_of_two_processes_the_second_is_refused_and_the_first_completes(lines, r
     assert not (tmp_path / "store.lock").exists()
 
 
-def test_a_lock_file_that_a_kill_left_is_in_nobodys_way(lines, reference, tmp_path):
+def test_a_lock_file_of_a_killed_process_does_not_block(lines, reference, tmp_path):
     plan = planned(lines, tmp_path / "store")
 
     def killed():
@@ -454,7 +454,7 @@ def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
 # -- what is not ours, and what changes -------------------------------------------------------------------------------
 
 
-def test_files_beside_the_output_that_have_names_like_its_own_stay(lines, tmp_path):
+def test_files_with_similar_names_beside_the_output_stay(lines, tmp_path):
     for name in ("store.older", "store.old", "older"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("precious")
@@ -464,7 +464,7 @@ def test_files_beside_the_output_that_have_names_like_its_own_stay(lines, tmp_pa
     assert sum(verify_folder(tmp_path / "store")) > 0
 
 
-def test_input_that_changes_while_it_is_read_is_refused(lines, tmp_path):
+def test_input_that_changes_during_reading_is_refused(lines, tmp_path):
     def change(now):
         if now.step == "encoding":
             os.utime(lines, ns=(0, 10**9))
@@ -476,7 +476,7 @@ def test_input_that_changes_while_it_is_read_is_refused(lines, tmp_path):
     assert is_store(tmp_path / "store")
 
 
-def test_a_store_that_the_output_links_to_is_replaced_where_it_is(lines, tmp_path):
+def test_an_output_link_is_followed(lines, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to(tmp_path / "disk" / "store")
     for overwrite in (False, True):

@@ -53,12 +53,12 @@ def texts_of(found):
 
 
 @pytest.mark.parametrize("size", [1, 10, 1000])
-def test_a_folder_gives_what_read_documents_gives_whatever_the_size_of_pieces(tmp_path, size):
+def test_chunks_of_any_size_give_the_documents_of_read_documents(tmp_path, size):
     write(tmp_path, b__two=b"22" * 20, a=b"1", b__c__three=b"3", empty=b"", caf=b"caf\xe9", z=b"4", **{".git__x": b"5"})
     assert read(tmp_path, size=size) == read_documents(tmp_path)
 
 
-def test_neighbours_share_a_piece_and_a_large_file_has_its_own(tmp_path):
+def test_consecutive_files_share_a_chunk_and_a_large_file_has_its_own(tmp_path):
     write(tmp_path, a=b"1" * 4, b=b"2" * 4, c=b"3" * 30, d=b"4" * 4)
     found = chunks([tmp_path], size=10)
     assert [[file.name for file in chunk.files] for chunk in found] == [["a", "b"], ["c"], ["d"]]
@@ -96,14 +96,14 @@ def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path
     assert [document.name for document in found] == ["y", "a", "b.ndjson:byte 0", "c", "d.parquet:row 0"]
 
 
-def test_a_format_that_is_asked_for_holds_for_every_file(tmp_path):
+def test_a_chosen_format_holds_for_every_file(tmp_path):
     jsonl(tmp_path / "a.jsonl", ["1"])
     assert read(tmp_path, format="text") == [Document("a.jsonl", b'{"text": "1"}\n')]
     assert texts_of(read(jsonl(tmp_path / "b", ["2"]), format="jsonl")) == ["2"]
     assert texts_of(read(parquet(tmp_path / "c", ["3"]), format="parquet")) == ["3"]
 
 
-def test_a_piece_can_be_read_in_another_process(tmp_path):
+def test_a_chunk_can_be_pickled(tmp_path):
     for chunk in chunks([jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet")], size=20):
         assert list(documents(pickle.loads(pickle.dumps(chunk)))) == list(documents(chunk))
 
@@ -218,7 +218,7 @@ def test_rows_are_read_in_order_where_there_are_many(tmp_path):
     assert texts_of(read(parquet(tmp_path / "a.parquet", texts, rows=130), size=1000)) == texts
 
 
-def test_a_column_that_is_missing_or_holds_no_strings_is_refused(tmp_path):
+def test_a_column_missing_or_without_strings_is_refused(tmp_path):
     path = parquet(tmp_path / "a.parquet")
     datasets.Dataset.from_dict({"text": TEXTS, "n": range(6)}).save_to_disk(tmp_path / "saved")
     for source in (path, tmp_path / "saved"):
@@ -241,7 +241,7 @@ def test_splits_and_datasets_further_down_are_to_be_chosen(tmp_path):
 
 
 @pytest.mark.parametrize("package, extra", [("pyarrow.parquet", "parquet"), ("datasets", "datasets")])
-def test_without_the_package_the_way_to_install_it_is_said(tmp_path, monkeypatch, package, extra):
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, extra):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "datasets")
     parquet(tmp_path / "parquet.parquet")
     monkeypatch.setitem(sys.modules, package, None)
@@ -299,7 +299,7 @@ def test_wrong_arguments_and_missing_paths_are_named(tmp_path):
         chunks([tmp_path / "nowhere"])
 
 
-def test_files_that_cannot_be_cut_or_unpacked_are_named(tmp_path):
+def test_files_of_unsupported_formats_are_named(tmp_path):
     write(tmp_path, **{"a.jsonl.zst": b"x", "b.parquet": b"not parquet"})
     with pytest.raises(ValueError, match=r"a\.jsonl\.zst .*zstd"):
         chunks([tmp_path / "a.jsonl.zst"])
@@ -308,14 +308,14 @@ def test_files_that_cannot_be_cut_or_unpacked_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("second", ["a", "", "link"])
-def test_a_file_that_two_inputs_name_is_refused(tmp_path, second):
+def test_a_file_in_two_inputs_is_refused(tmp_path, second):
     write(tmp_path, a=b"text")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with pytest.raises(ValueError, match=r"twice.* \S*/a;"):
         chunks([tmp_path / "a", tmp_path / second])
 
 
-def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(tmp_path, monkeypatch):
+def test_unreadable_input_is_named_before_reading(tmp_path, monkeypatch):
     access, scan = os.access, os.scandir
     write(tmp_path, secret=b"text", locked__file=b"text")
 
@@ -333,7 +333,7 @@ def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(
         chunks([tmp_path])
 
 
-def test_a_file_that_vanishes_or_breaks_later_is_named(tmp_path):
+def test_a_file_removed_or_broken_later_is_named(tmp_path):
     packed = gzip.compress(b'{"text": "a"}\n' * 1000)
     write(tmp_path, a=b"text", **{"b.jsonl.gz": packed[: len(packed) // 2]})
     text, broken = chunks([tmp_path])

@@ -114,7 +114,7 @@ def write(folder, name="gpt_2", **config):
 
 
 @every_tokenizer
-def test_tokens_are_those_that_transformers_gives_for_the_text_alone(name, tmp_path):
+def test_tokens_equal_those_of_transformers_without_special_tokens(name, tmp_path):
     write(tmp_path, name)
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     tokenizer = text_tokenizer(name)
@@ -190,7 +190,7 @@ def test_text_never_gives_special_tokens(name, text):
     assert not special & set(tokenizer.encode(text).tolist())
 
 
-def test_a_special_token_that_the_model_knows_as_a_word_is_spelled():
+def test_a_special_token_in_the_vocabulary_of_words_is_spelled():
     tokenizer = text_tokenizer("sentence_piece")
     inner = Tokenizer.from_str(TOKENIZERS["sentence_piece"].to_str())
     inner.encode_special_tokens = True
@@ -200,7 +200,7 @@ def test_a_special_token_that_the_model_knows_as_a_word_is_spelled():
     assert tokenizer.encode("a </s> b").tolist() == [*before, *spelled, *after]
 
 
-def test_an_end_of_document_that_is_not_marked_as_special_is_not_taken_from_text_either():
+def test_an_unmarked_end_of_document_is_not_read_from_text():
     inner = gpt_2()
     inner.add_tokens(["«end»"])
     tokenizer = TextTokenizer(definition_of(inner), end_of_document="«end»")
@@ -210,7 +210,7 @@ def test_an_end_of_document_that_is_not_marked_as_special_is_not_taken_from_text
     assert tokenizer.decode(tokens) == "the «end»"
 
 
-def test_what_a_definition_adds_cuts_off_or_leaves_to_chance_is_switched_off():
+def test_templates_truncation_padding_and_dropout_are_disabled():
     inner = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), dropout=0.9)
     inner.post_processor = processors.TemplateProcessing("<|pad|> $A", None, [("<|pad|>", 1)])
     inner.enable_truncation(3)
@@ -227,7 +227,7 @@ def test_a_begin_is_put_in_front_of_each_text_if_asked():
     assert tokenizer.encode("").tolist() == [begin]
 
 
-def test_bytes_that_are_not_utf8_are_read_with_the_replacement_character():
+def test_invalid_utf8_is_read_as_the_replacement_character():
     tokenizer = text_tokenizer("gpt_2")
     assert decode_utf8(b"caf\xe9!") == ("caf\ufffd!", True)
     assert decode_utf8("café".encode()) == ("café", False)
@@ -249,7 +249,7 @@ def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
 @every_tokenizer
 @given(text=texts, part_size=st.integers(1, 30))
 @settings(max_examples=15, deadline=None)
-def test_cuts_hold_for_the_whole_text_although_only_what_is_around_them_is_tried(name, text, part_size):
+def test_cuts_tested_locally_hold_for_the_whole_text(name, text, part_size):
     whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
     with patch.object(splitting, "_WINDOW", 10):
         assert cut.encode(text).tolist() == whole.encode(text).tolist()
@@ -273,7 +273,7 @@ def test_texts_of_windows_are_cut_too():
     assert split_text("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
 
 
-def test_a_cut_that_would_change_tokens_is_passed_over():
+def test_a_cut_that_changes_tokens_is_skipped():
     inner = gpt_2()
     inner.add_tokens(["end\nThe"])
     tokenizer = TextTokenizer(definition_of(inner), part_size=2)
@@ -328,7 +328,7 @@ def test_without_a_known_end_the_special_tokens_are_listed(tmp_path):
 @pytest.mark.parametrize(
     "definition", [b"", b"[]", b"{}", b'{"model": {}}', b"\xff\xfe", b'{"model": {"vocab": {"</s>": 0}}}']
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, definition):
+def test_invalid_definitions_are_refused(tmp_path, definition):
     (tmp_path / "tokenizer.json").write_bytes(definition)
     with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         TextTokenizer.read(tmp_path)
@@ -359,7 +359,7 @@ def test_wrong_arguments_are_refused():
         train_bpe(iter(PROSE), 256)
 
 
-def test_without_the_library_the_way_to_install_it_is_said(monkeypatch):
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     definition = definition_of(TOKENIZERS["gpt_2"])
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'armillary-data[tokenizers]'")):
@@ -384,7 +384,7 @@ def test_little_text_gives_fewer_tokens_than_asked_for():
 
 @given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
 @settings(deadline=None, max_examples=25)
-def test_what_was_not_seen_in_training_has_tokens_too(text):
+def test_text_absent_from_training_has_tokens(text):
     tokenizer = train_bpe(iter([]), 257)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) == len(ByteTokenizer().encode(text))

@@ -118,7 +118,7 @@ def test_shards_have_the_triples_of_their_own_tokens(tmp_path, kind):
 
 
 @pytest.mark.parametrize("length", [14, 11])
-def test_trees_longer_than_a_row_are_split_and_repeat_what_their_sequences_share(tmp_path, length):
+def test_trees_longer_than_a_row_are_split_and_repeat_shared_segments(tmp_path, length):
     lines = [LINES[4], LINES[0]]
     store = stored(tmp_path, lines)
     rows = alone(store, length, packing=best_fit)
@@ -199,7 +199,7 @@ def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
     assert set(found) == {*expected(LINES)} | {*expected(lines)}
 
 
-def test_a_prompt_is_on_one_side_whatever_its_completions(tmp_path):
+def test_equal_prompts_are_on_one_side_of_the_split(tmp_path):
     lines = [{"prompt": f"prompt {i % 20:02}", "completions": [f"{i}"]} for i in range(60)]
     store = stored(tmp_path, lines)
     sides = [{bytes(side.read(d, 0, 9).tolist()) for d in range(len(side))} for side in store.split(0.3)]
@@ -254,7 +254,7 @@ def test_workers_and_chunks_make_the_same_store(tmp_path):
         ([1], "list"),
     ],
 )
-def test_lines_that_are_no_trees_are_refused_by_name(tmp_path, line, message):
+def test_invalid_lines_of_trees_are_refused_by_name(tmp_path, line, message):
     with pytest.raises(ValueError, match=f"trees.jsonl:byte 38: .*{message}"):
         stored(tmp_path, [{"prompt": "a", "completions": ["b"]}, line])
     store = stored(tmp_path, [{"prompt": "a", "completions": ["b"]}, line], invalid="skip", overwrite=True)
@@ -266,7 +266,7 @@ def test_documents_say_how_trees_are_read(tmp_path):
         stored(tmp_path, LINES[:1], format="auto")
 
 
-def test_a_table_that_was_changed_is_refused(tmp_path):
+def test_a_changed_segment_table_is_refused(tmp_path):
     stored(tmp_path)
     file = tmp_path / "store/segments.bin"
     good = np.fromfile(file, dtype=open_store(tmp_path / "store").trees.table.dtype)
@@ -287,7 +287,7 @@ def test_tree_rows_ask_for_best_fit_of_a_shard_alone(tmp_path):
     assert next(rows).tokens.shape == (1, 15)
 
 
-def test_figures_say_what_is_shared(tmp_path, capsys):
+def test_statistics_count_shared_tokens(tmp_path, capsys):
     store = stored(tmp_path)
     found = describe(store)
     each = [len(tokens) for line in LINES for tokens, _, _ in sequences(line)]
@@ -298,7 +298,7 @@ def test_figures_say_what_is_shared(tmp_path, capsys):
     assert "% of these stored" in capsys.readouterr().out
 
 
-def test_packings_are_measured_by_who_sees_whom(tmp_path):
+def test_packings_of_trees_are_measured_by_their_mask(tmp_path):
     lines = [{"prompt": "p" * 200, "completions": ["c" * n for n in range(10, 60, 5)]} for _ in range(3)]
     store = stored(tmp_path, lines)
     row = alone(store, 600, packing=best_fit).row(0)

@@ -176,11 +176,11 @@ def verify(path: Path) -> None:
     """
     if not is_folder(path):
         raise ValueError(f"{path} has no checksums; only stores of `armillary-data prepare` can be verified")
-    total, done = sum(Header.read(path).sizes().values()), 0
+    total, verified = sum(Header.read(path).sizes().values()), 0
     with Bar(in_bytes=True, lines=True) as bar:
         for size in verify_folder(path):
-            done += size
-            bar.show("verifying", done, total)
+            verified += size
+            bar.show("verifying", verified, total)
     print(f"{path}: all {total:,} bytes match their checksums", file=sys.stderr)
 
 

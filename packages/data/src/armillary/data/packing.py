@@ -105,11 +105,11 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
         while len(items):
             room = free.least(size)
             per_row = (room or row_size) // size
-            needed = -(-len(items) // per_row)
+            row_need = -(-len(items) // per_row)
             if room is None:
-                chosen, row_count = list(range(row_count, row_count + needed)), row_count + needed
+                chosen, row_count = list(range(row_count, row_count + row_need)), row_count + row_need
             else:
-                chosen = free.take(room, needed)
+                chosen = free.take(room, row_need)
             placed, items = items[: per_row * len(chosen)], items[per_row * len(chosen) :]
             rows[placed] = np.repeat(chosen, per_row)[: len(placed)]
             in_last = len(placed) - per_row * (len(chosen) - 1)  # the last row may get fewer

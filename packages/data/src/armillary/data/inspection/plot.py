@@ -37,9 +37,9 @@ def plot_lengths(store: TokenStore, path: Path) -> None:
     widths = [b.most + 1 - edge for b, edge in zip(bins, edges, strict=True)]
     for name, color in (("documents", "tab:blue"), ("tokens", "tab:orange")):
         counts = [getattr(b, name) for b in bins]
-        shares = [count / max(sum(counts), 1) for count in counts]
+        fractions = [count / max(sum(counts), 1) for count in counts]
         style = {"align": "edge", "alpha": 0.5, "color": color, "edgecolor": "white"}
-        axes.bar(edges, shares, widths, label=f"share of {name}", **style)
+        axes.bar(edges, fractions, widths, label=f"share of {name}", **style)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens in a document")
     axes.yaxis.set_major_formatter(optional("matplotlib.ticker", "plot").PercentFormatter(1))

@@ -85,10 +85,10 @@ class PackedSequences(Batches):
             kind = Epochs if store.trees is None else TreeEpochs
             self._epochs.append(kind(store, layout.length, packing, f"store {i}, seed {seed}"))
         # Exact fractions: the order of a mixture must not depend on rounding.
-        shares = [epochs.rows for epochs in self._epochs] if weights is None else list(weights)
-        if len(shares) != len(stores) or not all(0 < share < float("inf") for share in shares):
+        proportions = [epochs.rows for epochs in self._epochs] if weights is None else list(weights)
+        if len(proportions) != len(stores) or not all(0 < weight < float("inf") for weight in proportions):
             raise ValueError(f"weights {weights}: give one above 0 for each of the {len(stores)} stores")
-        self._weights = [Fraction(share) / sum(map(Fraction, shares)) for share in shares]
+        self._weights = [Fraction(weight) / sum(map(Fraction, proportions)) for weight in proportions]
         settings = {
             "version": ORDER_VERSION,
             "stores": [store.content for store in stores],
@@ -119,8 +119,8 @@ class PackedSequences(Batches):
         # Token numbers of the store, since documents of a selection have other numbers than in its files.
         starts = [int(packed.store.starts[part.document]) + part.start for part in packed.slices]
         ranges = [f"{start}..{start + part.length - 1}" for start, part in zip(starts, packed.slices, strict=True)]
-        more = f" and {len(ranges) - 8} more parts" if len(ranges) > 8 else ""
-        return f"{packed.store.name}, tokens {', '.join(ranges[:8])}{more}"
+        suffix = f" and {len(ranges) - 8} more parts" if len(ranges) > 8 else ""
+        return f"{packed.store.name}, tokens {', '.join(ranges[:8])}{suffix}"
 
     def _make_batch(self, rows: range) -> Batch:
         packed_rows = [self.row(number) for number in rows]

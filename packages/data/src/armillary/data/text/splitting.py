@@ -47,5 +47,5 @@ def _changes_nothing(text: str, cut: int, encode: Callable[[str], Tokens]) -> bo
     first = max(cut - _WINDOW, 0)
     # The window starts at a boundary too, so that its start is not in the middle of a word.
     start = 0 if first == 0 else next(_boundaries(text, first, cut), first)
-    left, right = text[start:cut], text[cut : cut + _WINDOW]
-    return np.array_equal(encode(left + right), np.concatenate([encode(left), encode(right)]))
+    before, after = text[start:cut], text[cut : cut + _WINDOW]
+    return np.array_equal(encode(before + after), np.concatenate([encode(before), encode(after)]))

@@ -114,5 +114,5 @@ def _vocabulary(settings: dict[str, Any]) -> set[str]:
 def _special_tokens(settings: dict[str, Any]) -> str:
     """The names of at most 16 special tokens, for messages."""
     names = [repr(token["content"]) for token in _added(settings) if token["special"]]
-    more = f" and {len(names) - 16} more" if len(names) > 16 else ""
-    return f"one of {', '.join(names[:16])}{more}" if names else "the name of a token (it has no special ones)"
+    suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
+    return f"one of {', '.join(names[:16])}{suffix}" if names else "the name of a token (it has no special ones)"
