@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -23,8 +23,8 @@ def parse(argv: Sequence[str], kind: type[Parsed], program: str, default: Parsed
         ValueError: an unknown flag, with the nearest known ones, or a value of the wrong type.
     """
     with one_line_errors():
-        value = tyro.MISSING_NONPROP if default is None else default
-        return tyro.cli(kind, args=list(argv), prog=program, registry=quantities(), default=value)
+        options: dict[str, Any] = {} if default is None else {"default": default}
+        return tyro.cli(kind, args=list(argv), prog=program, registry=quantities(), **options)
 
 
 def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed:

@@ -15,8 +15,8 @@ from armillary.data import (
     one_per_row,
     python_corpus,
 )
-from armillary.data.loader.batch import Documents, Parents
 from armillary.data.detection import open_tokens, read_tokenizer
+from armillary.data.loader.batch import Documents, Parents
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
 from armillary.train.run import mask_of_trees
