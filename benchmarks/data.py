@@ -36,7 +36,7 @@ from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabular
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.resume import begin
 from armillary.data.prepare.writer import Part, StoreWriter
-from armillary.data.text.tokenizer import decoded, train_bpe
+from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 COPIES = 6
 """Of Python's own text, some 12 MB."""
@@ -71,7 +71,7 @@ def by_turns(runs: dict[str, Callable[[], int]], repeat: int) -> tuple[dict[str,
 
 
 def preparing(folder: Path, repeat: int) -> str:
-    texts = [decoded(document.text)[0] for document in python_corpus()]
+    texts = [decode_utf8(document.text)[0] for document in python_corpus()]
     (folder / "tokenizer.json").write_bytes(train_bpe(iter(texts), 8192).definition)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts * COPIES)
     (folder / "text.jsonl").write_text(lines)

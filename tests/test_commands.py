@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from armillary.attention.conformance import command as conformance
 from armillary.attention.conformance.report import Report, ReportRow
 from armillary.data import cli as data
-from armillary.data.loader.batches import check_least
-from armillary.data.parsing import parse, parse_command
+from armillary.data.loader.batches import check_minimum
+from armillary.data.parsing import parse
 from armillary.plan import cli as plan
 from armillary.plan.comm_time.bytes import BytesPlan
 from armillary.plan.dry_run.predict import read_plan
@@ -69,10 +68,10 @@ def predicted(text: str) -> list[int]:
 
 def packed(text: str) -> list[int]:
     words = ["pack", "store", "--length", text, "--rows", text]
-    call = parse_command(words, {"pack": data.pack, "info": data.info}, "armillary-data")
-    assert isinstance(call, partial)
-    check_least(1, length=call.keywords["length"])  # the first thing that it does
-    return [call.keywords["length"], call.keywords["rows"]]
+    command = parse(words, data.Command, "armillary-data").command
+    assert isinstance(command, data.Pack)
+    check_minimum(1, length=command.length)  # as its first step
+    return [command.length, command.rows]
 
 
 READERS: dict[str, Callable[[str], list[int]]] = {
@@ -161,13 +160,13 @@ def planning(words: list[str]) -> object:
     return read_plan(rest, command) if command == "run" else parse(rest, kinds[command], command)
 
 
-COMMANDS = {"prepare": data.prepare_command, "info": data.info, "pack": data.pack}
+DATA_COMMANDS = ("prepare", "info", "pack")
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-train": read_command,
     "armillary-tune": read_order,
     "armillary-generate": read_generate,
     "armillary-plan": planning,
-    "armillary-data": lambda words: parse_command(words, COMMANDS, "armillary-data"),
+    "armillary-data": lambda words: parse(words, data.Command, "armillary-data"),
     "armillary-export": lambda words: parse(words, Export, "armillary-export"),
     "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
     "armillary.attention.conformance": conformance.parsed,
@@ -184,7 +183,7 @@ HELPS = {
     "plot": plot_cli.main,
     "tune": tune.main,
     **{f"plan {command}".strip(): plan.main for command in ("", *plan.COMMANDS)},
-    **{f"data {command}".strip(): data.main for command in ("", *COMMANDS)},
+    **{f"data {command}".strip(): data.main for command in ("", *DATA_COMMANDS)},
     "conformance": conformance.main,
 }
 

@@ -53,7 +53,7 @@ def test_a_folder_is_read_at_any_depth_in_the_order_of_names(tmp_path):
     assert read_documents(str(tmp_path)) == [Document("a", b"1"), Document("b/c/three", b"3"), Document("b/two", b"2")]
 
 
-def test_bytes_that_are_not_utf8_are_kept_as_they_are(tmp_path):
+def test_invalid_utf8_is_kept(tmp_path):
     write(tmp_path, latin=b"caf\xe9")
     assert read_documents(tmp_path) == [Document("latin", b"caf\xe9")]
 
@@ -65,13 +65,13 @@ def test_hidden_empty_and_binary_files_of_a_folder_are_left_out(tmp_path):
     assert read_documents(tmp_path) == [Document("kept", b"text")]
 
 
-def test_a_file_named_by_itself_is_read_whatever_it_holds(tmp_path):
+def test_a_single_file_is_read_even_if_binary(tmp_path):
     write(tmp_path, **{".wide": "wide".encode("utf-16-le")})
     assert read_documents(tmp_path / ".wide") == [Document(".wide", b"w\0i\0d\0e\0")]
 
 
 def test_a_missing_path_is_named(tmp_path):
-    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}/nowhere cannot be read \(No such file.*give a"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}/nowhere .*No such file"):
         read_documents(tmp_path / "nowhere")
 
 
@@ -80,23 +80,23 @@ def test_a_path_without_text_is_named(tmp_path, make):
     if make != "empty folder":
         write(tmp_path, one=b"", deep__two=b"")
     path = tmp_path / "one" if make == "empty file" else tmp_path
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} holds no text; give a text file, or a folder"):
+    with pytest.raises(ValueError, match=re.escape(f"{path} ")):
         read_documents(path)
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, single):
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch, single):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     write(tmp_path, secret=b"text")
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(ValueError, match=r"secret cannot be read \(Permission denied\); give a text file") as failure:
+    with pytest.raises(ValueError, match=r"secret .*Permission denied") as failure:
         read_documents(tmp_path / "secret" if single else tmp_path)
     assert "\n" not in str(failure.value)
 
 
-def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch):
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     scan = os.scandir
 
     def refuse(path):
@@ -106,5 +106,5 @@ def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch)
 
     write(tmp_path, open=b"text", locked__secret=b"text")
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
+    with pytest.raises(ValueError, match=r"locked .*Permission denied"):
         read_documents(tmp_path)

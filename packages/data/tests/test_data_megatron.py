@@ -84,14 +84,12 @@ def test_modes_after_the_index_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("more", [1, 100])
-def test_anything_else_after_the_index_is_refused(tmp_path, more):
+def test_extra_bytes_after_the_index_are_refused(tmp_path, more):
     path = write(tmp_path / "data")
     size = Path(f"{path}.idx").stat().st_size
     with open(f"{path}.idx", "ab") as file:
         file.write(bytes(more))
-    with pytest.raises(
-        ValueError, match=rf"idx holds something else from byte {size} on, to byte {size + more}"
-    ) as failure:
+    with pytest.raises(ValueError, match=rf"idx .*byte {size} .*byte {size + more}") as failure:
         open_store(path)
     assert "\n" not in str(failure.value)
 
@@ -114,7 +112,7 @@ def test_no_tokens_open_and_cannot_be_packed(tmp_path):
     for sequences in ([], [[]], [[], []]):
         store = open_store(write(tmp_path / "data", sequences))
         assert (len(store), store.tokens) == (len(sequences), 0)
-        with pytest.raises(ValueError, match="data holds no tokens; give a store with at least one document"):
+        with pytest.raises(ValueError, match=r"data .*no tokens"):
             alone(store, 4)
 
 
@@ -122,7 +120,7 @@ def test_no_tokens_open_and_cannot_be_packed(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 19])
-def test_tokens_that_are_cut_short_are_refused_by_the_byte(tmp_path, cut):
+def test_truncated_tokens_are_refused_by_the_byte(tmp_path, cut):
     path = write(tmp_path / "data")
     tokens = (tmp_path / "data.bin").read_bytes()
     (tmp_path / "data.bin").write_bytes(tokens[:cut])
@@ -136,7 +134,7 @@ def test_tokens_after_the_last_document_are_refused_by_the_byte(tmp_path):
     assert refused(path, r"data.bin holds something else from byte 20 on, to byte 24; its index ends there")
 
 
-def test_an_index_that_is_cut_short_is_refused_by_the_byte(tmp_path):
+def test_a_truncated_index_is_refused_by_the_byte(tmp_path):
     path = write(tmp_path / "data")
     whole = (tmp_path / "data.idx").read_bytes()
     for cut in (34, 50, len(whole) - 1):
@@ -174,7 +172,7 @@ def test_other_files_and_versions_are_refused(tmp_path):
         ([3, 4], [], None, "documents do not hold its 2 sequences one after the other"),
     ],
 )
-def test_an_index_that_contradicts_itself_is_refused(tmp_path, lengths, boundaries, pointers, message):
+def test_an_inconsistent_index_is_refused(tmp_path, lengths, boundaries, pointers, message):
     (tmp_path / "data.bin").write_bytes(bytes(14))
     (tmp_path / "data.idx").write_bytes(index(lengths, boundaries, pointers=pointers))
     assert refused(tmp_path / "data", f"data.idx: {message}")
@@ -182,7 +180,7 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path, lengths, boundari
 
 @settings(deadline=None, max_examples=50)
 @given(st.data())
-def test_no_index_whatever_is_wrong_with_it_gives_tokens_that_are_not_there(tmp_path_factory, data):
+def test_no_damaged_index_gives_tokens_outside_of_the_file(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("broken")
     whole = bytearray(index([3, 0, 4], [0, 1, 3]))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -60,7 +60,7 @@ def test_an_epoch_of_any_weights_reads_every_document_and_none_shorter_does(weig
     assert any(before[i] < rows_of_store for i, rows_of_store in enumerate(needed))
 
 
-def test_what_a_store_gives_does_not_depend_on_the_weights():
+def test_rows_of_a_store_do_not_depend_on_the_weights():
     first = [
         [row for row in read_rows(alone(STORES, N, weights=w), 0, 120) if row[0] < 1000] for w in ([3, 1, 1], [9, 2, 5])
     ]
@@ -84,7 +84,7 @@ def test_mixtures_are_the_same_on_every_mesh():
     assert found == [read_rows(alike, 8 * step + 4, 8 * step + 8) for step in range(5)]
 
 
-def test_one_store_in_a_list_is_that_store():
+def test_a_list_of_one_store_equals_the_store():
     assert read_rows(alone([STORES[0]], N), 0, 9) == read_rows(alone(STORES[0], N), 0, 9)
 
 
@@ -97,8 +97,8 @@ def test_equal_fractions_and_integers_mix_equally():
 
 
 @pytest.mark.parametrize("weights", [[1, 2], [], [1, 2, 0], [1, 2, -1], [1, float("nan"), 1], [1, 1, float("inf")]])
-def test_weights_that_do_not_fit_are_refused(weights):
-    with pytest.raises(ValueError, match=r"weights .*: give one above 0 for each of the 3 stores") as failure:
+def test_invalid_weights_are_refused(weights):
+    with pytest.raises(ValueError, match=r"weights .* 3 stores") as failure:
         alone(STORES, N, weights=weights)
     assert str(weights) in str(failure.value)
 
@@ -108,12 +108,12 @@ def test_stores_of_different_tokenizers_are_refused(place):
     stores = [numbered([3], name="first"), numbered([3]), numbered([3])]
     stores[0].vocabulary = Vocabulary("bytes", 257, 256) if place == 1 else Vocabulary()
     stores[2].vocabulary = stores[0].vocabulary if place == 1 else Vocabulary("bytes", 257, 256)
-    with pytest.raises(ValueError, match=r"holds tokens of .*; stores that are mixed must be") as failure:
+    with pytest.raises(ValueError, match="stores") as failure:
         alone(stores, N)
     assert {"bytes", "numbers"} <= set(str(failure.value).replace(",", "").replace(";", "").split())
 
 
-def test_a_store_that_does_not_know_its_tokenizer_is_mixed_with_any():
+def test_a_store_without_tokenizer_mixes_with_any():
     unknown = numbered([N])
     unknown.vocabulary = Vocabulary()
     assert alone([numbered([N]), unknown], N).rows_per_epoch == 2

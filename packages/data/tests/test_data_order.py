@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.shuffle import bits, interleaved, permutation, stable_hash, turns_until
+from armillary.data.shuffle import interleaved, permutation, random_bits, stable_hash, turns_until
 
 shares = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
 
@@ -40,7 +40,7 @@ def splitmix(key, place):
 @settings(deadline=None, max_examples=25)
 @given(st.text(), st.lists(st.integers(0, 2**63 - 1)))
 def test_random_bits_are_those_of_splitmix(key, places):
-    assert bits(key, np.array(places, np.int64)).tolist() == [splitmix(key, place) for place in places]
+    assert random_bits(key, np.array(places, np.int64)).tolist() == [splitmix(key, place) for place in places]
 
 
 # -- permutations -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def decreasing_best_fit(sizes, room):
 
 @thorough
 @given(st.sampled_from(PACKINGS), corpora, rooms, st.text())
-def test_rows_are_not_empty_nor_too_long_and_made_of_pieces_that_there_are(packing, lengths, room, key):
+def test_rows_are_made_of_valid_slices_and_fit(packing, lengths, room, key):
     for row in packed(packing, lengths, room, key):
         assert 0 < sum(piece.length for piece in row) <= room
         for piece in row:
@@ -60,7 +60,7 @@ def test_rows_are_not_empty_nor_too_long_and_made_of_pieces_that_there_are(packi
 
 @thorough
 @given(st.sampled_from(PACKINGS), corpora, rooms)
-def test_a_piece_that_its_document_goes_on_after_ends_a_full_row(packing, lengths, room):
+def test_a_cut_slice_ends_a_full_row(packing, lengths, room):
     for row in packed(packing, lengths, room):
         goes_on = [piece.start + piece.length < lengths[piece.document] for piece in row]
         assert not any(goes_on[:-1])
@@ -161,7 +161,7 @@ def test_one_per_row_takes_the_start_of_each_document_once(lengths, room):
 
 @thorough
 @given(st.sampled_from(PACKINGS), st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any), rooms)
-def test_waste_is_what_counting_finds(packing, lengths, room):
+def test_waste_agrees_with_counting(packing, lengths, room):
     epochs = Epochs(numbered(lengths), room, packing, "key")
     rows, waste = [epochs.row(number) for number in range(epochs.rows)], epochs.waste()
     counts = taken([row.slices for row in rows], lengths)
@@ -172,7 +172,7 @@ def test_waste_is_what_counting_finds(packing, lengths, room):
     assert waste.cut == pytest.approx(1 - len(whole) / sum(length > 0 for length in lengths))
 
 
-def test_waste_of_a_corpus_that_is_easily_counted():
+def test_waste_of_a_small_corpus():
     store = numbered([10, 0, 4, 4, 2])
     found = {packing: Epochs(store, 8, packing, "key").waste() for packing in PACKINGS}
     assert (found[greedy].rows, found[greedy].padding, found[greedy].dropped) == (3, pytest.approx(4 / 24), 0)
@@ -207,12 +207,12 @@ def rows_of(*rows):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([[[(0, 0, 4)], [(0, 4, 1)]], [[(0, 0, 4)]]], "made 1 rows of epoch 1, but 2 of epoch 0"),
-        ([[[(0, 0, 4), (1, 0, 1)]]], "put 5 tokens into row 0, not 1 to 4"),
-        ([[[(0, 0, 2)], [(1, 0, 0)]]], "put 0 tokens into row 1, not 1 to 4"),
+        ([[[(0, 0, 4)], [(0, 4, 1)]], [[(0, 0, 4)]]], "1 rows of epoch 1, but 2 of epoch 0"),
+        ([[[(0, 0, 4), (1, 0, 1)]]], "5 tokens .*row 0, not 1 to 4"),
+        ([[[(0, 0, 2)], [(1, 0, 0)]]], "0 tokens .*row 1, not 1 to 4"),
     ],
 )
-def test_what_is_no_packing_is_refused_before_anything_is_read(rows, message):
+def test_an_invalid_packing_is_refused_before_reading(rows, message):
     with pytest.raises(ValueError, match=message) as failure:
         Epochs(numbered([5, 3]), 4, rows_of(*rows), "key").row(2)
     assert "\n" not in str(failure.value)

@@ -77,7 +77,7 @@ def test_an_error_keeps_its_type_and_traceback(ahead):
     assert "the_disk_is_gone" in names and "read_shard" in names
 
 
-def test_a_batch_that_is_not_asked_for_fails_nobody():
+def test_errors_of_unused_batches_are_not_raised():
     store = numbered([N] * 4, kind=Flaky)
     rows = alone(store, N, ahead=1)
     store.fails_at, store.gone = 2, threading.Event()
@@ -120,7 +120,7 @@ def test_things_are_made_ahead_by_one_thread_in_order():
     assert [prefetch.get(number) for number in (1, 2, 3)] == [-1, -2, -3]
 
 
-def test_what_was_made_ahead_is_not_made_again_unless_it_was_forgotten():
+def test_prefetched_batches_are_made_once_unless_canceled():
     made, ahead = [], threading.Event()
 
     def make(number):

@@ -127,7 +127,7 @@ def test_any_documents_come_back_wherever_the_input_is_cut(tmp_path_factory, tex
     assert header.summary["empty"] == texts.count("")
 
 
-def test_one_document_that_is_longer_than_many_pieces_is_one_document(tmp_path):
+def test_a_document_longer_than_many_chunks_stays_one(tmp_path):
     text = "0123456789" * 2000
     made(jsonl(tmp_path / "a.jsonl", [text, "b"]), output=tmp_path / "lines", chunk_bytes=100)
     made(write(tmp_path, **{"b.txt": text.encode()}) / "b.txt", output=tmp_path / "text", chunk_bytes=100)
@@ -163,7 +163,7 @@ def test_header_index_and_hashes_are_of_the_documents(tmp_path):
 
 
 @pytest.mark.parametrize("size, dtype", [(256, "uint8"), (257, "uint16"), (65_537, "uint32")])
-def test_tokens_take_the_smallest_type_that_holds_them(tmp_path, size, dtype):
+def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
     words = {f"w{number}": number for number in range(size - 1)} | {"<eos>": size - 1}
     (tmp_path / "tokenizer.json").write_text(Tokenizer(WordLevel(words, unk_token="w0")).to_str())
     path = write(tmp_path, a=f"w{size - 2}".encode()) / "a"
@@ -187,7 +187,7 @@ def test_a_given_tokenizer_gives_the_tokens_of_its_library(tmp_path, definition,
     assert sum(verify_folder(tmp_path / "store")) == sum(header.sizes().values())
 
 
-def test_another_end_of_document_is_kept_in_the_store(tmp_path, definition):
+def test_a_chosen_end_of_document_is_stored(tmp_path, definition):
     (tmp_path / "tokenizer.json").write_bytes(definition)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
     lines = jsonl(tmp_path / "a.jsonl")
@@ -253,7 +253,7 @@ def test_two_workers_write_the_same_files_as_one(tmp_path, definition):
 # -- broken text and records ------------------------------------------------------------------------------------------
 
 
-def test_text_that_is_not_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
+def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
     source = write(tmp_path / "in", a=b"fine", b=b"caf\xe9", c=b"\xff", d="漢".encode())
     options = {"tokenizer": str(tmp_path / "given.json"), "chunk_bytes": 5}
@@ -269,9 +269,7 @@ def test_text_that_is_not_utf8_is_replaced_skipped_or_refused(tmp_path, definiti
     assert [decode(tokens) for tokens in tokens_of(tmp_path / "skipped")[0]] == ["fine", "漢"]
     assert (skipped["documents"], skipped["skipped"], skipped["first_skipped"]) == (2, 2, "b")
 
-    with pytest.raises(
-        ValueError, match=r"^b: it is not valid UTF-8; mend it, or leave such documents out with --inva"
-    ):
+    with pytest.raises(ValueError, match=r"^b: .*--invalid skip"):
         made(source, output=tmp_path / "refused", invalid="refuse", **options)
 
 
@@ -281,12 +279,12 @@ def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invali
     path = write(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
     place = len(lines[0]) + len(lines[1])
-    told = rf"^a.jsonl:byte {place}: Expecting value: .*; mend it, or leave such .*--invalid skip; then start over with"
+    told = rf"^a\.jsonl:byte {place}: .*--invalid skip"
     for _ in range(2):  # what is done is kept, so the second time it is refused at once
         with pytest.raises(ValueError, match=told):
             made(path, **options)
     path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
-    with pytest.raises(ValueError, match=r"an input file has changed since; .* or start over with --overwrite"):
+    with pytest.raises(ValueError, match=r"changed .*--overwrite"):
         made(path, **options)
     made(path, **options, overwrite=True)
     assert texts_of(tmp_path / "store") == [b"first document", b"second", b"mended", b"last"]
@@ -307,45 +305,45 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tokenizer": "bpe", "vocab_size": 256}, "vocab_size must be at least 257, .*; got 256"),
-        ({"tokenizer": "nowhere.json"}, r"nowhere.json cannot be read \(No such file .*; give a tokenizer.json"),
-        ({"invalid": "keep"}, "invalid='keep' is not one of 'refuse', 'replace', 'skip'"),
-        ({"workers": 0}, "workers must be at least 1; got 0"),
-        ({"format": "csv"}, "format='csv' is not one of"),
-        ({"begin_of_document": "<s>"}, "begin_of_document='<s>' is not a token of tokenizer 'bytes'; give none"),
-        ({"tokenizer": "bpe", "end_of_document": "</s>"}, "end_of_document='</s>' is not .*; give none or '<|endoftex"),
+        ({"tokenizer": "bpe", "vocab_size": 256}, "vocab_size .*257.*got 256"),
+        ({"tokenizer": "nowhere.json"}, r"nowhere\.json .*No such file"),
+        ({"invalid": "keep"}, "invalid='keep' .*'refuse', 'replace', 'skip'"),
+        ({"workers": 0}, "workers .*1; got 0"),
+        ({"format": "csv"}, "format='csv' "),
+        ({"begin_of_document": "<s>"}, "begin_of_document='<s>' .*'bytes'; give none"),
+        ({"tokenizer": "bpe", "end_of_document": "</s>"}, "end_of_document='</s>' .*none or '<|endoftex"),
     ],
 )
-def test_settings_that_will_not_do_are_refused_before_anything_is_made(tmp_path, options, message):
+def test_invalid_settings_are_refused_before_any_file_is_written(tmp_path, options, message):
     lines = jsonl(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         made(lines, output=tmp_path / "store", **options)
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_a_tokenizer_that_is_broken_or_lacks_a_token_is_refused(tmp_path, definition):
+def test_a_tokenizer_broken_or_without_the_token_is_refused(tmp_path, definition):
     lines = jsonl(tmp_path / "a.jsonl")
     path = write(tmp_path / "tokenizer", **{"tokenizer.json": definition[:100]}) / "tokenizer.json"
-    with pytest.raises(ValueError, match=r"tokenizer.json: this is not a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         made(lines, output=tmp_path / "store", tokenizer=str(path))
     path.write_bytes(definition)
-    with pytest.raises(ValueError, match=r"begin_of_document='<s>' is not a token of the vocabulary; give one of"):
+    with pytest.raises(ValueError, match="begin_of_document='<s>' "):
         made(lines, output=tmp_path / "store", tokenizer=str(path), begin_of_document="<s>")
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer"]
 
 
 def test_input_without_a_document_is_refused_and_leaves_nothing_in_the_way(tmp_path):
     empty = write(tmp_path, **{"empty.txt": b""}) / "empty.txt"
-    with pytest.raises(ValueError, match=r"empty.txt holds no text"):
+    with pytest.raises(ValueError, match=r"empty\.txt "):
         made(empty, output=tmp_path / "store")
     lines = jsonl(tmp_path / "a.jsonl", ["", ""])
-    with pytest.raises(ValueError, match=rf"{re.escape(str(lines))}: no document in there holds any text"):
+    with pytest.raises(ValueError, match=re.escape(f"{lines}: ")):
         made(lines, output=tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
-def test_a_missing_field_names_the_fields_that_there_are(tmp_path):
-    with pytest.raises(ValueError, match=r"a.jsonl:byte 0: there is no field 'body'; the fields are 'text'; mend it"):
+def test_a_missing_field_lists_the_fields(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.jsonl:byte 0: .*'body'.*'text'"):
         made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", text_field="body")
     made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")  # nothing was done, so nothing is in the way
     assert texts_of(tmp_path / "store")[0] == b"one"
@@ -353,7 +351,7 @@ def test_a_missing_field_names_the_fields_that_there_are(tmp_path):
 
 def test_a_store_is_no_input(tmp_path):
     made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
-    with pytest.raises(ValueError, match=r"store is a token store already; give text, JSONL, Parquet or a saved"):
+    with pytest.raises(ValueError, match="store is a token store"):
         made(tmp_path / "store", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -362,7 +360,7 @@ def test_a_store_is_no_input(tmp_path):
 @pytest.mark.parametrize("input, output", [("in", "in/store"), ("in", "in"), ("in/a", "in"), ("in/a", "in/a")])
 def test_input_and_output_must_not_lie_in_each_other(tmp_path, input, output, overwrite):
     write(tmp_path, in__a=b"text")
-    with pytest.raises(ValueError, match=r"the (input|output) \S+ lies in the (input|output) \S+; name "):
+    with pytest.raises(ValueError, match=r"the (input|output) \S+ lies in the (input|output) "):
         made(tmp_path / input, output=tmp_path / output, overwrite=overwrite)
     assert (tmp_path / "in" / "a").read_bytes() == b"text"
 
@@ -370,7 +368,7 @@ def test_input_and_output_must_not_lie_in_each_other(tmp_path, input, output, ov
 # -- a store that is there --------------------------------------------------------------------------------------------
 
 
-def test_a_store_of_just_this_is_left_untouched(tmp_path):
+def test_a_complete_store_of_the_same_input_is_untouched(tmp_path):
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
     first = made(lines, output=output)
     stamps = {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]}
@@ -378,12 +376,12 @@ def test_a_store_of_just_this_is_left_untouched(tmp_path):
     assert {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]} == stamps
 
 
-def test_a_store_of_anything_else_is_replaced_only_if_that_is_asked_for(tmp_path):
+def test_a_store_of_other_input_is_replaced_only_with_overwrite(tmp_path):
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
     made(lines, output=output)
     other = jsonl(tmp_path / "b.jsonl", ["other"])
     for inputs, options in (([other], {}), ([lines], {"invalid": "skip"}), ([lines], {"tokenizer": "bpe"})):
-        with pytest.raises(ValueError, match=r"store is a store of other input or settings; .* or give --overwrite"):
+        with pytest.raises(ValueError, match=r"store .*--overwrite"):
             made(*inputs, output=output, **options)
     assert texts_of(output) == [text.encode() for text in TEXTS]
     made(other, output=output, overwrite=True)
@@ -392,22 +390,22 @@ def test_a_store_of_anything_else_is_replaced_only_if_that_is_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_an_output_that_is_no_store_is_never_touched(tmp_path, kind):
+def test_an_output_without_a_store_is_never_touched(tmp_path, kind):
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
     write(tmp_path, **{"out__file" if kind == "folder" else "out" if kind == "file" else "there__file": b"precious"})
     if kind == "link":
         output.symlink_to(tmp_path / "there")
     before = set(os.listdir(tmp_path))
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r" is there and is not a token store; name another output, or move it"):
+        with pytest.raises(ValueError, match=r"(out|there) .*not a token store"):
             made(lines, output=output, overwrite=overwrite)
     assert set(os.listdir(tmp_path)) == before
     file = {"folder": "out/file", "file": "out", "link": "out/file"}[kind]
     assert (tmp_path / file).read_bytes() == b"precious"
 
 
-def test_a_folder_that_is_in_the_way_is_not_touched(tmp_path):
+def test_foreign_files_in_the_partial_folder_are_not_touched(tmp_path):
     write(tmp_path, **{"store.partial__notes": b"precious"})
-    with pytest.raises(ValueError, match=r"store.partial is in the way, and not of `armillary-data prepare`; move it"):
+    with pytest.raises(ValueError, match=r"store\.partial is in the way"):
         made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", overwrite=True)
     assert files_of(tmp_path / "store.partial") == {"notes": b"precious"}

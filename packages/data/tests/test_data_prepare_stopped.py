@@ -23,7 +23,7 @@ import pytest
 from armillary.data import is_store, open_store, verify_folder
 from armillary.data.prepare import Preparation, prepare, sources, writer
 from armillary.data.prepare import run as run_module
-from armillary.data.prepare.workers import in_order
+from armillary.data.prepare.workers import map_in_order
 
 TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
 BROKEN = '{"text": broken}\n'
@@ -51,7 +51,7 @@ def planned(source, output, **options):
 def counted(plan, workers=1):
     """How many chunks were still to do."""
     steps = []
-    prepare(plan, workers, lambda now: steps.append(now.bytes_done))
+    prepare(plan, workers, lambda now: steps.append(now.done_bytes))
     return len(steps) - 1  # the first report is of the tokenizer
 
 
@@ -92,12 +92,12 @@ def reference(lines, tmp_path):
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("after", [0, 1, 7])
-def test_what_is_done_is_kept_when_an_interrupt_or_error_comes(lines, reference, tmp_path, what, after):
+def test_finished_parts_survive_interrupts_and_errors(lines, reference, tmp_path, what, after):
     plan = planned(lines, tmp_path / "store")
     with pytest.raises(what):
         prepare(plan, 1, stopping(after, what))
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.partial"]
-    with pytest.raises(ValueError, match=r"store is not finished; run the same `armillary-data prepare` again"):
+    with pytest.raises(ValueError, match=r"store .*store\.partial"):
         open_store(plan.output)
     assert is_store(plan.output)  # as far as choosing goes: opening it says what to do
     assert counted(plan) == reference[1] - after
@@ -138,7 +138,7 @@ def test_going_on_with_something_else_is_refused_and_overwrite_starts_over(lines
     else:
         options |= {"vocab_size": 270} if change == "settings" else {"tokenizer": "bytes"}
     kept = files_of(tmp_path / "store.partial")
-    with pytest.raises(ValueError, match=r"store.partial was begun with other settings or input, or an input file has"):
+    with pytest.raises(ValueError, match=r"store\.partial .*--overwrite"):
         prepare(planned(lines, output, **options), 1)
     assert files_of(tmp_path / "store.partial") == kept
     prepare(planned(lines, output, **options, overwrite=True), 1)
@@ -157,12 +157,12 @@ def test_starting_over_stopped_while_files_are_removed_leaves_none_of_them(lines
     assert files_of(plan.output) == files_of(tmp_path / "whole")
 
 
-def test_a_file_of_parts_that_was_cut_is_refused(lines, tmp_path):
+def test_a_truncated_partial_file_is_refused(lines, tmp_path):
     plan = planned(lines, tmp_path / "store")
     with pytest.raises(Stop):
         prepare(plan, 1, stopping(3))
     os.truncate(tmp_path / "store.partial" / "tokens.bin", 10)
-    with pytest.raises(ValueError, match=r"tokens.bin is cut off at byte 10 of \d+; remove \S+store.partial and start"):
+    with pytest.raises(ValueError, match=r"tokens\.bin .*byte 10 of \d+.*store\.partial"):
         prepare(plan, 1)
     assert not plan.output.exists()
 
@@ -215,13 +215,13 @@ def state(path):
     return "old" if bytes(store.read(0, 0, 3).tolist()) == b"old" else "new"
 
 
-def test_killed_at_any_moment_what_was_done_is_kept(lines, reference, tmp_path, monkeypatch):
+def test_finished_parts_survive_a_kill_at_any_moment(lines, reference, tmp_path, monkeypatch):
     """Parts are put on disk one by one here; the parent kills when it has heard of some of them."""
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     plan, random, before = planned(lines, tmp_path / "store"), Random(0), 0
     for _ in range(4):
         heard, tell = fork.Pipe(duplex=False)
-        process = fork.Process(target=prepare, args=(plan, 1, lambda now, tell=tell: tell.send(now.bytes_done)))
+        process = fork.Process(target=prepare, args=(plan, 1, lambda now, tell=tell: tell.send(now.done_bytes)))
         process.start()
         reports = [heard.recv() for _ in range(random.randint(2, 4))]
         time.sleep(random.random() / 500)  # wherever that is
@@ -232,13 +232,13 @@ def test_killed_at_any_moment_what_was_done_is_kept(lines, reference, tmp_path, 
         assert reports[1] > before  # goes on from there
         before = reports[-1]
     steps = []
-    prepare(plan, 1, lambda now: steps.append(now.bytes_done))
+    prepare(plan, 1, lambda now: steps.append(now.done_bytes))
     assert len(steps) < reference[1] - 4 and min(steps[1:], default=before + 1) > before
     assert files_of(plan.output) == reference[0]
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
 
 
-def test_workers_end_with_a_process_that_is_killed_and_another_goes_on(lines, reference, tmp_path, monkeypatch):
+def test_workers_exit_with_a_killed_parent_and_another_run_resumes(lines, reference, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     plan, (heard, tell) = planned(lines, tmp_path / "store"), fork.Pipe(duplex=False)
 
@@ -273,18 +273,18 @@ def is_running(pid):
 # -- workers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_an_error_that_keeps_what_is_done(lines, reference, tmp_path):
+def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(lines, reference, tmp_path):
     plan, done = planned(lines, tmp_path / "store"), []
     others = set(multiprocessing.active_children())  # of tests that ran before
 
     def report(now):
-        done.append(now.bytes_done)
+        done.append(now.done_bytes)
         if len(done) == 6:
             workers = [child for child in multiprocessing.active_children() if child not in others]
             os.kill(workers[0].pid, signal.SIGKILL)
             assert all(wait([worker.sentinel]) for worker in workers)  # the pool ends the other one
 
-    told = rf"{plan.output}: one of 2 worker processes was killed, .*; take fewer workers; what is done is kept"
+    told = rf"{plan.output}: .* 2 worker"
     with pytest.raises(ChildProcessError, match=told):
         prepare(plan, 2, report)
     assert set(multiprocessing.active_children()) <= others
@@ -295,17 +295,17 @@ def test_a_killed_worker_is_an_error_that_keeps_what_is_done(lines, reference, t
 def test_an_error_in_a_worker_comes_with_the_workers_traceback(lines, tmp_path):
     with lines.open("a") as file:
         file.write(BROKEN)
-    with pytest.raises(ValueError, match=r"a.jsonl:byte \d+: Expecting value") as caught:
+    with pytest.raises(ValueError, match=r"a\.jsonl:byte \d+: ") as caught:
         prepare(planned(lines, tmp_path / "store"), 2)
-    assert "_refuse_unless" in str(caught.value.__cause__)
+    assert "in skip" in str(caught.value.__cause__)
     assert not (tmp_path / "store.lock").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_come_in_the_order_of_the_work(workers):
-    assert list(in_order(neg, range(50), workers)) == [-number for number in range(50)]
-    assert list(in_order(neg, [], workers)) == []
-    results = in_order(math.sqrt, [4, 9, -1, 16], workers)
+    assert list(map_in_order(neg, range(50), workers)) == [-number for number in range(50)]
+    assert list(map_in_order(neg, [], workers)) == []
+    results = map_in_order(math.sqrt, [4, 9, -1, 16], workers)
     assert list(islice(results, 2)) == [2, 3]
     with pytest.raises(ValueError, match=r"math domain error|expected a nonnegative input"):
         next(results)
@@ -321,16 +321,16 @@ def test_no_more_than_two_items_for_each_worker_are_under_way():
                 yield item
 
     items = Items(range(20))
-    taken = [items.taken for _ in in_order(neg, items, 2)]
+    taken = [items.taken for _ in map_in_order(neg, items, 2)]
     assert taken == [*range(4, 20), *[20] * 4]
     one = Items(range(3))
-    assert [one.taken for _ in in_order(neg, one, 1)] == [1, 2, 3]
+    assert [one.taken for _ in map_in_order(neg, one, 1)] == [1, 2, 3]
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_full_disk_what_is_done_is_kept(lines, reference, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_finished_parts(lines, reference, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -339,7 +339,7 @@ def test_on_a_full_disk_what_is_done_is_kept(lines, reference, tmp_path, monkeyp
         pytest.skip("mounting a small disk takes root")
     try:
         plan = planned(lines, disk / "store")
-        with pytest.raises(OSError, match=rf"{plan.output}: No space left on device; what is done is kept: run the"):
+        with pytest.raises(OSError, match=rf"{plan.output}: No space left on device"):
             fill(disk, plan)
         assert not (disk / "store.lock").exists()
         (disk / "filler").unlink()
@@ -366,7 +366,7 @@ def fill(disk, plan):
 
 
 @pytest.mark.parametrize("limit", [0, 40, 500, 1500, 2500])
-def test_on_a_disk_that_takes_no_more_what_is_done_is_kept(lines, reference, tmp_path, limit):
+def test_a_file_size_limit_keeps_finished_parts(lines, reference, tmp_path, limit):
     plan = planned(lines, tmp_path / "store")
 
     def work():
@@ -377,8 +377,8 @@ def test_on_a_disk_that_takes_no_more_what_is_done_is_kept(lines, reference, tmp
         try:
             work()
         except OSError as error:
-            expected = f"{plan.output}: File too large; what is done is kept: run the same command again to go on"
-            os._exit(3 if (error.errno, error.strerror) == (errno.EFBIG, expected) else 4)
+            is_named = str(error.strerror).startswith(f"{plan.output}: File too large")
+            os._exit(3 if error.errno == errno.EFBIG and is_named else 4)
 
     assert run(told) == 3
     assert run(told) == 3
@@ -388,16 +388,16 @@ def test_on_a_disk_that_takes_no_more_what_is_done_is_kept(lines, reference, tmp
     assert files_of(plan.output) == reference[0]
 
 
-def test_an_output_that_cannot_be_made_is_named(lines, tmp_path):
+def test_an_impossible_output_is_named(lines, tmp_path):
     (tmp_path / "file").write_text("")
     output = tmp_path / "file" / "store"
-    with pytest.raises(OSError, match=rf"{output}: (Not a directory|File exists); what is done is kept"):
+    with pytest.raises(OSError, match=rf"{output}: (Not a directory|File exists)"):
         prepare(planned(lines, output), 1)
     assert (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_named(lines, tmp_path):
+def test_an_unwritable_folder_is_named(lines, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     output = tmp_path / "locked" / "store"
     with pytest.raises(PermissionError, match=rf"{output}: Permission denied"):
@@ -421,7 +421,7 @@ def test_of_two_processes_the_second_is_refused_and_the_first_completes(lines, r
     first.start()
     begun.recv()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=rf"another process is preparing {plan.output}; wait for it, or name anot"):
+        with pytest.raises(ValueError, match=rf"another process .*{plan.output}"):
             prepare(planned(lines, plan.output, overwrite=overwrite), 1)
     on.send(None)
     first.join()
@@ -430,7 +430,7 @@ def test_of_two_processes_the_second_is_refused_and_the_first_completes(lines, r
     assert not (tmp_path / "store.lock").exists()
 
 
-def test_a_lock_file_that_a_kill_left_is_in_nobodys_way(lines, reference, tmp_path):
+def test_a_lock_file_of_a_killed_process_does_not_block(lines, reference, tmp_path):
     plan = planned(lines, tmp_path / "store")
 
     def killed():
@@ -446,7 +446,7 @@ def test_a_lock_file_that_a_kill_left_is_in_nobodys_way(lines, reference, tmp_pa
 def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
     with pytest.raises(Stop):
         prepare(planned(lines, tmp_path / "store"), 1, stopping(1))
-    with pytest.raises(ValueError, match="begun with other"):
+    with pytest.raises(ValueError, match=r"store\.partial .*--overwrite"):
         prepare(planned(lines, tmp_path / "store", invalid="skip"), 1)
     assert [name for name in os.listdir(tmp_path) if re.search("lock", name)] == []
 
@@ -454,7 +454,7 @@ def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
 # -- what is not ours, and what changes -------------------------------------------------------------------------------
 
 
-def test_files_beside_the_output_that_have_names_like_its_own_stay(lines, tmp_path):
+def test_files_with_similar_names_beside_the_output_stay(lines, tmp_path):
     for name in ("store.older", "store.old", "older"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("precious")
@@ -464,19 +464,19 @@ def test_files_beside_the_output_that_have_names_like_its_own_stay(lines, tmp_pa
     assert sum(verify_folder(tmp_path / "store")) > 0
 
 
-def test_input_that_changes_while_it_is_read_is_refused(lines, tmp_path):
+def test_input_that_changes_during_reading_is_refused(lines, tmp_path):
     def change(now):
-        if now.doing == "encoding":
+        if now.step == "encoding":
             os.utime(lines, ns=(0, 10**9))
 
-    with pytest.raises(ValueError, match="an input file has changed while it was read; start over with --overwrite"):
+    with pytest.raises(ValueError, match=r"changed .*--overwrite"):
         prepare(planned(lines, tmp_path / "store"), 1, change)
     assert not (tmp_path / "store").exists()
     prepare(planned(lines, tmp_path / "store", overwrite=True), 1)
     assert is_store(tmp_path / "store")
 
 
-def test_a_store_that_the_output_links_to_is_replaced_where_it_is(lines, tmp_path):
+def test_an_output_link_is_followed(lines, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to(tmp_path / "disk" / "store")
     for overwrite in (False, True):

@@ -17,7 +17,7 @@ def work(**options: bool) -> None:
     with Bar("counting", **options) as bar:
         for done in range(1, 21):
             bar.show("counting sheep", done, 20)
-            bar.bar.refresh()
+            bar.refresh()
         print("[not markup]")
 
 

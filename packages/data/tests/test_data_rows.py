@@ -89,7 +89,7 @@ def test_labels_go_on_where_a_row_cuts_a_document_and_stop_where_it_ends():
 
 
 @pytest.mark.parametrize("stripe", [1, 3])
-def test_labels_of_striped_shards_are_the_tokens_that_follow_in_the_row(stripe):
+def test_labels_of_striped_shards_are_the_next_tokens_of_the_row(stripe):
     """Not those that follow on the shard; and none at the end of a document, nor of the row's last piece."""
     layout = SequenceLayout.striped(N, 4, stripe)
     tokens, labels, _ = joined([rank.batch(0) for rank in every_shard(STORE, layout, rows_per_batch=8)])
@@ -119,7 +119,7 @@ def test_tokens_of_any_integer_type_are_read_exactly(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
-def test_the_largest_token_of_a_type_stays_what_it_is(dtype):
+def test_the_largest_token_of_a_dtype_is_preserved(dtype):
     store, largest = numbered([3], dtype), torch.iinfo(getattr(torch, dtype)).max
     store.segments[0][:] = largest
     batch = alone(store, 3).batch(0)
@@ -175,7 +175,7 @@ def test_the_seed_decides_the_order_and_no_global_generator_is_moved():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_changing_a_batch_in_place_does_not_change_what_is_read_next():
+def test_changing_a_batch_in_place_changes_no_later_batch():
     rows = alone(STORE, N)
     batch = rows.batch(0)
     before = [tensor.clone() for tensor in (batch.tokens, batch.labels, batch.positions)]
@@ -227,7 +227,7 @@ def test_a_layout_may_be_chosen_for_the_documents_of_each_batch():
 @pytest.mark.parametrize("wrong", [SequenceLayout.zigzag(N, 2), SequenceLayout.zigzag(N + 1, 3)])
 def test_a_chosen_layout_of_another_size_is_refused(wrong):
     rows = alone(STORE, N, layout=SequenceLayout.zigzag(N, 3), layout_for=lambda documents: wrong)
-    with pytest.raises(ValueError, match=re.escape(f"layout_for gave {wrong}, not 3 shards of {N} tokens")) as failure:
+    with pytest.raises(ValueError, match=rf"layout_for .*{re.escape(str(wrong))}.* 3 shards of {N} ") as failure:
         rows.batch(0)
     assert "\n" not in str(failure.value)
 
@@ -238,23 +238,23 @@ def test_a_chosen_layout_of_another_size_is_refused(wrong):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"shard": 1}, "shard 1 is not one of the 1 shards 0..0"),
-        ({"replica": 2, "replicas": 2}, "replica 2 is not one of the 2 replicas 0..1"),
-        ({"replica": -1}, "replica -1 is not one of the 1 replicas 0..0"),
-        ({"replicas": 0}, "replicas must be at least 1; got 0"),
-        ({"rows_per_batch": 0}, "rows_per_batch must be at least 1; got 0"),
-        ({"ahead": -1}, "ahead must be at least 0; got -1"),
-        ({"stores": []}, "there are no stores to pack; give at least one"),
-        ({"stores": numbered([0, 0], name="x/y")}, "x/y holds no tokens; give a store with at least one document"),
+        ({"shard": 1}, "shard 1 .*0..0"),
+        ({"replica": 2, "replicas": 2}, "replica 2 .*0..1"),
+        ({"replica": -1}, "replica -1 .*0..0"),
+        ({"replicas": 0}, "replicas .*1; got 0"),
+        ({"rows_per_batch": 0}, "rows_per_batch .*1; got 0"),
+        ({"ahead": -1}, "ahead .*0; got -1"),
+        ({"stores": []}, "no stores"),
+        ({"stores": numbered([0, 0], name="x/y")}, "x/y .*no tokens"),
     ],
 )
-def test_wrong_settings_are_refused_with_what_is_accepted(wrong, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as failure:
+def test_invalid_settings_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message) as failure:
         alone(wrong.pop("stores", STORE), N, **wrong)
     assert "\n" not in str(failure.value)
 
 
 def test_steps_before_the_first_are_refused():
-    with pytest.raises(ValueError, match="steps count from 0; got -1") as failure:
+    with pytest.raises(ValueError, match=r"step .* got -1") as failure:
         alone(STORE, N).batch(-1)
     assert failure.type is ValueError

@@ -53,12 +53,12 @@ def texts_of(found):
 
 
 @pytest.mark.parametrize("size", [1, 10, 1000])
-def test_a_folder_gives_what_read_documents_gives_whatever_the_size_of_pieces(tmp_path, size):
+def test_chunks_of_any_size_give_the_documents_of_read_documents(tmp_path, size):
     write(tmp_path, b__two=b"22" * 20, a=b"1", b__c__three=b"3", empty=b"", caf=b"caf\xe9", z=b"4", **{".git__x": b"5"})
     assert read(tmp_path, size=size) == read_documents(tmp_path)
 
 
-def test_neighbours_share_a_piece_and_a_large_file_has_its_own(tmp_path):
+def test_consecutive_files_share_a_chunk_and_a_large_file_has_its_own(tmp_path):
     write(tmp_path, a=b"1" * 4, b=b"2" * 4, c=b"3" * 30, d=b"4" * 4)
     found = chunks([tmp_path], size=10)
     assert [[file.name for file in chunk.files] for chunk in found] == [["a", "b"], ["c"], ["d"]]
@@ -82,7 +82,7 @@ def test_binary_files_of_a_folder_are_reported_and_one_named_by_itself_must_be_c
         Invalid("picture", "taken as binary, since it has a zero byte, the first at byte 3", binary=True),
     ]
     for name in ("noise", "picture"):
-        with pytest.raises(ValueError, match=rf"{name} is no text: .*or take it as it is with --format text"):
+        with pytest.raises(ValueError, match=rf"{name} .*--format text"):
             read(tmp_path / name)
     assert read(tmp_path / "picture", format="text") == [Document("picture", b"PNG\0\0")]
     assert len(read(tmp_path / "latin")) == 1
@@ -96,14 +96,14 @@ def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path
     assert [document.name for document in found] == ["y", "a", "b.ndjson:byte 0", "c", "d.parquet:row 0"]
 
 
-def test_a_format_that_is_asked_for_holds_for_every_file(tmp_path):
+def test_a_chosen_format_holds_for_every_file(tmp_path):
     jsonl(tmp_path / "a.jsonl", ["1"])
     assert read(tmp_path, format="text") == [Document("a.jsonl", b'{"text": "1"}\n')]
     assert texts_of(read(jsonl(tmp_path / "b", ["2"]), format="jsonl")) == ["2"]
     assert texts_of(read(parquet(tmp_path / "c", ["3"]), format="parquet")) == ["3"]
 
 
-def test_a_piece_can_be_read_in_another_process(tmp_path):
+def test_a_chunk_can_be_pickled(tmp_path):
     for chunk in chunks([jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet")], size=20):
         assert list(documents(pickle.loads(pickle.dumps(chunk)))) == list(documents(chunk))
 
@@ -218,13 +218,13 @@ def test_rows_are_read_in_order_where_there_are_many(tmp_path):
     assert texts_of(read(parquet(tmp_path / "a.parquet", texts, rows=130), size=1000)) == texts
 
 
-def test_a_column_that_is_missing_or_holds_no_strings_is_refused(tmp_path):
+def test_a_column_missing_or_without_strings_is_refused(tmp_path):
     path = parquet(tmp_path / "a.parquet")
     datasets.Dataset.from_dict({"text": TEXTS, "n": range(6)}).save_to_disk(tmp_path / "saved")
     for source in (path, tmp_path / "saved"):
-        with pytest.raises(ValueError, match=f"{source} has no column 'body'; its columns of strings are: text"):
+        with pytest.raises(ValueError, match=f"{source} .*'body'.*: text$"):
             chunks([source], text_field="body")
-    with pytest.raises(ValueError, match=r"a.parquet: column 'id' is of type int64; its columns of strings are: text"):
+    with pytest.raises(ValueError, match=r"a\.parquet: .*'id' .*int64.*: text$"):
         chunks([path], text_field="id")
 
 
@@ -232,16 +232,16 @@ def test_splits_and_datasets_further_down_are_to_be_chosen(tmp_path):
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
     write(tmp_path, note=b"text")
-    with pytest.raises(ValueError, match=r"both holds the splits .*; give one of them: \S*both/train, \S*both/test"):
+    with pytest.raises(ValueError, match=r"both .*: \S*both/train, \S*both/test"):
         chunks([tmp_path / "both"])
     (tmp_path / "both" / "dataset_dict.json").unlink()
-    with pytest.raises(ValueError, match=rf"{tmp_path} has a saved dataset in it; give it as .*: \S*both/test"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*: \S*both/test"):
         chunks([tmp_path])
     assert texts_of(read(tmp_path / "both" / "train")) == TEXTS
 
 
 @pytest.mark.parametrize("package, extra", [("pyarrow.parquet", "parquet"), ("datasets", "datasets")])
-def test_without_the_package_the_way_to_install_it_is_said(tmp_path, monkeypatch, package, extra):
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, extra):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "datasets")
     parquet(tmp_path / "parquet.parquet")
     monkeypatch.setitem(sys.modules, package, None)
@@ -284,40 +284,38 @@ def test_an_input_without_text_is_named(tmp_path, make):
     elif make != "empty folder":
         write(tmp_path, one=b"", deep__two=b"")
     path = tmp_path / "one" if make == "empty file" else tmp_path
-    with pytest.raises(
-        ValueError, match=rf"{re.escape(str(path))} holds no text; give a file of text, JSONL or Parquet"
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"{path} ")):
         chunks([path])
 
 
 def test_wrong_arguments_and_missing_paths_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there are no inputs; give a file of text"):
+    with pytest.raises(ValueError, match="no inputs"):
         chunks([])
-    with pytest.raises(ValueError, match=r"size must be at least 1 byte; got 0"):
+    with pytest.raises(ValueError, match=r"size .* 1 .*got 0"):
         chunks([tmp_path], size=0)
-    with pytest.raises(ValueError, match=r"format='csv' is not one of 'auto', 'text', 'jsonl', 'parquet'"):
+    with pytest.raises(ValueError, match=r"format='csv' .*'auto', 'text', 'jsonl', 'parquet'"):
         chunks([tmp_path], format="csv")
-    with pytest.raises(ValueError, match=r"nowhere cannot be read \(No such file or directory\); give a file"):
+    with pytest.raises(ValueError, match=r"nowhere .*No such file"):
         chunks([tmp_path / "nowhere"])
 
 
-def test_files_that_cannot_be_cut_or_unpacked_are_named(tmp_path):
+def test_files_of_unsupported_formats_are_named(tmp_path):
     write(tmp_path, **{"a.jsonl.zst": b"x", "b.parquet": b"not parquet"})
-    with pytest.raises(ValueError, match=r"a.jsonl.zst is packed with zstd; unpack it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst .*zstd"):
         chunks([tmp_path / "a.jsonl.zst"])
-    with pytest.raises(ValueError, match=r"b.parquet cannot be read as Parquet"):
+    with pytest.raises(ValueError, match=r"b\.parquet .*Parquet"):
         chunks([tmp_path / "b.parquet"])
 
 
 @pytest.mark.parametrize("second", ["a", "", "link"])
-def test_a_file_that_two_inputs_name_is_refused(tmp_path, second):
+def test_a_file_in_two_inputs_is_refused(tmp_path, second):
     write(tmp_path, a=b"text")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(ValueError, match=r" is given twice, first as \S*/a; give each file once"):
+    with pytest.raises(ValueError, match=r"twice.* \S*/a;"):
         chunks([tmp_path / "a", tmp_path / second])
 
 
-def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(tmp_path, monkeypatch):
+def test_unreadable_input_is_named_before_reading(tmp_path, monkeypatch):
     access, scan = os.access, os.scandir
     write(tmp_path, secret=b"text", locked__file=b"text")
 
@@ -327,22 +325,22 @@ def test_a_file_or_folder_that_may_not_be_read_is_named_before_anything_is_read(
         return scan(path)
 
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "secret" and access(path, mode))
-    with pytest.raises(ValueError, match=r"secret cannot be read \(Permission denied\)"):
+    with pytest.raises(ValueError, match=r"secret .*Permission denied"):
         chunks([tmp_path])
     monkeypatch.setattr(os, "access", access)
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=r"locked cannot be read \(Permission denied\)"):
+    with pytest.raises(ValueError, match=r"locked .*Permission denied"):
         chunks([tmp_path])
 
 
-def test_a_file_that_vanishes_or_breaks_later_is_named(tmp_path):
+def test_a_file_removed_or_broken_later_is_named(tmp_path):
     packed = gzip.compress(b'{"text": "a"}\n' * 1000)
     write(tmp_path, a=b"text", **{"b.jsonl.gz": packed[: len(packed) // 2]})
     text, broken = chunks([tmp_path])
     (tmp_path / "a").unlink()
-    with pytest.raises(ValueError, match=r"a cannot be read \(No such file or directory\)"):
+    with pytest.raises(ValueError, match=r"a .*No such file"):
         list(documents(text))
-    with pytest.raises(ValueError, match=r"a cannot be read \(No such file or directory\)"):
+    with pytest.raises(ValueError, match=r"a .*No such file"):
         fingerprint([text])
-    with pytest.raises(ValueError, match=r"b.jsonl.gz cannot be read \(Compressed file ended"):
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz "):
         list(documents(broken))

@@ -1,6 +1,5 @@
 """Stores of documents: what they read, and how they are split."""
 
-import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -58,15 +57,14 @@ def test_any_part_of_a_document_is_read_across_any_segments(data, shape):
 
 
 @pytest.mark.parametrize("start, stop", [(0, 6), (-1, 2), (3, 2), (6, 6)])
-def test_parts_that_a_document_does_not_have_are_refused(start, stop):
+def test_ranges_outside_of_a_document_are_refused(start, stop):
     store = numbered([4, 5, 9], name="some/store")
-    message = f"some/store: document 1 has 5 tokens; {start}:{stop} were asked for"
-    with pytest.raises(IndexError, match=re.escape(message)):
+    with pytest.raises(IndexError, match=rf"some/store: document 1 .* 5 tokens.* {start}:{stop} "):
         store.read(1, start, stop)
     assert store.bytes_read == 0
 
 
-def test_what_was_read_is_a_copy():
+def test_read_returns_a_copy():
     store = numbered([5])
     store.read(0, 0, 5)[:] = 7
     assert store.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
@@ -74,14 +72,14 @@ def test_what_was_read_is_a_copy():
 
 def test_documents_without_text_make_no_store():
     for nothing in ([], [b""], [b"", b""]):
-        with pytest.raises(ValueError, match="documents: there is no text in these documents; give at least one"):
+        with pytest.raises(ValueError, match="documents: "):
             stored(nothing)
     assert len(stored([b"", b"a"])) == 1
 
 
-def test_an_index_that_falls_is_refused_with_its_place():
+def test_a_decreasing_index_is_refused_with_its_place():
     starts, stops = np.array([0, 5, 3]), np.array([5, 3, 8])
-    message = r"name: document 1 of 3 ends at token 3, before its start 5 \(byte 16 of the index\)"
+    message = r"name: document 1 of 3 .* 3, .* 5 .*byte 16"
     with pytest.raises(ValueError, match=message) as failure:
         TokenStore("name", [np.arange(8)], starts, stops, Vocabulary(), "content")
     assert "\n" not in str(failure.value)
@@ -164,7 +162,7 @@ def test_the_split_stays_put_when_documents_are_added():
 
 
 @pytest.mark.parametrize("hashed", [True, False])
-def test_the_split_has_about_the_share_that_was_asked_for(hashed):
+def test_the_split_has_about_the_chosen_fraction(hashed):
     store = stored([b"text %d" % i for i in range(4000)])
     _, validation = replace(store, hashes=store.hashes if hashed else None).split(0.1)
     assert 320 < len(validation) < 480
@@ -213,18 +211,18 @@ def test_both_sides_hold_tokens_though_documents_are_empty(lengths):
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
-def test_a_share_that_leaves_one_side_empty_is_refused(fraction):
-    with pytest.raises(ValueError, match=f"validation_fraction={fraction} must lie between 0 and 1") as failure:
+def test_fractions_outside_of_0_to_1_are_refused(fraction):
+    with pytest.raises(ValueError, match=f"validation_fraction={fraction} ") as failure:
         numbered([3, 4]).split(fraction)
     assert "\n" not in str(failure.value)
 
 
-@pytest.mark.parametrize("lengths, message", [([1], "1 tokens to split; give at least 2"), ([0], "0 tokens to split")])
-def test_what_cannot_be_split_is_refused(lengths, message):
+@pytest.mark.parametrize("lengths, message", [([1], "1 tokens .* 2"), ([0], "0 tokens")])
+def test_a_single_token_cannot_be_split(lengths, message):
     with pytest.raises(ValueError, match=message):
         numbered(lengths).split()
     empty = numbered([3]).select(np.array([False]))
-    with pytest.raises(ValueError, match="numbered has 0 tokens to split"):
+    with pytest.raises(ValueError, match=r"numbered .*0 tokens"):
         empty.split()
     assert len(empty) == 0
 
@@ -234,7 +232,7 @@ def test_what_cannot_be_split_is_refused(lengths, message):
 
 def test_the_tokens_of_another_tokenizer_are_refused():
     store = numbered([3], name="a/store")
-    with pytest.raises(ValueError, match="a/store holds tokens of tokenizer numbers, not of bytes; prepare it again"):
+    with pytest.raises(ValueError, match=r"a/store .*numbers.*bytes"):
         check_tokenizer(store, ByteTokenizer())
     store.vocabulary = Vocabulary()
     assert check_tokenizer(store, ByteTokenizer()) is None

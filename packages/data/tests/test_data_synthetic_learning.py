@@ -1,4 +1,4 @@
-"""A small model learns to recall what other shards hold, and cannot where its attention ends with its own shard."""
+"""A small model learns to recall across shards, and fails if its attention ends with its own shard."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from armillary.data.synthetic import AssociativeRecall, TaskRows, accuracy
 
 N = 24
 LAYOUT = SequenceLayout.zigzag(N, 2)
-TASK = AssociativeRecall(N, pairs=6, queries=6, keys=12, values=12, fillers=1, across=LAYOUT)
+TASK = AssociativeRecall(N, pairs=6, keys=12, values=12, fillers=1, across=LAYOUT)
 
 
 class Attention(nn.Module):
@@ -50,7 +50,7 @@ def reader(rows, first_row):
 
 
 def learn(visible, steps=110):
-    """The share of right answers on rows that a model has not seen, after so many steps of 32 rows."""
+    """Accuracy on unseen rows after `steps` steps of 32 rows."""
     model, rows = Model(visible), reader(32, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.0)
     for batch, _ in zip(rows, range(steps), strict=False):
@@ -63,7 +63,7 @@ def learn(visible, steps=110):
 
 
 @pytest.mark.parametrize("across", [True, False])
-def test_a_small_model_learns_to_recall_only_if_it_sees_across_shards(across):
+def test_recall_is_learned_only_across_shards(across):
     causal = torch.ones(N, N, dtype=torch.bool).tril()
     owner = LAYOUT.join([torch.full((size,), shard) for shard, size in enumerate(LAYOUT.sizes)], 0)
     with torch.random.fork_rng(devices=[]):

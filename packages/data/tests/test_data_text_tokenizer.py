@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
 from armillary.data import Tokenizer as Protocol
-from armillary.data.text import long_texts
-from armillary.data.text.long_texts import parts
-from armillary.data.text.tokenizer import TextTokenizer, decoded, train_bpe
+from armillary.data.text import splitting
+from armillary.data.text.splitting import split_text
+from armillary.data.text.tokenizer import TextTokenizer, decode_utf8, train_bpe
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -114,7 +114,7 @@ def write(folder, name="gpt_2", **config):
 
 
 @every_tokenizer
-def test_tokens_are_those_that_transformers_gives_for_the_text_alone(name, tmp_path):
+def test_tokens_equal_those_of_transformers_without_special_tokens(name, tmp_path):
     write(tmp_path, name)
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     tokenizer = text_tokenizer(name)
@@ -190,7 +190,7 @@ def test_text_never_gives_special_tokens(name, text):
     assert not special & set(tokenizer.encode(text).tolist())
 
 
-def test_a_special_token_that_the_model_knows_as_a_word_is_spelled():
+def test_a_special_token_in_the_vocabulary_of_words_is_spelled():
     tokenizer = text_tokenizer("sentence_piece")
     inner = Tokenizer.from_str(TOKENIZERS["sentence_piece"].to_str())
     inner.encode_special_tokens = True
@@ -200,7 +200,7 @@ def test_a_special_token_that_the_model_knows_as_a_word_is_spelled():
     assert tokenizer.encode("a </s> b").tolist() == [*before, *spelled, *after]
 
 
-def test_an_end_of_document_that_is_not_marked_as_special_is_not_taken_from_text_either():
+def test_an_unmarked_end_of_document_is_not_read_from_text():
     inner = gpt_2()
     inner.add_tokens(["«end»"])
     tokenizer = TextTokenizer(definition_of(inner), end_of_document="«end»")
@@ -210,7 +210,7 @@ def test_an_end_of_document_that_is_not_marked_as_special_is_not_taken_from_text
     assert tokenizer.decode(tokens) == "the «end»"
 
 
-def test_what_a_definition_adds_cuts_off_or_leaves_to_chance_is_switched_off():
+def test_templates_truncation_padding_and_dropout_are_disabled():
     inner = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), dropout=0.9)
     inner.post_processor = processors.TemplateProcessing("<|pad|> $A", None, [("<|pad|>", 1)])
     inner.enable_truncation(3)
@@ -227,10 +227,10 @@ def test_a_begin_is_put_in_front_of_each_text_if_asked():
     assert tokenizer.encode("").tolist() == [begin]
 
 
-def test_bytes_that_are_not_utf8_are_read_with_the_replacement_character():
+def test_invalid_utf8_is_read_as_the_replacement_character():
     tokenizer = text_tokenizer("gpt_2")
-    assert decoded(b"caf\xe9!") == ("caf\ufffd!", True)
-    assert decoded("café".encode()) == ("café", False)
+    assert decode_utf8(b"caf\xe9!") == ("caf\ufffd!", True)
+    assert decode_utf8("café".encode()) == ("café", False)
     assert tokenizer.encode(b"caf\xe9!").equal(tokenizer.encode("caf\ufffd!"))
 
 
@@ -249,16 +249,16 @@ def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
 @every_tokenizer
 @given(text=texts, part_size=st.integers(1, 30))
 @settings(max_examples=15, deadline=None)
-def test_cuts_hold_for_the_whole_text_although_only_what_is_around_them_is_tried(name, text, part_size):
+def test_cuts_tested_locally_hold_for_the_whole_text(name, text, part_size):
     whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
-    with patch.object(long_texts, "_WINDOW", 10):
+    with patch.object(splitting, "_WINDOW", 10):
         assert cut.encode(text).tolist() == whole.encode(text).tolist()
 
 
 @every_tokenizer
 def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
     tokenizer, text = text_tokenizer(name), PROSE[0] * 500
-    cut = parts(text, 5000, tokenizer.encode)
+    cut = split_text(text, 5000, tokenizer.encode)
     assert "".join(cut) == text
     assert len(cut) == 1 if name == "llama_2" else max(map(len, cut)) < 5100
     assert torch.cat([tokenizer.encode(part) for part in cut]).equal(tokenizer.encode(text))
@@ -266,19 +266,19 @@ def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
 
 @pytest.mark.parametrize("text", ["a" * 500, "\n" * 500, " 1\n b" * 100, "a \nb" * 100, "1\n" * 200])
 def test_texts_with_no_place_for_a_cut_stay_whole(text):
-    assert parts(text, 10, lambda part: np.zeros(len(part))) == [text]
+    assert split_text(text, 10, lambda part: np.zeros(len(part))) == [text]
 
 
 def test_texts_of_windows_are_cut_too():
-    assert parts("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
+    assert split_text("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
 
 
-def test_a_cut_that_would_change_tokens_is_passed_over():
+def test_a_cut_that_changes_tokens_is_skipped():
     inner = gpt_2()
     inner.add_tokens(["end\nThe"])
     tokenizer = TextTokenizer(definition_of(inner), part_size=2)
     text = "end\nThe\none\nend\nThe"
-    assert parts(text, 2, tokenizer.encode) == ["end\nThe\n", "one\n", "end\nThe"]
+    assert split_text(text, 2, tokenizer.encode) == ["end\nThe\n", "one\n", "end\nThe"]
     assert tokenizer.encode(text).equal(TextTokenizer(definition_of(inner)).encode(text))
 
 
@@ -317,34 +317,28 @@ def test_a_copy_in_another_process_is_the_same():
 
 def test_without_a_known_end_the_special_tokens_are_listed(tmp_path):
     choices = r"one of '\[UNK\]', '\[CLS\]', '\[SEP\]', '\[PAD\]'"
-    with pytest.raises(
-        ValueError, match=f"tokenizer.json: no token has a usual name .*; give end_of_document, {choices}"
-    ):
+    with pytest.raises(ValueError, match=f"tokenizer.json: .*end_of_document, {choices}"):
         TextTokenizer.read(write(tmp_path, "bert"))
-    with pytest.raises(ValueError, match=f"end_of_document='</s>' is not a token of the vocabulary; give {choices}"):
+    with pytest.raises(ValueError, match=f"end_of_document='</s>'.* {choices}"):
         TextTokenizer.read(tmp_path, "</s>")
-    with pytest.raises(ValueError, match=r"begin_of_document='<s>' is not a token"):
+    with pytest.raises(ValueError, match="begin_of_document='<s>'"):
         TextTokenizer.read(tmp_path, "[SEP]", "<s>")
 
 
 @pytest.mark.parametrize(
     "definition", [b"", b"[]", b"{}", b'{"model": {}}', b"\xff\xfe", b'{"model": {"vocab": {"</s>": 0}}}']
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, definition):
+def test_invalid_definitions_are_refused(tmp_path, definition):
     (tmp_path / "tokenizer.json").write_bytes(definition)
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json: (this is not a tokenizer.json|tokenizers .* cannot read this)"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
         TextTokenizer.read(tmp_path)
 
 
 def test_a_missing_file_and_a_broken_configuration_are_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"{re.escape(str(tmp_path))}/tokenizer.json cannot be read \(No such file.*give a"
-    ):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}/tokenizer.json .*No such file"):
         TextTokenizer.read(tmp_path)
     (write(tmp_path) / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is broken .*; repair it, or give end_of_document"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json .*end_of_document"):
         TextTokenizer.read(tmp_path)
 
 
@@ -352,20 +346,20 @@ def test_a_missing_file_and_a_broken_configuration_are_named(tmp_path):
 def test_a_token_outside_the_vocabulary_is_refused(token):
     tokenizer = text_tokenizer("gpt_2")
     assert tokenizer.vocab_size == 322
-    with pytest.raises(ValueError, match=f"token {token} is not one of the 322 tokens 0..321"):
+    with pytest.raises(ValueError, match=rf"token {token} .*0\.\.321"):
         tokenizer.decode(torch.tensor([65, token]))
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="part_size must be at least 1 character; got 0"):
+    with pytest.raises(ValueError, match=r"part_size .* 1 .*got 0"):
         text_tokenizer("gpt_2", part_size=0)
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
+    with pytest.raises(ValueError, match="surrogate"):
         text_tokenizer("gpt_2").encode("\ud800")
-    with pytest.raises(ValueError, match=r"vocab_size must be at least 257, .*; got 256"):
+    with pytest.raises(ValueError, match=r"vocab_size .* 257.*got 256"):
         train_bpe(iter(PROSE), 256)
 
 
-def test_without_the_library_the_way_to_install_it_is_said(monkeypatch):
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     definition = definition_of(TOKENIZERS["gpt_2"])
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'armillary-data[tokenizers]'")):
@@ -390,7 +384,7 @@ def test_little_text_gives_fewer_tokens_than_asked_for():
 
 @given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
 @settings(deadline=None, max_examples=25)
-def test_what_was_not_seen_in_training_has_tokens_too(text):
+def test_text_absent_from_training_has_tokens(text):
     tokenizer = train_bpe(iter([]), 257)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) == len(ByteTokenizer().encode(text))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.data import ByteTokenizer
-from armillary.data.text.unfolding import Unfolding
+from armillary.data.text.streamer import TextStreamer
 
 tokenizer = ByteTokenizer()
 
@@ -41,9 +41,9 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
 
 def test_text_comes_as_soon_as_its_characters_are_whole():
     shown: list[str] = []
-    unfolding = Unfolding(ByteTokenizer(), shown.append)
+    streamer = TextStreamer(ByteTokenizer(), shown.append)
     for token in (*"aé".encode(), 0xC3):
-        unfolding.add(token)
+        streamer.put(token)
     assert shown == ["a", "é"]
-    unfolding.close()
-    assert shown == ["a", "é", "\ufffd"] and unfolding.text == "aé\ufffd"
+    streamer.end()
+    assert shown == ["a", "é", "\ufffd"] and streamer.text == "aé\ufffd"

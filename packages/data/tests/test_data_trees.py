@@ -118,7 +118,7 @@ def test_shards_have_the_triples_of_their_own_tokens(tmp_path, kind):
 
 
 @pytest.mark.parametrize("length", [14, 11])
-def test_trees_longer_than_a_row_are_split_and_repeat_what_their_sequences_share(tmp_path, length):
+def test_trees_longer_than_a_row_are_split_and_repeat_shared_segments(tmp_path, length):
     lines = [LINES[4], LINES[0]]
     store = stored(tmp_path, lines)
     rows = alone(store, length, packing=best_fit)
@@ -145,13 +145,13 @@ def test_a_prompt_that_fills_the_row_is_left_out_and_counted(tmp_path):
 
 def test_packings_that_cut_are_refused(tmp_path):
     store = stored(tmp_path)
-    with pytest.raises(ValueError, match="holds trees, and packing greedy cuts documents; use best_fit or one_per_row"):
+    with pytest.raises(ValueError, match=r"trees.* greedy .*best_fit or one_per_row"):
         alone(store, 60, packing=greedy)
 
     def cutting(lengths, length, key):
         return greedy(lengths, length, key)
 
-    with pytest.raises(ValueError, match="the packing cuts documents"):
+    with pytest.raises(ValueError, match="cuts documents"):
         alone(store, 40, packing=cutting)
 
 
@@ -199,13 +199,13 @@ def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
     assert set(found) == {*expected(LINES)} | {*expected(lines)}
 
 
-def test_a_prompt_is_on_one_side_whatever_its_completions(tmp_path):
+def test_equal_prompts_are_on_one_side_of_the_split(tmp_path):
     lines = [{"prompt": f"prompt {i % 20:02}", "completions": [f"{i}"]} for i in range(60)]
     store = stored(tmp_path, lines)
     sides = [{bytes(side.read(d, 0, 9).tolist()) for d in range(len(side))} for side in store.split(0.3)]
     assert not sides[0] & sides[1] and all(sides)
     one = stored_one(tmp_path / "one")
-    with pytest.raises(ValueError, match="one tree, which cannot be split"):
+    with pytest.raises(ValueError, match="one tree"):
         one.split()
 
 
@@ -233,28 +233,28 @@ def test_workers_and_chunks_make_the_same_store(tmp_path):
     [
         (
             {"completions": ["a"]},
-            "one of the fields 'prompt', 'text' and 'messages' is needed; the fields are 'completions'",
+            "'prompt', 'text' and 'messages' .*'completions'",
         ),
-        ({"prompt": "a"}, "there is no field 'completions'; the fields are 'prompt'"),
-        ({"prompt": "a", "completions": []}, "field 'completions' must be a list of one or more"),
-        ({"prompt": "a", "completions": "b"}, "field 'completions' must be a list"),
-        ({"prompt": "", "completions": ["b"]}, "field 'prompt' is empty"),
-        ({"prompt": "a", "completions": ["b", ""]}, r"field 'completions\[1\].text' is empty"),
-        ({"prompt": 3, "completions": ["b"]}, "field 'prompt' is int; give a string, or a list of messages"),
+        ({"prompt": "a"}, "'completions'.*'prompt'"),
+        ({"prompt": "a", "completions": []}, "'completions' .*list"),
+        ({"prompt": "a", "completions": "b"}, "'completions' .*list"),
+        ({"prompt": "", "completions": ["b"]}, "'prompt' "),
+        ({"prompt": "a", "completions": ["b", ""]}, r"'completions\[1\].text' "),
+        ({"prompt": 3, "completions": ["b"]}, "'prompt' is int"),
         ({"prompt": "a", "completions": [None]}, r"'completions\[0\]' is null"),
-        ({"prompt": "a", "completions": [{"text": "b", "weight": -1}]}, r"field 'completions\[0\].weight' is -1"),
-        ({"prompt": "a", "weight": 1, "completions": ["b"]}, "field 'weight': completions follow"),
-        ({"text": "a", "train": 1}, "field 'train' is 1; give true or false"),
-        ({"prompt": [{"content": "a"}], "completions": ["b"]}, "message 0 has no role"),
+        ({"prompt": "a", "completions": [{"text": "b", "weight": -1}]}, r"'completions\[0\].weight' is -1"),
+        ({"prompt": "a", "weight": 1, "completions": ["b"]}, "'weight': completions"),
+        ({"text": "a", "train": 1}, "'train' is 1"),
+        ({"prompt": [{"content": "a"}], "completions": ["b"]}, "message 0 .*role"),
         (
             {"prompt": [{"role": "user", "content": "a"}], "completions": ["b"]},
-            "some of the tree is text and some messages",
+            "text .*messages",
         ),
-        ({"messages": [{"role": "user", "content": "a"}]}, "messages need a chat template"),
-        ([1], "the line is a list"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "chat template"),
+        ([1], "list"),
     ],
 )
-def test_lines_that_are_no_trees_are_refused_by_name(tmp_path, line, message):
+def test_invalid_lines_of_trees_are_refused_by_name(tmp_path, line, message):
     with pytest.raises(ValueError, match=f"trees.jsonl:byte 38: .*{message}"):
         stored(tmp_path, [{"prompt": "a", "completions": ["b"]}, line])
     store = stored(tmp_path, [{"prompt": "a", "completions": ["b"]}, line], invalid="skip", overwrite=True)
@@ -262,22 +262,22 @@ def test_lines_that_are_no_trees_are_refused_by_name(tmp_path, line, message):
 
 
 def test_documents_say_how_trees_are_read(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no field 'text'.*trees are read with --format trees"):
+    with pytest.raises(ValueError, match=r"'text'.*--format trees"):
         stored(tmp_path, LINES[:1], format="auto")
 
 
-def test_a_table_that_was_changed_is_refused(tmp_path):
+def test_a_changed_segment_table_is_refused(tmp_path):
     stored(tmp_path)
     file = tmp_path / "store/segments.bin"
     good = np.fromfile(file, dtype=open_store(tmp_path / "store").trees.table.dtype)
-    for name, value, message in [("parent", 5, "depth first"), ("end", 7, "has no tokens")]:
+    for name, value, message in [("parent", 5, "segment 2 .*segment 5"), ("end", 7, "segment 2 ")]:
         table = good.copy()
         table[name][2] = value
         table.tofile(file)
         with pytest.raises(ValueError, match=message):
             open_store(tmp_path / "store").tree(0)
     good[:-1].tofile(file)
-    with pytest.raises(ValueError, match="is cut off at byte"):
+    with pytest.raises(ValueError, match=r"segments.bin .*byte"):
         open_store(tmp_path / "store")
 
 
@@ -287,7 +287,7 @@ def test_tree_rows_ask_for_best_fit_of_a_shard_alone(tmp_path):
     assert next(rows).tokens.shape == (1, 15)
 
 
-def test_figures_say_what_is_shared(tmp_path, capsys):
+def test_statistics_count_shared_tokens(tmp_path, capsys):
     store = stored(tmp_path)
     found = describe(store)
     each = [len(tokens) for line in LINES for tokens, _, _ in sequences(line)]
@@ -298,11 +298,11 @@ def test_figures_say_what_is_shared(tmp_path, capsys):
     assert "% of these stored" in capsys.readouterr().out
 
 
-def test_packings_are_measured_by_who_sees_whom(tmp_path):
+def test_packings_of_trees_are_measured_by_their_mask(tmp_path):
     lines = [{"prompt": "p" * 200, "completions": ["c" * n for n in range(10, 60, 5)]} for _ in range(3)]
     store = stored(tmp_path, lines)
     row = alone(store, 600, packing=best_fit).row(0)
-    (slices,) = row.visible.slices(600)
+    (slices,) = row.mask.slices(600)
     seen = np.zeros((600, 600), int)
     for q0, q1, k0, k1, _, high in slices.tolist():
         i, j = np.ogrid[:600, :600]

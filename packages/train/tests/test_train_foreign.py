@@ -5,8 +5,8 @@ import pytest
 from armillary.core.files import parse_json, parse_toml
 from armillary.data import open_store
 from armillary.data.formats.folder import Header
-from armillary.data.prepare.sources import _is_saved
-from armillary.data.text.tokenizer_json import configured, settings_of
+from armillary.data.prepare.sources import _is_dataset
+from armillary.data.text.tokenizer_json import parse_definition, read_name
 from armillary.models.hub.folder import read_json
 from armillary.train.config.overlay import read_settings
 from armillary.train.reporting import journal
@@ -31,9 +31,9 @@ def test_every_reader_of_such_a_file_refuses_it(tmp_path):
         lambda: read_json(tmp_path / "config.json"),
         lambda: Header.read(tmp_path),
         lambda: open_store(tmp_path),
-        lambda: settings_of(JSON.encode()),
-        lambda: configured(tmp_path / "tokenizer_config.json", "eos_token"),
-        lambda: _is_saved(tmp_path),
+        lambda: parse_definition(JSON.encode()),
+        lambda: read_name(tmp_path / "tokenizer_config.json", "eos_token"),
+        lambda: _is_dataset(tmp_path),
     ]
     for read in readers:
         with pytest.raises(ValueError) as error:

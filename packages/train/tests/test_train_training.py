@@ -347,7 +347,7 @@ def test_a_task_of_several_shards_asks_for_what_another_shard_holds(worlds, smal
     config = meshed(replace(small, data=data, validation=ValidationConfig(tasks=("recall",))), ring=2)
     for values, states in worlds(2).run(answers, config):
         assert set(values) == {"loss", "recall"}
-        assert all("pairs=4, queries=4, keys=9, values=9" in state["task"] for state in states)
+        assert all("pairs=4, keys=9, values=9" in state["task"] for state in states)
         assert all("across=2 shards #" in state["task"] for state in states)
 
 

@@ -1,4 +1,4 @@
-"""Packages that only some uses take: imported when they are first needed."""
+"""Packages of this package's extras, imported when they are first needed."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from armillary.core import optional as core
 
 
 def optional(module: str, extra: str, package: str = "armillary-data") -> ModuleType:
-    """As `armillary.core.optional`, for the extras of this package unless told otherwise."""
+    """Imports a package of an extra, by default one of armillary-data's; errors as in `armillary.core.optional`."""
     return core.optional(module, extra, package)

@@ -1,13 +1,13 @@
-"""Which pieces of which documents make up each row of N tokens.
+"""Packing: the slices of documents that make up rows of N tokens.
 
-A packing is a function from the documents' lengths to `Packed`. Best-fit packing is that of Ding et al., "Fewer
+A packing is a function from the lengths of documents to `Packed`. Best-fit packing follows Ding et al., "Fewer
 Truncations Improve Language Modeling" (arXiv 2404.10830).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +26,10 @@ class DocumentSlice:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The rows of an epoch. PackedRow r is made of pieces `first[r]` to `first[r + 1] - 1`, in that order.
+    """The rows of an epoch. Row r consists of slices `first[r]` to `first[r + 1] - 1`, in that order.
 
     Args:
-        documents, starts, lengths: int64 [M], the pieces.
+        documents, starts, lengths: int64 [M], the slices.
         first: int64 [R + 1].
     """
 
@@ -39,35 +39,35 @@ class Packed:
     first: Index
 
     def __len__(self) -> int:
-        """Rows, R."""
+        """Number of rows, R."""
         return len(self.first) - 1
 
     def row(self, number: int) -> list[DocumentSlice]:
-        part = slice(int(self.first[number]), int(self.first[number + 1]))
-        columns = (column[part].tolist() for column in (self.documents, self.starts, self.lengths))
-        return [DocumentSlice(*piece) for piece in zip(*columns, strict=True)]
+        window = slice(int(self.first[number]), int(self.first[number + 1]))
+        columns = (column[window].tolist() for column in (self.documents, self.starts, self.lengths))
+        return [DocumentSlice(*values) for values in zip(*columns, strict=True)]
 
 
 Packing = Callable[[Index, int, str], Packed]
 """(lengths of documents [D], tokens of a row N, key of the shuffle) -> rows.
 
-As many rows for every key, and no piece longer than a row. A piece that its document goes on after ends its row."""
+The number of rows must not depend on the key, and no slice may be longer than a row. A slice that ends before its
+document does must be the last of its row."""
 
 
 def one_per_row(lengths: Index, length: int, key: str) -> Packed:
-    """Each document in a row of its own, cut off after N tokens. The rest of a longer document is left out."""
+    """Puts each document into a row of its own, and drops its tokens after the first N."""
     order = permutation(len(lengths), key)
     return Packed(order, np.zeros_like(order), np.minimum(lengths[order], length), np.arange(len(order) + 1))
 
 
 def greedy(lengths: Index, length: int, key: str) -> Packed:
-    """Documents one after the other; one that the end of a row cuts goes on in the next.
-
-    Only the last row is short."""
+    """Concatenates documents and cuts every N tokens; only the last row is short."""
     order = permutation(len(lengths), key)
     ends = np.cumsum(lengths[order])
     total = int(ends[-1])
-    stops = np.sort(np.concatenate([ends, np.arange(length, total, length)]), kind="stable")  # merges two runs
+    # A slice ends where a document or a row does. The stable sort merges two sorted runs.
+    stops = np.sort(np.concatenate([ends, np.arange(length, total, length)]), kind="stable")
     stops = stops[np.diff(stops, prepend=0) > 0]
     begins = np.concatenate([[0], stops[:-1]])
     place = np.searchsorted(ends, begins, "right")
@@ -77,10 +77,10 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
 
 
 def best_fit(lengths: Index, length: int, key: str) -> Packed:
-    """No document is cut that a row can hold; rows are short instead, by as little as possible.
+    """Cuts no document that fits into a row; rows are padded instead, as little as possible.
 
-    Longer documents are cut every N tokens. Pieces, the longest first, go each into the row with the least room that
-    still holds it. Which of the documents of one length goes where is up to the shuffle.
+    Longer documents are cut every N tokens. Slices, in order of decreasing length, go into the row with the least room
+    that still holds them. The shuffle decides among documents of equal length.
     """
     order = permutation(len(lengths), key)
     cuts = -(-lengths[order] // length)
@@ -93,61 +93,54 @@ def best_fit(lengths: Index, length: int, key: str) -> Packed:
     return Packed(documents[order], starts[order], sizes[order], first)
 
 
-def best_fit_rows(sizes: Index, room: int) -> Index:
-    """The row of each piece [M]: best fit of sizes 1..room in decreasing order.
+def best_fit_rows(sizes: Index, row_size: int) -> Index:
+    """Returns the row of each item [M]: best fit of sizes 1..row_size in decreasing order.
 
-    Pieces of one size are placed together, so this takes about as many steps as there are sizes.
+    Items of equal size are placed together, so the number of steps is about the number of different sizes.
     """
-    rows, free, used = np.empty(len(sizes), np.int64), Free(), 0
-    for pieces, size in _by_size(sizes):
-        while len(pieces):
-            space = free.least(size)
-            each = (space or room) // size
-            wanted = -(-len(pieces) // each)
-            if space is None:
-                chosen, used = list(range(used, used + wanted)), used + wanted
+    rows, free, row_count = np.empty(len(sizes), np.int64), Free(), 0
+    order = np.argsort(-sizes, kind="stable")
+    negative_sizes, firsts = np.unique(-sizes[order], return_index=True)
+    for size, items in zip((-negative_sizes).tolist(), np.split(order, firsts[1:]), strict=True):
+        while len(items):
+            room = free.least(size)
+            per_row = (room or row_size) // size
+            row_need = -(-len(items) // per_row)
+            if room is None:
+                chosen, row_count = list(range(row_count, row_count + row_need)), row_count + row_need
             else:
-                chosen = free.take(space, wanted)
-            placed, pieces = pieces[: each * len(chosen)], pieces[each * len(chosen) :]
-            rows[placed] = np.repeat(chosen, each)[: len(placed)]
-            in_last = len(placed) - each * (len(chosen) - 1)
-            free.put((space or room) - each * size, chosen[:-1])
-            free.put((space or room) - in_last * size, chosen[-1:])
+                chosen = free.take(room, row_need)
+            placed, items = items[: per_row * len(chosen)], items[per_row * len(chosen) :]
+            rows[placed] = np.repeat(chosen, per_row)[: len(placed)]
+            in_last = len(placed) - per_row * (len(chosen) - 1)  # the last row may get fewer
+            free.put((room or row_size) - per_row * size, chosen[:-1])
+            free.put((room or row_size) - in_last * size, chosen[-1:])
     return rows
 
 
 class Free:
-    """Rows by the tokens that they have room for."""
+    """Rows that have room, by the number of free tokens."""
 
     def __init__(self) -> None:
-        self._spaces: list[int] = []  # the different ones, rising
+        self._spaces: list[int] = []  # sorted, each once
         self._rows: dict[int, list[int]] = {}
 
     def least(self, size: int) -> int | None:
-        """The least space of a row that is at least `size`, if there is one."""
+        """Returns the smallest room of at least `size`, or None."""
         i = bisect_left(self._spaces, size)
         return self._spaces[i] if i < len(self._spaces) else None
 
-    def take(self, space: int, most: int) -> list[int]:
-        """Up to `most` of the rows with that space, which are no longer free then."""
-        rows = self._rows[space]
-        taken = rows[-most:]
-        del rows[-most:]
+    def take(self, room: int, count: int) -> list[int]:
+        """Removes and returns up to `count` rows with exactly this room."""
+        rows = self._rows[room]
+        chosen = rows[-count:]
+        del rows[-count:]
         if not rows:
-            del self._rows[space], self._spaces[bisect_left(self._spaces, space)]
-        return taken
+            del self._rows[room], self._spaces[bisect_left(self._spaces, room)]
+        return chosen
 
-    def put(self, space: int, rows: list[int]) -> None:
-        if space and rows:
-            if space not in self._rows:
-                insort(self._spaces, space)
-            self._rows.setdefault(space, []).extend(rows)
-
-
-def _by_size(sizes: Index) -> Iterator[tuple[Index, int]]:
-    """The pieces of each size, in their order, the largest size first."""
-    order = np.argsort(-sizes, kind="stable")
-    values, firsts = np.unique(-sizes[order], return_index=True)
-    ends = [*firsts[1:].tolist(), len(order)]
-    for value, first, end in zip(values.tolist(), firsts.tolist(), ends, strict=True):
-        yield order[first:end], -value
+    def put(self, room: int, rows: list[int]) -> None:
+        if room and rows:
+            if room not in self._rows:
+                insort(self._spaces, room)
+            self._rows.setdefault(room, []).extend(rows)

@@ -1,17 +1,15 @@
-"""Command lines into values, with errors of one line and numbers as people write them."""
+"""Command-line arguments as dataclasses, with one-line errors and numbers such as 64Ki."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from functools import partial, wraps
 from typing import Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-from tyro.extras import SubcommandApp
 
 from armillary.core.quantity import whole
 
@@ -19,40 +17,26 @@ Parsed = TypeVar("Parsed")
 
 
 def parse(argv: Sequence[str], kind: type[Parsed], program: str, default: Parsed | None = None) -> Parsed:
-    """A value of this kind from command line arguments, which change the fields of the default.
+    """Returns an instance of the dataclass `kind`: the default, overridden by command-line arguments.
 
     Raises:
-        ValueError: an unknown key or a value of the wrong kind, with the nearest known keys.
+        ValueError: an unknown flag, with the nearest known ones, or a value of the wrong type.
     """
-    given: dict[str, Any] = {} if default is None else {"default": default}
-    with errors_in_one_line():
-        return tyro.cli(kind, args=list(argv), prog=program, registry=numbers(), **given)
+    with one_line_errors():
+        options: dict[str, Any] = {} if default is None else {"default": default}
+        return tyro.cli(kind, args=list(argv), prog=program, registry=quantities(), **options)
 
 
 def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed:
-    """Likewise, passing over what is no flag of this kind, --help among it."""
-    with errors_in_one_line():
+    """Returns an instance of `kind` as `parse` does, ignoring flags of other dataclasses and --help."""
+    with one_line_errors():
         return tyro.cli(
-            kind, args=list(argv), prog=program, registry=numbers(), return_unknown_args=True, add_help=False
+            kind, args=list(argv), prog=program, registry=quantities(), return_unknown_args=True, add_help=False
         )[0]
 
 
-def parse_command(argv: Sequence[str], commands: Mapping[str, Callable[..., None]], program: str) -> Callable[[], None]:
-    """The command that the first word names, with its arguments, to be called. Errors as in `parse`."""
-    app = SubcommandApp()
-    for name, command in commands.items():
-        app.command(name=name)(_deferred(command))
-    with errors_in_one_line():
-        return app.cli(args=list(argv), prog=program, registry=numbers())
-
-
-def _deferred(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """A function with the same arguments that returns the call: what a command says is not said while parsing."""
-    return wraps(command)(lambda *args, **kwargs: partial(command, *args, **kwargs))
-
-
-def numbers() -> ConstructorRegistry:
-    """Whole numbers in flags, as `armillary.core.quantity` reads them: 65536, 64Ki, 1_000, 5M."""
+def quantities() -> ConstructorRegistry:
+    """Reads integers by `armillary.core.quantity`: 65536, 64Ki, 1_000, 5M."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -71,20 +55,17 @@ def numbers() -> ConstructorRegistry:
 
 
 @contextmanager
-def errors_in_one_line() -> Generator[None]:
-    """Makes a `ValueError` of what is said on the way out of a command line that will not do."""
-    said = io.StringIO()
+def one_line_errors() -> Generator[None]:
+    """Raises the boxed message of tyro as a one-line ValueError, since each rank prints one line."""
+    box = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(box):
             yield
     except SystemExit as stop:
-        if stop.code in (0, None):
+        if stop.code in (0, None):  # --help
             raise
-        raise ValueError(one_line(said.getvalue())) from None
-
-
-def one_line(box: str) -> str:
-    """The sentences of a boxed error message, without its title, its box, its line breaks and what help would say."""
-    lines = [line.strip(" │") for line in box.splitlines()]
-    sentences = " ".join(line for line in lines[1:] if line.strip("─-╭╮╰╯ "))
-    return re.sub(r" Argument helptext:.*(?= For full helptext)", "", sentences) or box
+        # Drops the title, the box, line breaks and the help text of the argument.
+        lines = [line.strip(" │") for line in box.getvalue().splitlines()[1:]]
+        sentences = " ".join(line for line in lines if line.strip("─-╭╮╰╯ "))
+        message = re.sub(r" Argument helptext:.*(?= For full helptext)", "", sentences)
+        raise ValueError(message or box.getvalue()) from None

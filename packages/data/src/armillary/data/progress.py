@@ -1,72 +1,52 @@
-"""How far long work is, for whoever waits for it: a bar on stderr, the same for all commands."""
+"""The progress bar of all commands, on stderr."""
 
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-EVERY = 0.1
-"""Where there is no terminal, a line is printed for each such share of the work."""
+LOG_INTERVAL = 0.1
+"""Fraction of the work between two lines of a log."""
 
 
-class Bar:
-    """A bar on a terminal, gone when the work is done. Elsewhere nothing, or lines. What is printed stands above it.
+class Bar(Progress):
+    """A progress bar on a terminal, removed when the work is done. Printed lines appear above it.
 
     Args:
-        doing: what is being done; `show` may say something else.
-        in_bytes: what is counted are bytes.
-        lines: without a terminal, a line now and then, for the log of work that takes hours.
-        quiet: nothing at all, such as for --json, or on all ranks but one.
+        description: of the work; `show` may change it.
+        in_bytes: amounts are bytes.
+        lines: without a terminal, log a line now and then.
+        quiet: show nothing, such as for --json, or on all ranks but the first.
     """
 
-    def __init__(self, doing: str = "", *, in_bytes: bool = False, lines: bool = False, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        shown = self.console.is_terminal and not quiet
-        self.bar = Progress(
+    def __init__(
+        self, description: str = "", *, in_bytes: bool = False, lines: bool = False, quiet: bool = False
+    ) -> None:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        super().__init__(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", markup=False),
-            console=self.console,
+            TextColumn("left {task.fields[note]}", markup=False),
+            console=console,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
-            disable=not shown,
+            disable=quiet or not console.is_terminal,
         )
-        self.task = self.bar.add_task(doing, total=None, note="", amount="", left="")
-        self._in_bytes = in_bytes
-        self._lines, self._printed = lines and not quiet and not self.console.is_terminal, 0.0
+        self._bar = self.add_task(description, total=None, amount="", note="")
+        self._in_bytes, self._is_log = in_bytes, lines and not quiet and not console.is_terminal
+        self._logged = 0.0
 
-    def show(self, doing: str, done: int = 0, total: int | None = None, note: str = "") -> None:
-        """Shows how far it is; a total of None: nobody knows."""
-        amount = "" if total is None else self._amount(done, total)
-        left = "" if total is None else "left"
-        self.bar.update(self.task, description=doing, completed=done, total=total, note=note, amount=amount, left=left)
-        share = done / max(total or 0, 1)
-        if self._lines and total is not None and self._printed < share >= min(self._printed + EVERY, 1.0):
-            self._printed = share
-            self.console.print(f"{doing}: {share:.0%} of {total:,} bytes {note}".rstrip(), markup=False)
-
-    def _amount(self, done: int, total: int) -> str:
-        return f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB" if self._in_bytes else f"{done:,}/{total:,}"
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
+    def show(self, description: str, done: int = 0, total: int | None = None, note: str = "") -> None:
+        """Updates the bar; a total of None is an unknown one."""
+        amount = f"{done / 1e6:,.1f}/{(total or 0) / 1e6:,.1f} MB" if self._in_bytes else f"{done:,}/{total or 0:,}"
+        amount = "" if total is None else amount
+        self.update(self._bar, description=description, completed=done, total=total, amount=amount, note=note)
+        fraction = done / max(total or 0, 1)
+        if self._is_log and total is not None and self._logged < fraction >= min(self._logged + LOG_INTERVAL, 1.0):
+            self._logged = fraction
+            self.console.print(f"{description}: {fraction:.0%} of {total:,} bytes {note}".rstrip(), markup=False)

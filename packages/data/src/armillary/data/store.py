@@ -1,4 +1,4 @@
-"""Documents as tokens that stay where they are: on disk behind a memory map, or in memory."""
+"""Token stores: documents as tokens, in memory-mapped files or in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.shuffle import Index, bits, stable_hash
+from armillary.data.shuffle import Index, random_bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
 from armillary.data.trees import SegmentTable, SegmentTree
@@ -20,12 +20,12 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tokens of a store mean; None where its files do not say.
+    """Vocabulary of a store's tokens; fields that its files do not record are None.
 
     Args:
-        tokenizer: `identity` of the tokenizer that made them.
+        tokenizer: `identity` of the tokenizer.
         size: V; every token is smaller.
-        end_of_document: the token that each document ends with.
+        end_of_document: last token of each document.
     """
 
     tokenizer: str | None = None
@@ -39,19 +39,19 @@ class Vocabulary:
 
 @dataclass(eq=False)
 class TokenStore:
-    """Documents as tokens, of which only what is asked for is read.
+    """Documents as tokens, which are read on demand.
 
-    `open_store` maps files into memory; `TokenStore.of` makes a store of a few documents without files. Both are the
-    same from then on. What a store costs in memory is 16 bytes a document at most, and what is read.
+    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. Besides the tokens that
+    are read, a store takes at most 16 bytes of memory a document.
 
     Args:
-        name: for messages; mostly a path.
-        segments: all tokens, 1-D arrays of integers, addressed as if joined. No document lies in two of them.
-        starts, stops: int64 [D], where each document begins and ends, its end of document included.
-        vocabulary: what the tokens mean.
-        content: tells these tokens from others; of two stores with the same `content` each document is the same.
-        hashes: uint64 [D] of the documents' text, by which they are split; by default, of their numbers.
-        trees: the segments of documents that are trees, such as prompts with several completions; by default none is.
+        name: for messages; usually a path.
+        segments: 1-D arrays of integers, addressed as one sequence of tokens. No document crosses their boundaries.
+        starts, stops: int64 [D], token range of each document, with its end of document.
+        vocabulary: of the tokens.
+        content: identifies the tokens; stores with equal `content` have equal documents.
+        hashes: uint64 [D] of the documents' text, by which `split` divides them; by default, of their numbers.
+        trees: segments of documents that are trees, such as prompts with several completions; by default none.
     """
 
     name: str
@@ -63,14 +63,14 @@ class TokenStore:
     hashes: npt.NDArray[np.uint64] | None = None
     trees: SegmentTable | None = None
     bytes_read: int = field(default=0, init=False)
-    """Bytes of tokens that `read` has copied out."""
+    """Bytes of tokens that `read` has copied."""
 
     def __post_init__(self) -> None:
         self._bases = np.cumsum([0, *map(len, self.segments)])
-        self._plain = [np.asarray(segment) for segment in self.segments]  # a memmap is slow to take parts of
-        falling = np.flatnonzero(self.stops < self.starts)
-        if len(falling):
-            i = int(falling[0])
+        self._arrays = [np.asarray(segment) for segment in self.segments]  # slicing a memmap is slow
+        negative = np.flatnonzero(self.stops < self.starts)
+        if len(negative):
+            i = int(negative[0])
             raise ValueError(
                 f"{self.name}: document {i} of {len(self)} ends at token {self.stops[i]}, before its start "
                 f"{self.starts[i]} (byte {8 * (i + 1)} of the index); prepare the store again"
@@ -78,45 +78,45 @@ class TokenStore:
 
     @classmethod
     def of(cls, documents: Iterable[Document], tokenizer: Tokenizer, name: str = "documents") -> TokenStore:
-        """The documents, kept in memory as tokens; empty ones are left out.
+        """Tokenizes documents in memory; empty ones are left out.
 
         Raises:
-            ValueError: nothing but empty documents.
+            ValueError: no document has text.
         """
-        kept = [document for document in documents if document.text]
-        if not kept:
+        documents = [document for document in documents if document.text]
+        if not documents:
             raise ValueError(f"{name}: there is no text in these documents; give at least one that is not empty")
-        encoded = [tokenizer.encode(document.text).numpy() for document in kept]
+        encoded = [tokenizer.encode(document.text).numpy() for document in documents]
         lengths = np.array([len(tokens) + 1 for tokens in encoded])
         stops = np.cumsum(lengths)
-        tokens = np.empty(stops[-1], np.min_scalar_type(tokenizer.vocab_size - 1))
+        tokens = np.empty(stops[-1], token_dtype(tokenizer.vocab_size))
         for part, start in zip(encoded, stops - lengths, strict=True):
             tokens[start : start + len(part)] = part
         tokens[stops - 1] = tokenizer.end_of_document
-        hashes = np.array([stable_hash(document.text) for document in kept], np.uint64)
+        hashes = np.array([stable_hash(document.text) for document in documents], np.uint64)
         content = f"{crc32(tokens.data):08x}-{crc32(stops.data):08x}"
         return cls(name, [tokens], stops - lengths, stops, Vocabulary.of(tokenizer), content, hashes)
 
     def __len__(self) -> int:
-        """Documents, D."""
+        """Number of documents, D."""
         return len(self.starts)
 
     @property
     def lengths(self) -> Index:
-        """Tokens of each document: int64 [D]."""
+        """Number of tokens in each document: int64 [D]."""
         return self.stops - self.starts
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens in all documents."""
         return int(self.lengths.sum())
 
     def read(self, document: int, start: int, stop: int, step: int = 1) -> Integers:
-        """Tokens `start`, `start + step`, ... before `stop` of a document: a copy, in the dtype of the files.
+        """Copies tokens `start`, `start + step`, ... before `stop` of a document, in the dtype of the files.
 
         Raises:
-            IndexError: a part that the document does not have.
-            ValueError: a token outside of the vocabulary, as of files that were changed; names document and place.
+            IndexError: a range outside of the document.
+            ValueError: a token outside of the vocabulary, because the files were changed; names document and place.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
@@ -125,50 +125,49 @@ class TokenStore:
             )
         segment = min(int(np.searchsorted(self._bases, first, "right")), len(self.segments)) - 1
         base = first - int(self._bases[segment])
-        found = np.array(self._plain[segment][base + start : base + stop : step])
-        self.bytes_read += found.nbytes
-        self._check_tokens(found, document, start, step)
-        return found
+        tokens = np.array(self._arrays[segment][base + start : base + stop : step])
+        self.bytes_read += tokens.nbytes
+        self._check_tokens(tokens, document, start, step)
+        return tokens
+
+    def _check_tokens(self, tokens: Integers, document: int, start: int, step: int) -> None:
+        size = self.vocabulary.size
+        if size is None or not len(tokens) or (tokens.max() < size and tokens.min() >= 0):
+            return
+        i = int(np.argmax((tokens >= size) | (tokens < 0)))
+        place = start + i * step
+        raise ValueError(
+            f"{self.name}: token {place} of document {document} (token {int(self.starts[document]) + place} of the "
+            f"store) is {tokens[i]}, and the vocabulary has {size}; the files were changed, see "
+            "`armillary-data info --verify`"
+        )
 
     def tree(self, document: int) -> SegmentTree:
-        """The segments of a document; one if the store has no trees."""
+        """Returns the segments of a document; a single one if the store has no trees."""
         start, stop = int(self.starts[document]), int(self.stops[document])
         if self.trees is not None:
             return self.trees.tree(start, stop)
         return SegmentTree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
 
-    def _check_tokens(self, found: Integers, document: int, start: int, step: int) -> None:
-        size = self.vocabulary.size
-        if size is None or not len(found) or (found.max() < size and found.min() >= 0):
-            return
-        i = int(np.argmax((found >= size) | (found < 0)))
-        at = start + i * step
-        raise ValueError(
-            f"{self.name}: token {at} of document {document} (token {int(self.starts[document]) + at} of the store) is "
-            f"{found[i]}, and the vocabulary has {size}; the files were changed, see `armillary-data info --verify`"
-        )
-
-    # -- parts ----------------------------------------------------------------------------------------------------
-
     def bounded(self, size: int) -> TokenStore:
-        """The store with a vocabulary of `size` tokens, if its files do not say how large theirs is."""
+        """Returns the store with a vocabulary of `size` tokens, if its files do not record a size."""
         if self.vocabulary.size is not None:
             return self
         return replace(self, vocabulary=replace(self.vocabulary, size=size))
 
     def select(self, keep: npt.NDArray[np.bool_]) -> TokenStore:
-        """The documents for which `keep` [D] is true, in the same order. No token is copied."""
+        """Returns the documents for which `keep` [D] is true, in the same order. No token is copied."""
         hashes = None if self.hashes is None else self.hashes[keep]
-        return self._with(self.starts[keep], self.stops[keep], hashes)
+        return self._with_ranges(self.starts[keep], self.stops[keep], hashes)
 
     def split(self, validation_fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
-        """Training and validation documents, neither side empty; each is whole, on the same side every time.
+        """Splits documents into training and validation, neither of them empty, in the same way every time.
 
         The hash of a document's text alone decides, so other documents, their order and the tokenizer do not matter,
-        and copies of one text are on the same side, unless there is no other text; where one side would be empty, it
-        gets the nearest document. Stores that keep no hashes go by the numbers of documents. Empty documents are left
-        out. The fraction counts documents, not tokens. A single document is cut instead: its last `validation_fraction`
-        tokens are the validation document.
+        and copies of a text are on the same side, unless there is no other text. If one side would be empty, it gets
+        the document nearest to the threshold. Stores without hashes split by the numbers of documents. Empty documents
+        are left out. The fraction counts documents, not tokens. A single document is cut: its last
+        `validation_fraction` tokens are the validation document.
 
         Raises:
             ValueError: nothing to split, or a fraction that is not between 0 and 1.
@@ -179,13 +178,13 @@ class TokenStore:
             return self.select(self.lengths > 0).split(validation_fraction)
         if len(self) < 2:
             return self._split_tokens(validation_fraction)
-        hashes = bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
+        hashes = random_bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
         if not validation.any():
             validation = hashes == hashes.min()
         if validation.all():
             validation = hashes < hashes.max()
-        if not validation.any():  # all are copies of one text
+        if not validation.any():  # all documents are copies of one text
             validation[0] = True
         return self.select(~validation), self.select(validation)
 
@@ -196,18 +195,23 @@ class TokenStore:
         if size < 2:
             raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
         cut = self.stops - min(max(round(size * fraction), 1), size - 1)
-        return self._with(self.starts, cut, self.hashes), self._with(cut, self.stops, self.hashes)
+        return self._with_ranges(self.starts, cut, self.hashes), self._with_ranges(cut, self.stops, self.hashes)
 
-    def _with(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
-        part = crc32(np.ascontiguousarray(stops).data, crc32(np.ascontiguousarray(starts).data))
-        return replace(self, starts=starts, stops=stops, hashes=hashes, content=f"{self.content}/{part:08x}")
+    def _with_ranges(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
+        checksum = crc32(np.ascontiguousarray(stops).data, crc32(np.ascontiguousarray(starts).data))
+        return replace(self, starts=starts, stops=stops, hashes=hashes, content=f"{self.content}/{checksum:08x}")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Returns the smallest unsigned dtype that holds every token of a vocabulary."""
+    return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
 def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
-    """Refuses a store that was not made by this tokenizer, as far as its files say."""
-    found, asked = store.vocabulary, Vocabulary.of(tokenizer)
-    if found.tokenizer is not None and found.tokenizer != asked.tokenizer:
+    """Raises ValueError if the files of a store name another tokenizer."""
+    identity = store.vocabulary.tokenizer
+    if identity is not None and identity != tokenizer.identity:
         raise ValueError(
-            f"{store.name} holds tokens of tokenizer {found.tokenizer}, not of {asked.tokenizer}; prepare it again or "
+            f"{store.name} holds tokens of tokenizer {identity}, not of {tokenizer.identity}; prepare it again or "
             "use the tokenizer that it was made with"
         )

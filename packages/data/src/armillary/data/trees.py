@@ -1,7 +1,7 @@
-"""Trees of segments: prompts with several completions, or texts that branch, whose tokens lie depth first.
+"""Trees of segments: prompts with several completions, or texts that branch, stored depth first.
 
-A prompt is stored once, and each completion once behind it; the same tokens as sequences of their own would repeat the
-prompt for each. A *sequence* of a tree is the path from its first segment to one that nothing follows.
+A prompt is stored once and followed by its completions; as separate sequences, each would repeat it. A *sequence* of a
+tree is the path from its root to a leaf.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +16,20 @@ import numpy.typing as npt
 from armillary.data.shuffle import Index
 
 SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("weight", "<f8")])
-"""A segment as stores have it: the token of the store after its last; which segment of its tree it follows, counted
-from the tree's first, or -1; whether its tokens are labels; and, of the last segment of a sequence, how much that
-weighs."""
+"""A segment in a file: its last token + 1, counted over the store; the number of its parent within the tree, or -1;
+1 if its tokens are labels; and the weight of the sequence that ends with it."""
 SegmentArray = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentTree:
-    """Segments in depth-first order: each follows its parent, which is the one before it or an ancestor of that.
+    """Segments in depth-first order: the parent of a segment is the one before it, or an ancestor of that one.
 
     Args:
-        starts, lengths: int64 [S], where in the document each segment's tokens are.
-        parents: the segment that each follows, or -1.
-        trained: bool [S], whether its tokens are labels.
-        weights: float64 [S], of the sequences that end with a segment.
+        starts, lengths: int64 [S], token ranges of the segments in their document.
+        parents: the parent of each segment, or -1.
+        trained: bool [S], true where tokens are labels.
+        weights: float64 [S], of the sequences that end with each segment.
     """
 
     starts: Index
@@ -41,92 +39,82 @@ class SegmentTree:
     weights: npt.NDArray[np.float64]
 
     def __len__(self) -> int:
-        """Segments, S."""
+        """Number of segments, S."""
         return len(self.parents)
 
     @property
     def tokens(self) -> int:
-        """Of all segments."""
+        """Number of tokens in all segments."""
         return int(self.lengths.sum())
 
     @cached_property
-    def leaves(self) -> list[int]:
-        """The last segment of each sequence."""
-        inner = {*self.parents}
-        return [s for s in range(len(self)) if s not in inner]
-
-    @cached_property
     def depths(self) -> list[int]:
-        """Tokens before each segment on its path."""
-        found: list[int] = []
+        """Number of tokens before each segment on its path."""
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(0 if parent < 0 else found[parent] + int(self.lengths[parent]))
-        return found
-
-    @property
-    def unshared(self) -> int:
-        """Tokens of all sequences, each with all of its own."""
-        return sum(self.depths[leaf] + int(self.lengths[leaf]) for leaf in self.leaves)
+            depths.append(0 if parent < 0 else depths[parent] + int(self.lengths[parent]))
+        return depths
 
     @property
     def label_weights(self) -> npt.NDArray[np.float64]:
-        """float64 [S]: what a label among a segment's tokens weighs: as much as all sequences that share it."""
+        """Weight of a label in each segment, float64 [S]: the sum over the sequences that share it, or 0."""
         total = self.weights.copy()
-        for s in range(len(self) - 1, 0, -1):
+        for s in range(len(self) - 1, 0, -1):  # children come after their parents
             if self.parents[s] >= 0:
                 total[self.parents[s]] += total[s]
         return np.where(self.trained, total, 0.0)
 
     def path(self, segment: int) -> list[int]:
-        """The segments from the first to this one."""
-        found: list[int] = []
+        """Returns the segments from the root to `segment`."""
+        path: list[int] = []
         while segment >= 0:
-            found.append(segment)
+            path.append(segment)
             segment = self.parents[segment]
-        return found[::-1]
+        return path[::-1]
 
-    def fitted(self, room: int) -> list[SegmentTree]:
-        """The tree in trees of at most `room` tokens, each with as many sequences as fit, in order.
+    def split(self, length: int) -> list[SegmentTree]:
+        """Splits into trees of at most `length` tokens, each with as many consecutive sequences as fit.
 
-        What several of these share is repeated, so that losses are as before. A sequence that is longer than the room
-        by itself ends where that does, and is left out if nothing of its last segment is left.
+        Shared segments are repeated, so that losses do not change. A sequence longer than `length` is cut there, and
+        left out if nothing of its last segment remains.
         """
-        if self.tokens <= room:
+        if self.tokens <= length:
             return [self]
-        parts: list[list[int]] = []
-        held = 0
-        for leaf in self.leaves:
-            path = self.path(leaf)
-            if self.depths[leaf] >= room:
+        groups: list[set[int]] = []
+        tokens = 0
+        for leaf in sorted({*range(len(self))} - {*self.parents}):
+            if self.depths[leaf] >= length:
                 continue
-            known = {*parts[-1]} if parts else {*()}
-            more = [s for s in path if s not in known]
-            size = int(self.lengths[more].sum())
-            if parts and held + size <= room:
-                parts[-1] += more
-                held += size
+            path = self.path(leaf)
+            added = {*path} - (groups[-1] if groups else {*()})
+            added_tokens = int(self.lengths[[*added]].sum())
+            if groups and tokens + added_tokens <= length:
+                groups[-1] |= added
+                tokens += added_tokens
             else:
-                parts.append(path)
-                held = self.depths[leaf] + int(self.lengths[leaf])
-        return [self._of(sorted(part), room) for part in parts]
+                groups.append({*path})
+                tokens = self.depths[leaf] + int(self.lengths[leaf])
+        return [self._select(sorted(group), length) for group in groups]
 
-    def _of(self, kept: Sequence[int], room: int) -> SegmentTree:
-        """These segments alone, cut off after `room` tokens of their path."""
-        number = {s: i for i, s in enumerate(kept)} | {-1: -1}
-        left = room - np.array([self.depths[s] for s in kept])
-        parents = tuple(number[self.parents[s]] for s in kept)
-        part = list(kept)
+    def _select(self, segments: list[int], length: int) -> SegmentTree:
+        """Returns the tree of some segments and their ancestors, cut after `length` tokens of each path."""
+        number = {segment: i for i, segment in enumerate(segments)} | {-1: -1}
+        room = length - np.array([self.depths[s] for s in segments])
         return SegmentTree(
-            self.starts[part], np.minimum(self.lengths[part], left), parents, self.trained[part], self.weights[part]
+            self.starts[segments],
+            np.minimum(self.lengths[segments], room),
+            tuple(number[self.parents[s]] for s in segments),
+            self.trained[segments],
+            self.weights[segments],
         )
 
 
 @dataclass(eq=False)
 class SegmentTable:
-    """The segments of all trees of a store, `SEGMENT` [S] in the order of their tokens. No segment is empty.
+    """Segments of all trees of a store, `SEGMENT` [S], in the order of their tokens. No segment is empty.
 
     Raises:
-        ValueError: ends that do not rise.
+        ValueError: ends that do not increase.
     """
 
     name: str
@@ -134,66 +122,49 @@ class SegmentTable:
 
     def __post_init__(self) -> None:
         self._ends: Index = np.ascontiguousarray(self.table["end"], np.int64)
-        falling = np.flatnonzero(np.diff(self._ends, prepend=0) <= 0)
-        if len(falling):
-            raise ValueError(f"{self.name}: segment {falling[0]} has no tokens; prepare the store again")
+        empty = np.flatnonzero(np.diff(self._ends, prepend=0) <= 0)
+        if len(empty):
+            raise ValueError(f"{self.name}: segment {empty[0]} has no tokens; prepare the store again")
 
     def tree(self, start: int, stop: int) -> SegmentTree:
-        """That of a document which has tokens `start` to `stop - 1` of the store.
+        """Returns the tree of the document with tokens `start` to `stop - 1` of the store.
 
         Raises:
-            ValueError: segments that do not end where the document does, or are in no depth-first order.
+            ValueError: segments that do not end with the document, or are not in depth-first order.
         """
-        first, end = (int(x) for x in np.searchsorted(self._ends, [start, stop], ("right")))
-        if first == end or self._ends[end - 1] != stop:
+        first, last = (int(x) for x in np.searchsorted(self._ends, [start, stop], "right"))
+        if first == last or self._ends[last - 1] != stop:
             raise ValueError(f"{self.name}: no segments end at tokens {start} to {stop}; prepare the store again")
-        rows, ends = self.table[first:end], self._ends[first:end] - start
+        rows, ends = self.table[first:last], self._ends[first:last] - start
         starts = np.concatenate([[0], ends[:-1]])
         parents = tuple(rows["parent"].tolist())
-        check_order(parents, f"{self.name}, tokens {start} to {stop}")
+        self._check_depth_first(parents, f"tokens {start} to {stop}")
         return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
 
-    def figures(self, starts: Index, stops: Index) -> dict[str, int]:
-        """Of the trees of some documents: segments, sequences, and the tokens of these, each with all of its own."""
-        firsts = np.searchsorted(self._ends, starts, "right")
-        rows = [
-            range(a, b)
-            for a, b in zip(firsts.tolist(), np.searchsorted(self._ends, stops, "right").tolist(), strict=True)
-        ]
-        parents, lengths = self.table["parent"].tolist(), np.diff(self._ends, prepend=0).tolist()
-        below = [0] * len(parents)  # sequences that each segment is part of
-        sequences = 0
-        for tree in rows:
-            for s in reversed(tree):
-                sequences += not below[s]
-                below[s] = below[s] or 1
-                if parents[s] >= 0:
-                    below[tree.start + parents[s]] += below[s]
-        tokens = sum(lengths[s] * below[s] for tree in rows for s in tree)
-        return {"segments": sum(map(len, rows)), "sequences": sequences, "unshared_tokens": tokens}
+    def _check_depth_first(self, parents: Sequence[int], place: str) -> None:
+        path: list[int] = []
+        for s, parent in enumerate(parents):
+            while path and path[-1] != parent:
+                path.pop()
+            if parent != -1 and not path:
+                raise ValueError(
+                    f"{self.name}, {place}: segment {s} follows segment {parent}, which is neither the one before it "
+                    "nor one of its ancestors; trees are stored depth first"
+                )
+            path.append(s)
 
-
-def check_order(parents: Sequence[int], name: str) -> None:
-    """Refuses parents of another order than depth first.
-
-    Raises:
-        ValueError: with the first segment that follows neither the one before it nor one of that one's ancestors.
-    """
-    path: list[int] = []
-    for s, parent in enumerate(parents):
-        while path and path[-1] != parent:
-            path.pop()
-        if parent != -1 and not path:
-            raise ValueError(
-                f"{name}: segment {s} follows segment {parent}, which is neither the one before it nor one that this "
-                "follows; trees are stored depth first"
-            )
-        path.append(s)
-
-
-def segment_rows(lengths: Sequence[int], parents: Sequence[int], trained: Sequence[bool], weights: Any) -> SegmentArray:
-    """`SEGMENT` [S] of one tree by itself: segments of these lengths."""
-    rows = np.zeros(len(lengths), SEGMENT)
-    rows["end"], rows["parent"] = np.cumsum(lengths), parents
-    rows["trained"], rows["weight"] = trained, weights
-    return rows
+    def count_sequences(self, starts: Index, stops: Index) -> dict[str, int]:
+        """Counts segments and sequences of some documents, and the tokens of these sequences if nothing were shared."""
+        first, last = (np.searchsorted(self._ends, edges, "right") for edges in (starts, stops))
+        counts = last - first
+        offsets = np.repeat(np.cumsum(counts) - counts, counts)  # segments of the documents before each segment's own
+        segments = np.repeat(first, counts) + np.arange(counts.sum()) - offsets
+        parents = self.table["parent"][segments]
+        parents = np.where(parents < 0, -1, parents + offsets)
+        path_lengths: list[int] = []
+        for parent, length in zip(parents.tolist(), np.diff(self._ends, prepend=0)[segments].tolist(), strict=True):
+            path_lengths.append(length + (path_lengths[parent] if parent >= 0 else 0))
+        # In depth-first order the first child directly follows its parent.
+        leaves = np.append(parents[1:], -1) != np.arange(len(parents))
+        tokens = int(np.array(path_lengths, np.int64)[leaves].sum())
+        return {"segments": len(parents), "sequences": int(leaves.sum()), "unshared_tokens": tokens}

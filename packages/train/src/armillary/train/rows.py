@@ -15,8 +15,8 @@ from armillary.data import (
     one_per_row,
     python_corpus,
 )
+from armillary.data.detection import open_tokens, read_tokenizer
 from armillary.data.loader.batch import Documents, Parents
-from armillary.data.opening import folder_tokenizer, open_tokens
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
 from armillary.train.run import mask_of_trees
@@ -36,7 +36,7 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
     if config.task is not None:
         return []
     if not config.path:
-        return [TokenStore.of(python_corpus(), folder_tokenizer(pretrained), "Python's own text")]
+        return [TokenStore.of(python_corpus(), read_tokenizer(pretrained), "Python's own text")]
     return [open_tokens(path, pretrained) for path in config.path]
 
 

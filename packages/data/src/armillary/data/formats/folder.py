@@ -1,11 +1,11 @@
-"""Our own format: a folder of plain files and a header, which is written last.
+"""The format of `armillary-data prepare`: a folder of plain files and a header, which is written last.
 
-- `tokens.bin`: all tokens, little-endian, one document after the other, each with its end of document.
-- `documents.bin`: int64 [D + 1], the tokens before each document, and before the end.
+- `tokens.bin`: tokens of all documents, little-endian, each document with its end of document.
+- `documents.bin`: int64 [D + 1], tokens before each document, and before the end.
 - `hashes.bin`: uint64 [D], a hash of each document's text.
-- `segments.bin`: where documents are trees, their segments (`armillary.data.trees.SEGMENT`), 24 bytes each.
-- `store.json`: what the tokens mean, the sizes of the files, and a CRC-32 of every 64 MiB of them.
-- `tokenizer.json`, `tokenizer_config.json`: the tokenizer, where it has such files.
+- `segments.bin`: segments of documents that are trees (`armillary.data.trees.SEGMENT`), 24 bytes each.
+- `store.json`: vocabulary, sizes of the files, and a CRC-32 of every 64 MiB of them.
+- `tokenizer.json`, `tokenizer_config.json`: the tokenizer, if it has such files.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from armillary.data.trees import SEGMENT, SegmentTable
 
 FORMAT = "armillary token store"
 VERSIONS = {False: 1, True: 2}
-"""Of stores without trees and with them, so that code which knows no trees refuses those."""
+"""Versions without and with trees: code that does not know trees refuses version 2."""
 HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin", "hashes.bin"
 SEGMENTS = "segments.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BLOCK = 2**26
-"""Bytes that one checksum is of."""
+"""Bytes per checksum."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """`store.json`.
+    """Content of `store.json`.
 
     Args:
         dtype: of tokens, such as "uint16".
-        tokens, documents: how many.
+        tokens, documents: numbers of them.
         vocabulary: of the tokens.
-        checksums: for each file, a CRC-32 of each of its blocks of `BLOCK` bytes.
-        summary: what was read and left out when it was made; for people.
-        segments: of trees, all together; 0 where documents are none.
+        checksums: of each file, a CRC-32 for each block of `BLOCK` bytes.
+        summary: counts of documents by outcome of the preparation; for people.
+        segments: number of segments of trees; 0 for stores without trees.
     """
 
     dtype: str
@@ -62,7 +62,7 @@ class Header:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Returns the size of each file in bytes."""
         return {
             TOKENS: self.tokens * self.token_type.itemsize,
             DOCUMENTS: 8 * (self.documents + 1),
@@ -72,12 +72,12 @@ class Header:
 
     @property
     def content(self) -> str:
-        """Tells these tokens from others."""
-        sums = [self.checksums[name] for name in self.sizes() if name != HASHES]
-        return f"{crc32(json.dumps([self.tokens, self.documents, *sums]).encode()):08x}"
+        """Identifies the tokens: a hash of counts and checksums."""
+        checksums = [self.checksums[name] for name in self.sizes() if name != HASHES]
+        return f"{crc32(json.dumps([self.tokens, self.documents, *checksums]).encode()):08x}"
 
     def write(self, folder: Path) -> None:
-        """Puts the header into the folder, on disk before this returns: from now on it is a store."""
+        """Writes the header, which makes the folder a store; it is on disk when this returns."""
         values = asdict(self)
         if not self.segments:
             del values["segments"]
@@ -86,34 +86,35 @@ class Header:
 
     @classmethod
     def read(cls, folder: Path) -> Header:
-        """The header of a folder.
+        """Reads the header of a folder.
 
         Raises:
-            ValueError: not one of ours, or of a version that this code does not know.
+            ValueError: another format or version.
         """
         path = folder / HEADER
         try:
             values = parse_json(path.read_text())
             version = (values.pop("format"), values.pop("version"))
             if version == (FORMAT, VERSIONS["segments" in values]):
-                return cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})._checked()
+                header = cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})
+                header._check()
+                return header
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise ValueError(f"{path} is not the header of a token store ({error})") from error
         raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version 1 or 2")
 
-    def _checked(self) -> Header:
-        counts: tuple[Any, ...] = (self.tokens, self.documents, self.segments)  # JSON may hold anything
+    def _check(self) -> None:
+        counts: tuple[Any, ...] = (self.tokens, self.documents, self.segments)  # JSON values of any type
         if self.token_type.kind not in "iu" or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise ValueError(f"{self.tokens} tokens of {self.dtype} in {self.documents} documents")
         for name, size in self.sizes().items():
             if len(self.checksums[name]) != -(-size // BLOCK):
                 raise ValueError(f"{len(self.checksums[name])} checksums of the {size} bytes of {name}")
-        return self
 
 
 @contextmanager
-def reading(path: Path) -> Generator[None, None, None]:
-    """Makes a ValueError that names the file of every OSError inside."""
+def readable(path: Path) -> Generator[None, None, None]:
+    """Raises every OSError of the block as a ValueError that names the file."""
     try:
         yield
     except OSError as error:
@@ -122,7 +123,7 @@ def reading(path: Path) -> Generator[None, None, None]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all; it is on disk before this returns."""
+    """Writes a file atomically; it is on disk when this returns."""
     partial = path.with_name(path.name + ".new")
     with partial.open("wb") as file:
         file.write(data)
@@ -132,7 +133,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def partial_folder(path: Path) -> Path:
-    """Where a store is until it is complete."""
+    """Returns the folder of the store while it is incomplete."""
     return Path(f"{path}.partial")  # with_name would refuse "." and "/"
 
 
@@ -141,60 +142,67 @@ def is_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> TokenStore:
-    """The store in a folder. Its sizes and index are checked, its checksums are not: see `verify_folder`.
+    """Maps the store in a folder. Checks sizes and index, but not the checksums: see `verify_folder`.
 
     Raises:
-        ValueError: a header that is not ours, a file missing, cut short or too long, an index that falls.
+        ValueError: another format; a file that is missing, cut off or too long; or an index that decreases.
     """
     header = Header.read(path)
-    for name, size in header.sizes().items():
-        _check_size(path / name, size)
-    tokens = _mapped(path / TOKENS, header.token_type)
-    ends: npt.NDArray[np.int64] = _mapped(path / DOCUMENTS, np.dtype("<i8"))
-    hashes = _mapped(path / HASHES, np.dtype("<u8"))
+    _check_sizes(path, header)
+    tokens, hashes = map_file(path / TOKENS, header.token_type), map_file(path / HASHES, np.dtype("<u8"))
+    ends: npt.NDArray[np.int64] = map_file(path / DOCUMENTS, np.dtype("<i8"))
     if ends[0] != 0 or ends[-1] != header.tokens:
         raise ValueError(f"{path / DOCUMENTS} runs from {ends[0]} to {ends[-1]} tokens, not from 0 to {header.tokens}")
-    trees = SegmentTable(str(path / SEGMENTS), _mapped(path / SEGMENTS, SEGMENT)) if header.segments else None
+    trees = SegmentTable(str(path / SEGMENTS), map_file(path / SEGMENTS, SEGMENT)) if header.segments else None
     return TokenStore(str(path), [tokens], ends[:-1], ends[1:], header.vocabulary, header.content, hashes, trees)
 
 
 def verify_folder(path: Path) -> Iterator[int]:
-    """Reads every byte of a store and compares checksums; yields the bytes done after each block.
+    """Reads every byte of a store and compares checksums; yields the size of each block.
 
     Raises:
-        ValueError: the first block that is not what was written, by its bytes, or a token outside of the vocabulary.
+        ValueError: a block that differs from its checksum, with its bytes, or a token outside of the vocabulary.
     """
     header = Header.read(path)
-    for name, size in header.sizes().items():
-        _check_size(path / name, size)
-        with reading(path / name), (path / name).open("rb") as file:
+    _check_sizes(path, header)
+    for name in header.sizes():
+        with readable(path / name), (path / name).open("rb") as file:
             for i, expected in enumerate(header.checksums[name]):
                 block = file.read(BLOCK)
                 if crc32(block) != expected:
                     place = f"bytes {i * BLOCK} to {i * BLOCK + len(block) - 1}"
                     raise ValueError(f"{path / name}: {place} are not what was written; prepare the store again")
                 if name == TOKENS:
-                    _check_tokens(path / name, np.frombuffer(block, header.token_type), i, header.vocabulary.size)
+                    _check_block(path / name, np.frombuffer(block, header.token_type), i, header.vocabulary.size)
                 yield len(block)
 
 
-def _check_tokens(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
+def _check_block(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
     if size is not None and tokens.max() >= size:
         i = int(np.argmax(tokens >= size))
         byte = block * BLOCK + i * tokens.itemsize
         raise ValueError(f"{path}: token {tokens[i]} at byte {byte} is not in the vocabulary of {size}")
 
 
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); a store has it with {expected} bytes") from error
-    if found < expected:
-        raise ValueError(f"{path} is cut off at byte {found}; its header says {expected} bytes")
-    if found > expected:
-        raise ValueError(f"{path} holds something else from byte {expected} on, to byte {found}; its header ends there")
+def _check_sizes(folder: Path, header: Header) -> None:
+    for name, expected in header.sizes().items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); its header says {expected} bytes") from error
+        check_size(path, size, expected, "header")
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # nothing cannot be mapped
+def check_size(path: Path, size: int, expected: int, source: str) -> None:
+    """Raises ValueError if a file does not have the size that its header or index, the `source`, implies."""
+    if size < expected:
+        raise ValueError(f"{path} is cut off at byte {size}; its {source} says {expected} bytes")
+    if size > expected:
+        raise ValueError(
+            f"{path} holds something else from byte {expected} on, to byte {size}; its {source} ends there"
+        )
+
+
+def map_file(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # empty files cannot be mapped

@@ -1,1 +1,1 @@
-"""What a store holds and what packings cost: figures, a table, a picture."""
+"""Statistics of stores and packings, as figures, tables and a plot."""

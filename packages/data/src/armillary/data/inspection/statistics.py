@@ -1,4 +1,4 @@
-"""What is in a store, and what its packings cost: figures, without a screen."""
+"""Statistics of stores, and the cost of packing them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import Any
 import numpy as np
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.data.loader.batches import check_least
+from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.epochs import Waste
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.loader.tree_rows import TreeRow
 from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
-from armillary.data.trees import SegmentTable
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 def describe(store: TokenStore) -> dict[str, Any]:
-    """Counts of a store, and the lengths of its documents in tokens."""
+    """Returns counts of a store and the lengths of its documents in tokens; of trees, the tokens saved by sharing."""
     lengths = store.lengths
     quantiles = np.quantile(lengths, QUANTILES).tolist() if len(lengths) else []
-    return {
+    statistics: dict[str, Any] = {
         "name": store.name,
         "documents": len(store),
-        "tokens": int(lengths.sum()),
+        "tokens": store.tokens,
         "bytes": sum(segment.nbytes for segment in store.segments),
         "dtype": store.segments[0].dtype.name,
         "vocabulary": store.vocabulary.size,
@@ -38,20 +37,16 @@ def describe(store: TokenStore) -> dict[str, Any]:
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
         "longest": int(lengths.max(initial=0)),
         **{f"p{100 * q:g}": value for q, value in zip(QUANTILES, quantiles, strict=False)},
-        **({} if store.trees is None else of_trees(store, store.trees)),
     }
-
-
-def of_trees(store: TokenStore, trees: SegmentTable) -> dict[str, float]:
-    """What a store of trees shares: sequences, tokens that they would have by themselves, and how many of these (%) are
-    stored."""
-    found = trees.figures(store.starts, store.stops)
-    return found | {"stored_percent": 100 * store.tokens / max(found["unshared_tokens"], 1)}
+    if store.trees is not None:
+        statistics |= store.trees.count_sequences(store.starts, store.stops)
+        statistics["stored_percent"] = 100 * store.tokens / max(statistics["unshared_tokens"], 1)
+    return statistics
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Documents of `least` to `most` tokens, and their tokens."""
+    """Documents of `least` to `most` tokens, and the sum of their tokens."""
 
     least: int
     most: int
@@ -60,25 +55,23 @@ class Bin:
 
 
 def histogram(lengths: Index) -> list[Bin]:
-    """Documents by length: 0, 1, 2-3, 4-7, ... tokens, from the first of these that there is to the last."""
+    """Counts documents with 0, 1, 2-3, 4-7, ... tokens, without empty bins at both ends."""
     if not len(lengths):
         return []
     bits = np.frexp(lengths.astype(np.float64))[1]  # n has b bits: 2^(b - 1) <= n < 2^b
-    documents = np.bincount(bits)
-    tokens = np.bincount(bits, lengths)
+    documents, tokens = np.bincount(bits), np.bincount(bits, lengths)
     first = int(np.argmax(documents > 0))
-    edges = ((2**b // 2, max(2**b - 1, 0)) for b in range(first, len(documents)))
-    counted = zip(edges, documents[first:].tolist(), tokens[first:].tolist(), strict=True)
-    return [Bin(least, most, d, int(t)) for (least, most), d, t in counted]
+    return [Bin(2**b // 2, max(2**b - 1, 0), int(documents[b]), int(tokens[b])) for b in range(first, len(documents))]
 
 
 @dataclass(frozen=True)
-class MeasuredPacking:
-    """What a packing costs, and how even rows are: slowest shard over mean in (query, key) pairs, mean and worst row.
+class PackingStatistics:
+    """Cost of a packing, and balance of its rows: (query, key) pairs of the slowest shard over the mean.
 
     Args:
-        documents: pieces of documents in a row, or segments of trees, on average.
-        spans: of the shard that has most, under the balanced layout.
+        documents: mean number of pieces of documents, or of segments of trees, in a row.
+        zigzag, balanced: mean balance of rows under these layouts; `worst_zigzag` and `worst_balanced` of one row.
+        spans: largest number of spans of a shard under the balanced layout.
     """
 
     packing: str
@@ -96,33 +89,34 @@ def measure_packings(
     length: int,
     shards: int,
     rows: int,
-    progress: Callable[[int, int], None] = lambda _done, _of: None,
-) -> list[MeasuredPacking]:
-    """Each packing of the store in rows of `length` tokens, over the first `rows` rows; of trees, those that cut none.
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[PackingStatistics]:
+    """Measures every packing of a store in rows of `length` tokens; of trees, the packings that cut no document.
 
     Args:
-        progress: called with the numbers of rows done, and of all.
+        rows: number of rows to measure the balance of.
+        progress: called with the number of measured rows, and of all.
 
     Raises:
-        ValueError: no rows to look at, or what `PackedSequences` and layouts refuse.
+        ValueError: no rows, or any argument that `PackedSequences` or a layout refuses.
     """
-    check_least(1, rows=rows, length=length, shards=shards)
+    check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
     zigzag = SequenceLayout.zigzag(length, shards)
-    found: list[MeasuredPacking] = []
     packings = (greedy, best_fit, one_per_row) if store.trees is None else (best_fit, one_per_row)
+    statistics: list[PackingStatistics] = []
     for i, packing in enumerate(packings):
-        packed = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
-        made = [packed.row(number) for number in range(min(rows, packed.rows_per_epoch))]
-        plain, even, spans = list[float](), list[float](), 0
-        for j, row in enumerate(made):
+        sequences = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
+        packed_rows = [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
+        zigzags, balances, spans = list[float](), list[float](), 0
+        for j, row in enumerate(packed_rows):
             progress(i * rows + j, len(packings) * rows)
-            seen: dict[str, Any] = {"mask": row.visible} if isinstance(row, TreeRow) else {"documents": row.ends}
-            layout = SequenceLayout.balanced(length, shards, **seen)
-            plain.append(attention_balance(zigzag, **seen))
-            even.append(attention_balance(layout, **seen))
-            spans = max(spans, *(len(layout.spans(shard)) for shard in range(shards)))
-        documents = mean(len(row.ends) - 1 for row in made)
-        worst = (mean(plain), max(plain), mean(even), max(even))
-        found.append(MeasuredPacking(packing.__name__, packed.waste()[0], documents, *worst, spans))
-    return found
+            mask: dict[str, Any] = {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
+            balanced = SequenceLayout.balanced(length, shards, **mask)
+            zigzags.append(attention_balance(zigzag, **mask))
+            balances.append(attention_balance(balanced, **mask))
+            spans = max(spans, *(len(balanced.spans(shard)) for shard in range(shards)))
+        documents = mean(len(row.ends) - 1 for row in packed_rows)
+        balance = (mean(zigzags), max(zigzags), mean(balances), max(balances))
+        statistics.append(PackingStatistics(packing.__name__, sequences.waste()[0], documents, *balance, spans))
+    return statistics

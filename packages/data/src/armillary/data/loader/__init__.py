@@ -1,1 +1,1 @@
-"""Batches of rows packed from stores: which rows a step has, and what of them this rank reads."""
+"""Batches of rows packed from stores, of which each rank reads its own shard."""

@@ -1,4 +1,4 @@
-"""What one rank holds of a step's rows."""
+"""A batch: one rank's shard of the rows of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from armillary.core import SequenceLayout
 from armillary.core.labels import LabelTriples
 
 IGNORE = -100
-"""Stands in `Batch.labels` where a token has no label; what `torch.nn.functional.cross_entropy` ignores by default."""
-
+"""Label of tokens without one; `torch.nn.functional.cross_entropy` ignores it by default."""
 
 Documents = tuple[tuple[int, ...], ...]
-"""Boundaries of the documents of each row of a batch."""
+"""Document boundaries of each row of a batch."""
 Parents = tuple[tuple[int, ...], ...]
-"""For each row of a batch, the piece that each of its pieces follows, or -1."""
+"""For each row of a batch, the parent of each of its segments, or -1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +24,15 @@ class Batch:
 
     Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], the token that follows each of `tokens` in its document, or `IGNORE`; or, from stores of
-            trees, the triples of `tokens`: those at which a tree branches have several labels.
-        positions: int64 [B, T], counted from the start of the row or, if they are reset, of the document's piece.
-        documents: for each row the boundaries of its documents (0, end of the first, ..., N), the same on all shards:
-            what an attention mask takes. Padding at the end of a row is a document of its own. Of trees, the boundaries
-            of their segments.
-        layout: which tokens of the rows each shard holds.
-        rows: numbers of the B rows among all rows ever read; none where they have no numbers.
-        parents: from stores of trees, for each row the segment that each of its segments follows, or -1: with
-            `documents` what a mask of trees takes.
+        labels: int64 [B, T], the next token of the document, or `IGNORE`. From stores of trees, triples: a token at
+            which a tree branches has several labels.
+        positions: int64 [B, T], counted from the start of the row or, if reset, of the document in the row.
+        documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards, as attention
+            masks take them. Padding at the end of a row is a document of its own. Of trees, boundaries of segments.
+        layout: of the rows over shards.
+        rows: numbers of the B rows among all rows ever read; empty if rows have no numbers.
+        parents: from stores of trees, the parent of each segment of each row, or -1; with `documents` they make the
+            mask of trees.
     """
 
     tokens: Tensor
@@ -47,19 +45,18 @@ class Batch:
 
     @property
     def labelled(self) -> float:
-        """Tokens of this shard that have a label, an integer; or the sum of its labels' weights."""
+        """Number of labels in this shard, or the sum of their weights."""
         if isinstance(self.labels, LabelTriples):
             return float(self.labels.weights.sum())
         return int((self.labels != IGNORE).sum())
 
     def of_row(self, i: int) -> Batch:
-        """Row `i` of the B by itself."""
+        """Returns a batch of row `i` alone."""
         row = slice(i, i + 1)
-        labels = self.labels.row(i) if isinstance(self.labels, LabelTriples) else self.labels[row]
         return replace(
             self,
             tokens=self.tokens[row],
-            labels=labels,
+            labels=self.labels.row(i) if isinstance(self.labels, LabelTriples) else self.labels[row],
             positions=self.positions[row],
             documents=self.documents[row],
             rows=self.rows[row],

@@ -1,4 +1,4 @@
-"""What all sources of rows have in common: which rows a step has, who reads them, and going on from a state."""
+"""The base class of all loaders: rows of a step, replicas, prefetching and state."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from armillary.data.loader.prefetch import Prefetch
 
 
 class Batches(ABC):
-    """Batches of rows that are numbered without end; this rank's shard of them.
+    """This rank's shard of batches of rows, which are numbered without end.
 
-    Step s has rows s * rows_per_step and following; each replica reads rows_per_batch of them, one after the other. So
-    with as many rows to a step, the global batches are the same on any mesh. Nothing is communicated.
+    Step s reads `rows_per_step` rows from row s * rows_per_step on, `rows_per_batch` of them on each replica. Global
+    batches are the same on any mesh with as many rows per step. Nothing is communicated.
 
-    Iterating goes on from where it was, or from where `load_state_dict` said. `batch` gives any step's batch.
+    Iteration continues from the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
 
     Args:
         layout: cuts rows of `layout.length` tokens, N, into shards.
-        shard: the shard of the layout that this rank holds.
+        shard: this rank's shard of the layout.
         rows_per_batch: rows of one replica's batch, B.
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
-            that hold shards of the same rows have the same `replica`.
-        ahead: batches that a thread makes before they are asked for.
-        settings: all that decides what the rows hold, as JSON has it: a state of other settings is of other rows.
+            with shards of the same rows have the same `replica`.
+        ahead: number of batches to prefetch in a thread.
+        settings: everything that the content of rows depends on, as JSON values; a state with others is refused.
 
     Raises:
-        ValueError: no such shard or replica, rows_per_batch or replicas below 1, ahead below 0.
+        ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Batches(ABC):
         ahead: int,
         settings: dict[str, Any],
     ) -> None:
-        check_least(1, rows_per_batch=rows_per_batch, replicas=replicas)
-        check_least(0, ahead=ahead)
+        check_minimum(1, rows_per_batch=rows_per_batch, replicas=replicas)
+        check_minimum(0, ahead=ahead)
         if not 0 <= replica < replicas:
             raise ValueError(f"replica {replica} is not one of the {replicas} replicas 0..{replicas - 1}")
         self._layout, self._shard, self._positions = layout, shard, layout.positions(shard)
@@ -53,44 +53,43 @@ class Batches(ABC):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one step, all replicas together."""
+        """Rows of one step over all replicas."""
         return self._rows_per_batch * self._replicas
 
     @property
     def tokens_per_batch(self) -> int:
-        """Tokens of one step, all replicas and shards together."""
+        """Tokens of one step over all replicas and shards."""
         return self.rows_per_step * self._layout.length
 
     def batch(self, step: int) -> Batch:
-        """The batch of any step, counted from 0, however far iteration has come.
+        """Returns the batch of a step, counted from 0, independently of iteration.
 
         Raises:
             ValueError: a step below 0.
         """
-        if step < 0:
-            raise ValueError(f"steps count from 0; got {step}")
+        check_minimum(0, step=step)
         return self._batch_from(step * self.rows_per_step)
 
     def __iter__(self) -> Self:
-        """Itself: a second loop goes on where the first one stopped."""
+        """Returns itself: a second loop continues after the first one."""
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. If reading it fails, the one after that error is the same one again."""
-        numbers = [self._rows_read + i * self.rows_per_step for i in range(1 + self._ahead)]
-        batch = self._prefetch.get(numbers[0], numbers[1:])
+        """Returns the next batch. If reading it fails, the following call tries the same batch again."""
+        first_rows = [self._rows_read + i * self.rows_per_step for i in range(1 + self._ahead)]
+        batch = self._prefetch.get(first_rows[0], first_rows[1:])
         self._rows_read += self.rows_per_step
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows iteration has given out, on all ranks together, and what decides which ones those are."""
+        """Returns the number of rows read by all ranks together, and the settings that rows depend on."""
         return {"rows": self._rows_read, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Goes on where `state` was taken, on any mesh and with any number of rows to a step.
+        """Resumes from `state`, on any mesh and with any number of rows per step.
 
         Raises:
-            ValueError: the state is of other rows, or not a state; nothing is changed then.
+            ValueError: a state of other rows, or not a state. Nothing has changed then.
         """
         for name, value in self._settings.items():
             if state.get(name) != value:
@@ -102,21 +101,21 @@ class Batches(ABC):
         return self
 
     def _batch_from(self, first: int) -> Batch:
-        """This rank's part of the global batch whose first row is number `first` of all rows."""
+        """Returns this replica's part of the global batch that begins with row `first`."""
         first += self._replica * self._rows_per_batch
-        return self._made_of(range(first, first + self._rows_per_batch))
+        return self._make_batch(range(first, first + self._rows_per_batch))
 
     @abstractmethod
-    def _made_of(self, rows: range) -> Batch:
-        """This rank's shard of rows of these numbers. Called in a thread: no collectives there."""
+    def _make_batch(self, rows: range) -> Batch:
+        """Returns this rank's shard of some rows. Runs in a thread, so it must not call collectives."""
 
     @abstractmethod
     def describe(self, row: int) -> str:
-        """Where row `row` of all rows comes from, for a person who looks for it. Reads no tokens."""
+        """Returns the source of row number `row`, for a person. Reads no tokens."""
 
 
-def check_least(least: int, **values: int) -> None:
-    """Raises ValueError where one of `values` is below `least`."""
+def check_minimum(minimum: int, **values: int) -> None:
+    """Raises ValueError if one of the named values is below `minimum`."""
     for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
+        if value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}; got {value}")

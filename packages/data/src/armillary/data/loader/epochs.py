@@ -1,4 +1,4 @@
-"""The rows of one store, epoch after epoch, and what a shard reads of a row."""
+"""Rows of one store over all epochs, and the tokens that a shard reads of a row."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from armillary.data.store import TokenStore
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """What a row of N tokens is made of; nothing is read yet.
+    """The slices of documents in a row of N tokens; no token is read yet.
 
     Args:
         slices: of documents of `store`, in order.
-        ends: boundaries of the pieces in the row (0, end of the first, ..., N); padding is one more piece, the last.
+        ends: boundaries of the slices in the row (0, end of the first, ..., N), with padding as one more piece.
     """
 
     store: TokenStore
@@ -32,24 +32,24 @@ class PackedRow:
 
     @property
     def origins(self) -> Sequence[int]:
-        """The positions of the row from which those of each piece are counted, if they are reset."""
+        """Row position from which reset positions of each piece are counted."""
         return self.ends
 
     @property
     def padding(self) -> int:
-        """Tokens at the end that are of no document."""
+        """Number of tokens at the end that belong to no document."""
         return self.ends[-1] - self.ends[len(self.slices)]
 
 
 @dataclass(frozen=True)
 class Waste:
-    """What a packing of one epoch costs.
+    """Cost of a packing in one epoch.
 
     Args:
-        rows: of N tokens each.
-        padding: share of their tokens that are of no document.
-        dropped: share of the documents' tokens that are in no row.
-        cut: share of the documents that are in several rows, or not whole.
+        rows: number of rows of N tokens.
+        padding: fraction of their tokens that belong to no document.
+        dropped: fraction of the documents' tokens that are in no row.
+        cut: fraction of the documents that are in several rows, or incomplete.
     """
 
     rows: int
@@ -59,14 +59,14 @@ class Waste:
 
 
 class Epochs:
-    """All rows that a store ever gives, by number. Each epoch packs the documents anew, in an order of its own.
+    """All rows of a store, numbered without end. Each epoch packs the documents again, in another order.
 
     Args:
         length: tokens of a row, N.
         key: of all shuffles.
 
     Raises:
-        ValueError: a store without any token.
+        ValueError: a store without tokens.
     """
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
@@ -74,40 +74,40 @@ class Epochs:
         self._documents, self._sizes = self._items()
         if not len(self._documents):
             raise ValueError(f"{store.name} holds no tokens; give a store with at least one document")
-        # Two, since those who look ahead are in the next epoch while others are still in this one.
+        # Two epochs: prefetching reads the next one while other callers still need this one.
         self._packed = lru_cache(maxsize=2)(self._pack)
         self._lock = Lock()
         self.rows = len(self._epoch(0)[0])
         """Rows of each epoch."""
 
     def _items(self) -> tuple[Index, Index]:
-        """What is packed: of which document each item is, and its tokens."""
+        """Returns the document and the number of tokens of each item to pack: int64 [M] each."""
         documents = np.flatnonzero(self._store.lengths)
         return documents, self._store.lengths[documents]
 
     def row(self, number: int) -> PackedRow:
-        """PackedRow `number`, counted from 0 over all epochs."""
+        """Returns row `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.rows)
         packed, order = self._epoch(epoch)
         return self._row_of(packed.row(int(order[place])))
 
-    def _row_of(self, pieces: Sequence[DocumentSlice]) -> PackedRow:
-        """The row of pieces of items."""
-        pieces = [DocumentSlice(int(self._documents[p.document]), p.start, p.length) for p in pieces]
-        ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
-        return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
+    def _row_of(self, slices: Sequence[DocumentSlice]) -> PackedRow:
+        """Returns the row of slices of items."""
+        slices = [DocumentSlice(int(self._documents[part.document]), part.start, part.length) for part in slices]
+        ends = tuple(accumulate((part.length for part in slices), initial=0))
+        return PackedRow(self._store, slices, ends if ends[-1] == self._length else (*ends, self._length))
 
     def waste(self) -> Waste:
-        """What this packing costs in one epoch."""
-        packed, lengths = self._epoch(0)[0], self._sizes
-        held, tokens = int(packed.lengths.sum()), int(lengths.sum())
-        whole = int((packed.lengths == lengths[packed.documents]).sum())
-        padding = 1 - held / (len(packed) * self._length)
-        return Waste(len(packed), padding, 1 - held / tokens, 1 - whole / len(lengths))
+        """Returns the cost of the packing in the first epoch."""
+        packed, sizes = self._epoch(0)[0], self._sizes
+        packed_tokens = int(packed.lengths.sum())
+        uncut = int((packed.lengths == sizes[packed.documents]).sum())
+        padding = 1 - packed_tokens / (len(packed) * self._length)
+        return Waste(len(packed), padding, 1 - packed_tokens / int(sizes.sum()), 1 - uncut / len(sizes))
 
     def _epoch(self, number: int) -> tuple[Packed, Index]:
-        """The rows of an epoch, and the order in which they are read."""
-        with self._lock:  # who needs it meanwhile waits, instead of packing it too
+        """Returns the rows of an epoch, and their shuffled order."""
+        with self._lock:  # a second caller waits, instead of packing the same epoch again
             return self._packed(number)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
@@ -123,38 +123,38 @@ class Epochs:
 
 
 def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
-    """Fills in what the shard with these spans holds of a row: int64 [T] each.
+    """Reads the tokens and labels of a shard with these spans: fills int64 [T] arrays.
 
-    Labels are the next tokens of the same document, read along with the tokens, or `IGNORE`. Padding is the end of
-    document, or 0 where a store does not know its own.
+    A label is the next token of the same document, or `IGNORE`. Padding is filled with the end of document, or 0 if the
+    store does not know it.
 
     Args:
-        starts: gets the positions in the row from which those of the tokens' documents are counted.
+        starts: filled with the row positions from which reset positions of the tokens are counted.
     """
-    at, origins = 0, row.origins
+    offset, origins = 0, row.origins
     for span in spans:
         for number, part in cut_at(span, row.ends):
-            to = slice(at, at + len(part))
-            at = to.stop
+            target = slice(offset, offset + len(part))
+            offset = target.stop
             if starts is not None:
-                starts[to] = origins[number]
+                starts[target] = origins[number]
             if number < len(row.slices):
-                _read_part(row, number, part, tokens[to], labels[to])
+                _read_part(row, number, part, tokens[target], labels[target])
             else:
-                tokens[to], labels[to] = row.store.vocabulary.end_of_document or 0, IGNORE
+                tokens[target], labels[target] = row.store.vocabulary.end_of_document or 0, IGNORE
 
 
 def _read_part(row: PackedRow, number: int, part: range, tokens: Index, labels: Index) -> None:
-    """Fills in tokens and labels of positions of the row that lie in one piece."""
-    piece, store = row.slices[number], row.store
-    shift = piece.start - row.ends[number]
+    """Reads the tokens and labels at row positions `part`, all of which lie in slice `number`."""
+    source, store = row.slices[number], row.store
+    shift = source.start - row.ends[number]
     start, stop = part.start + shift, part[-1] + 1 + shift
-    size = int(store.stops[piece.document] - store.starts[piece.document])
-    after = min(stop + 1, size)
+    size = int(store.stops[source.document] - store.starts[source.document])
+    label_stop = min(stop + 1, size)  # the last token of a document has no label
     if part.step == 1:
-        found = store.read(piece.document, start, after)
-        tokens[:], next_ones = found[: len(part)], found[1:]
+        window = store.read(source.document, start, label_stop)  # one read serves tokens and labels
+        tokens[:], next_tokens = window[: len(part)], window[1:]
     else:
-        tokens[:] = store.read(piece.document, start, stop, part.step)
-        next_ones = store.read(piece.document, start + 1, after, part.step)
-    labels[: len(next_ones)], labels[len(next_ones) :] = next_ones, IGNORE
+        tokens[:] = store.read(source.document, start, stop, part.step)
+        next_tokens = store.read(source.document, start + 1, label_stop, part.step)
+    labels[: len(next_tokens)], labels[len(next_tokens) :] = next_tokens, IGNORE

@@ -1,4 +1,4 @@
-"""Making what comes next in the background, while what is there is being used."""
+"""Prefetching in a thread."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """Things by number, made by one thread ahead of being asked for.
+    """Numbered items, made by one thread before they are needed.
 
     Args:
-        make: called in the thread, with one number at a time. What it raises, `get` raises for that number, with its
-            traceback; asked again, it is made again, so a disk that comes back is no reason to stop.
+        make: called in the thread with the number of an item. `get` raises the exceptions of `make`, with their
+            traceback; the next `get` of that number calls `make` again, so a run survives a disk that recovers.
     """
 
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make = make
-        self._begin()
+        self._start_thread()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._coming: dict[int, Future[T]] = {}
+        self._futures: dict[int, Future[T]] = {}
 
     def get(self, number: int, ahead: Sequence[int] = ()) -> T:
-        """The thing of that number; those of the numbers in `ahead` are begun, any others are forgotten."""
+        """Returns an item, starts the items in `ahead`, and cancels all others."""
         if self._process != os.getpid():
-            self._begin()  # in a fork there is no such thread
-        wanted = [number, *ahead]
-        for other in self._coming.keys() - set(wanted):
-            self._coming.pop(other).cancel()
-        for n in wanted:
-            if n not in self._coming:
-                self._coming[n] = self._thread.submit(self._make, n)
-        return self._coming.pop(number).result()
+            self._start_thread()  # threads do not survive a fork
+        numbers = [number, *ahead]
+        for obsolete in self._futures.keys() - set(numbers):
+            self._futures.pop(obsolete).cancel()
+        for n in numbers:
+            if n not in self._futures:
+                self._futures[n] = self._thread.submit(self._make, n)
+        return self._futures.pop(number).result()

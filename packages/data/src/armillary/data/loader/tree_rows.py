@@ -1,4 +1,4 @@
-"""Rows of trees: which trees make up a row, and what the tokens that a shard holds of it are to predict."""
+"""Rows of trees: the trees of a row, their mask, and the labels of a shard's tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Weights = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class VisibleSegments:
-    """A token sees its own segment, up to itself, and those that this follows."""
+class SegmentMask:
+    """Mask of trees: a token attends to its own segment up to itself, and to the ancestors of the segment."""
 
     ends: Sequence[int]
     parents: Sequence[int]
 
     def slices(self, length: int) -> list[Slices]:
-        """One for each segment, which is seen from its start to the end of all that follows it (`core.slices`)."""
-        last = list(range(len(self.parents)))
+        """Returns a slice (`armillary.core.slices`) for each segment, seen by itself and all of its descendants."""
+        last = list(range(len(self.parents)))  # the last descendant of each segment
         for s in range(len(last) - 1, 0, -1):
             if (parent := self.parents[s]) >= 0:
                 last[parent] = max(last[parent], last[s])
-        pieces = zip(self.ends[:-1], self.ends[1:], last, strict=True)
-        return [slice_array((start, self.ends[s + 1], start, stop, None, 0) for start, stop, s in pieces)]
+        segments = zip(self.ends[:-1], self.ends[1:], last, strict=True)
+        return [slice_array((start, self.ends[s + 1], start, stop, None, 0) for start, stop, s in segments)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class TreeRow(PackedRow):
     """A row of trees; its slices are their segments, depth first.
 
     Args:
-        parents: the segment that each piece follows, counted over the row; -1 for roots and padding.
-        weights: float64, of labels among the tokens of each piece.
-        depths: tokens before each piece on its path.
+        parents: the parent of each segment, counted over the row; -1 for roots and padding.
+        weights: float64, of labels in each segment and in padding.
+        depths: number of tokens before each segment on its path.
     """
 
     parents: tuple[int, ...]
@@ -55,23 +55,22 @@ class TreeRow(PackedRow):
 
     @classmethod
     def of(cls, store: TokenStore, trees: Sequence[tuple[int, SegmentTree]], length: int) -> TreeRow:
-        """Trees, each of a document, one after the other, and padding up to `length`."""
+        """Returns the row of some (document, tree) pairs in order, padded to `length`."""
         slices, parents, depths = list[DocumentSlice](), list[int](), list[int]()
         for document, tree in trees:
             parents += [parent + len(slices) if parent >= 0 else -1 for parent in tree.parents]
             depths += tree.depths
-            pieces = zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)
-            slices += [DocumentSlice(document, start, size) for start, size in pieces]
-        ends = tuple(accumulate((piece.length for piece in slices), initial=0))
+            segments = zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)
+            slices += [DocumentSlice(document, start, size) for start, size in segments]
+        ends = tuple(accumulate((part.length for part in slices), initial=0))
         weights = [tree.label_weights for _, tree in trees]
         if ends[-1] < length:
             ends, parents, depths, weights = (*ends, length), [*parents, -1], [*depths, 0], [*weights, np.zeros(1)]
         return cls(store, slices, ends, tuple(parents), np.concatenate(weights), tuple(depths))
 
     @property
-    def visible(self) -> VisibleSegments:
-        """Who sees whom, as balanced layouts take it for a mask."""
-        return VisibleSegments(self.ends, self.parents)
+    def mask(self) -> SegmentMask:
+        return SegmentMask(self.ends, self.parents)
 
     @property
     def origins(self) -> Sequence[int]:
@@ -79,10 +78,12 @@ class TreeRow(PackedRow):
 
 
 class TreeEpochs(Epochs):
-    """As `Epochs`, of a store of trees. One that is longer than a row becomes several (`SegmentTree.fitted`).
+    """Epochs of a store of trees. A tree longer than a row is split (`SegmentTree.split`), never cut.
+
+    Items to pack are the documents that fit into a row, and then the split trees of longer ones.
 
     Raises:
-        ValueError: a packing that cuts documents, or nothing that has a place in a row.
+        ValueError: a packing that cuts documents, or a store without a tree to pack.
     """
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
@@ -90,45 +91,37 @@ class TreeEpochs(Epochs):
             raise ValueError(
                 f"{store.name} holds trees, and packing greedy cuts documents; use best_fit or one_per_row"
             )
-        self._whole = np.flatnonzero((store.lengths > 0) & (store.lengths <= length))
-        longer = np.flatnonzero(store.lengths > length).tolist()
-        self._fitted = [(document, part) for document in longer for part in store.tree(document).fitted(length)]
-        self._longer = len(longer)
+        long_documents = np.flatnonzero(store.lengths > length).tolist()
+        self._split = [(document, tree) for document in long_documents for tree in store.tree(document).split(length)]
         super().__init__(store, length, packing, key)
 
     def _items(self) -> tuple[Index, Index]:
-        documents = np.array([document for document, _ in self._fitted], np.int64)
-        sizes = np.array([part.tokens for _, part in self._fitted], np.int64)
-        return (
-            np.concatenate([self._whole, documents]),
-            np.concatenate([self._store.lengths[self._whole], sizes]),
-        )
+        lengths = self._store.lengths
+        unsplit = np.flatnonzero((lengths > 0) & (lengths <= self._length))
+        documents = np.array([document for document, _ in self._split], np.int64)
+        sizes = np.array([tree.tokens for _, tree in self._split], np.int64)
+        return np.concatenate([unsplit, documents]), np.concatenate([lengths[unsplit], sizes])
 
-    def _row_of(self, pieces: Sequence[DocumentSlice]) -> TreeRow:
-        return TreeRow.of(self._store, [self._tree(piece.document) for piece in pieces], self._length)
-
-    def _tree(self, item: int) -> tuple[int, SegmentTree]:
-        """Which document it is of, and which of its trees."""
-        if item >= len(self._whole):
-            return self._fitted[item - len(self._whole)]
-        document = int(self._whole[item])
-        return document, self._store.tree(document)
+    def _row_of(self, slices: Sequence[DocumentSlice]) -> TreeRow:
+        unsplit = len(self._documents) - len(self._split)
+        trees: list[tuple[int, SegmentTree]] = []
+        for item in (part.document for part in slices):
+            document = int(self._documents[item])
+            trees.append((document, self._store.tree(document)) if item < unsplit else self._split[item - unsplit])
+        return TreeRow.of(self._store, trees, self._length)
 
     def waste(self) -> Waste:
-        """As for documents. Tokens that several rows repeat are no padding, and dropped those that are in none."""
-        packed = self._epoch(0)[0]
-        held = int(self._store.lengths[self._whole].sum()) + self._held_of_longer()
+        """Cost of the packing. Tokens repeated in several rows are no padding; dropped tokens are in no row."""
+        packed, lengths = self._epoch(0)[0], self._store.lengths
         padding = 1 - int(packed.lengths.sum()) / (len(packed) * self._length)
-        documents = len(self._whole) + self._longer
-        return Waste(len(packed), padding, 1 - held / self._store.tokens, self._longer / documents)
-
-    def _held_of_longer(self) -> int:
-        """Tokens of trees longer than a row that are in some row."""
-        most: dict[tuple[int, int], int] = {}
-        for document, part in self._fitted:
-            for start, size in zip(part.starts.tolist(), part.lengths.tolist(), strict=True):
-                most[document, start] = max(size, most.get((document, start), 0))
-        return sum(most.values())
+        # Of a segment that several split trees repeat, the longest copy counts.
+        copies: dict[tuple[int, int], int] = {}
+        for document, tree in self._split:
+            for start, size in zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True):
+                copies[document, start] = max(size, copies.get((document, start), 0))
+        packed_tokens = int(lengths[lengths <= self._length].sum()) + sum(copies.values())
+        split_documents = int((lengths > self._length).sum()) / int((lengths > 0).sum())
+        return Waste(len(packed), padding, 1 - packed_tokens / self._store.tokens, split_documents)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
         packed, order = super()._pack(epoch)
@@ -137,61 +130,47 @@ class TreeEpochs(Epochs):
         return packed, order
 
 
-@dataclass(frozen=True, eq=False)
-class RowLabels:
-    """The labels of T tokens of a row: places 0..T-1, labels and weights, [M] each."""
-
-    places: Index
-    labels: Index
-    weights: Weights
-
-    @classmethod
-    def of(cls, row: PackedRow, positions: Index, labels: Index) -> RowLabels:
-        """Of the tokens at these positions [T] of a row.
-
-        Args:
-            labels: int64 [T], the tokens that follow in the documents, or `IGNORE`, as `read_shard` has them.
-        """
-        if not isinstance(row, TreeRow):
-            places = np.flatnonzero(labels != IGNORE)
-            return cls(places, labels[places], np.ones(len(places)))
-        ends = np.array(row.ends)
-        piece = np.searchsorted(ends, positions, "right") - 1
-        last = positions + 1 == ends[piece + 1]
-        inner = np.flatnonzero((labels != IGNORE) & ~last & (row.weights[piece] > 0))
-        place_of = dict(zip(piece[last].tolist(), np.flatnonzero(last).tolist(), strict=True))
-        places, firsts, weights = first_tokens(row, place_of)
-        return cls(
-            np.concatenate([inner, places]),
-            np.concatenate([labels[inner], firsts]),
-            np.concatenate([row.weights[piece[inner]], weights]),
-        )
-
-
-def first_tokens(row: TreeRow, place_of: dict[int, int]) -> tuple[Index, Index, Weights]:
-    """The first tokens of segments as labels of the last tokens of those before them: places, labels and weights.
+def label_triples(rows: Sequence[PackedRow], positions: Index, next_tokens: Index) -> LabelTriples:
+    """Returns the labels of a batch with rows of trees.
 
     Args:
-        place_of: by segment, the place of its last token, where that is this shard's.
+        positions: int64 [T] of the shard's tokens.
+        next_tokens: int64 [B, T], the next token of the document, or `IGNORE`, as `read_shard` returns it.
     """
-    followed = [
-        (place_of[parent], piece, weight)
-        for parent, piece, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)
+    columns = [_row_labels(row, positions, labels) for row, labels in zip(rows, next_tokens, strict=True)]
+    places, labels, weights = (
+        torch.from_numpy(np.concatenate(column))
+        for column in zip(
+            *((i * len(positions) + column[0], *column[1:]) for i, column in enumerate(columns)), strict=True
+        )
+    )
+    return LabelTriples(places, labels, weights, next_tokens.shape)
+
+
+def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[Index, Index, Weights]:
+    """Labels of the shard's tokens in one row: indices into `positions`, labels and weights, [M] each."""
+    if not isinstance(row, TreeRow):
+        places = np.flatnonzero(next_tokens != IGNORE)
+        return places, next_tokens[places], np.ones(len(places))
+    ends = np.array(row.ends)
+    segment = np.searchsorted(ends, positions, "right") - 1
+    is_last = positions + 1 == ends[segment + 1]
+    inner = np.flatnonzero((next_tokens != IGNORE) & ~is_last & (row.weights[segment] > 0))
+    # The last token of a segment predicts the first token of each of its children, so it may have several labels.
+    place_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
+    children = [
+        (place_of[parent], int(row.store.read(part.document, part.start, part.start + 1)[0]), weight)
+        for parent, part, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)  # no padding
         if parent in place_of and weight > 0
     ]
-    tokens = [int(row.store.read(piece.document, piece.start, piece.start + 1)[0]) for _, piece, _ in followed]
-    places, weights = [place for place, _, _ in followed], [weight for _, _, weight in followed]
-    return np.array(places, np.int64), np.array(tokens, np.int64), np.array(weights, np.float64)
-
-
-def triples_of(rows: Sequence[RowLabels], tokens: int) -> LabelTriples:
-    """Those of a batch of rows with T `tokens` each."""
-    places = [row.places + i * tokens for i, row in enumerate(rows)]
-    labels, weights = [row.labels for row in rows], [row.weights for row in rows]
-    positions, labels, weights = (torch.from_numpy(np.concatenate(column)) for column in (places, labels, weights))
-    return LabelTriples(positions, labels, weights, (len(rows), tokens))
+    places, labels, weights = zip(*children, strict=True) if children else ((), (), ())
+    return (
+        np.concatenate([inner, np.array(places, np.int64)]),
+        np.concatenate([next_tokens[inner], np.array(labels, np.int64)]),
+        np.concatenate([row.weights[segment[inner]], np.array(weights, np.float64)]),
+    )
 
 
 def parents_of(rows: Sequence[PackedRow]) -> tuple[tuple[int, ...], ...]:
-    """By row, the segment that each piece follows; documents and padding follow none."""
+    """Returns the parent of each piece of each row; documents and padding have none, -1."""
     return tuple(row.parents if isinstance(row, TreeRow) else (-1,) * (len(row.ends) - 1) for row in rows)

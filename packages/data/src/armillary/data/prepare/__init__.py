@@ -1,4 +1,4 @@
-"""From text to a token store: `armillary-data prepare`."""
+"""Preparation of token stores from text: `armillary-data prepare`."""
 
 from armillary.data.prepare.run import Preparation, Progress, prepare
 

@@ -1,9 +1,9 @@
-"""One chunk of the input as tokens: what a worker process does."""
+"""Tokenization of one chunk of the input, in a worker process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -14,22 +14,22 @@ from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
 from armillary.data.prepare.sources import InputChunk, Invalid, documents
 from armillary.data.prepare.writer import Part
 from armillary.data.shuffle import stable_hash
-from armillary.data.store import Integers
+from armillary.data.store import Integers, token_dtype
 from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from armillary.data.text.corpus import Document
-from armillary.data.text.tokenizer import TextTokenizer, decoded
+from armillary.data.text.tokenizer import TextTokenizer, decode_utf8
 
 OnInvalid = Literal["refuse", "replace", "skip"]
-"""What to do with text that is not UTF-8: stop, put U+FFFD in its place, or leave the document out. Broken records give
-no document at all, so they are left out under "skip" and refused otherwise."""
+"""Policy for text that is not UTF-8: stop, replace it by U+FFFD, or skip the document. Broken records have no text to
+replace, so they are refused unless the policy is "skip"."""
 
-AT_ONCE = 2**20
-"""Bytes of text that are encoded together: as tokens of the library they take a hundred times as much."""
+BATCH_BYTES = 2**20
+"""Bytes of text that are encoded together: the library's tokens take a hundred times as much memory."""
 
 
 @dataclass
 class Counts:
-    """What became of the documents of some chunks; `first_*` name the first of a kind."""
+    """Number of documents by outcome, and the names of the first ones that were replaced or skipped."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -40,106 +40,89 @@ class Counts:
     first_replaced: str | None = None
     first_skipped: str | None = None
 
-    def add(self, other: Counts) -> None:
+    def add(self, later: Counts) -> None:
+        """Adds the counts of a later chunk."""
         for name in (entry.name for entry in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, mine or theirs if name.startswith("first") else mine + theirs)
+            value, addend = getattr(self, name), getattr(later, name)
+            setattr(self, name, value or addend if name.startswith("first") else value + addend)
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns chunks into tokens, with the tokenizer in a folder; without a `tokenizer.json` there, bytes are tokens."""
+    """Tokenizes chunks with the tokenizer in a folder; without a `tokenizer.json`, tokens are bytes."""
 
     folder: Path
     invalid: OnInvalid
 
-    def __call__(self, chunk: InputChunk) -> Encoded:
-        """
-        Raises:
-            ValueError: a file that cannot be read any more, or a document that `invalid` does not let pass.
-        """
-        tokenizer, found = tokenizer_in(self.folder), Encoded()
-        for kept in batches(self.kept(chunk, tokenizer, found.counts)):
-            texts = [document.text for document in kept]
-            found.tokens += encode_all(texts, tokenizer)
-            found.hashes += map(stable_hash, texts)
-        return found
+    def __call__(self, chunk: InputChunk) -> tuple[Part, Counts]:
+        """Returns the tokens of a chunk's documents.
 
-    def kept(self, chunk: InputChunk, tokenizer: Tokenizer, counts: Counts) -> Iterator[Document]:
-        """The documents to keep."""
+        Raises:
+            ValueError: a file that can no longer be read, or a document that the policy refuses.
+        """
+        tokenizer, counts = tokenizer_in(self.folder), Counts()
+        parts, batch, size = list[Part](), list[Document](), 0
         for document in documents(chunk):
-            if isinstance(document, Invalid) and document.binary:
+            if not isinstance(document, Invalid) and self._accept(document, tokenizer, counts):
+                batch.append(document)
+                size += len(document.text)
+            elif isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
             elif isinstance(document, Invalid):
                 self.skip(document, counts)
-            elif not document.text:
-                counts.empty += 1
-            elif self._is_kept(document, tokenizer, counts):
-                counts.documents, counts.text_bytes = counts.documents + 1, counts.text_bytes + len(document.text)
-                yield document
+            if size >= BATCH_BYTES:
+                parts.append(self.encode(batch, tokenizer, counts))
+                batch, size = [], 0
+        return Part.concatenate([*parts, self.encode(batch, tokenizer, counts)]), counts
 
-    def skip(self, found: Invalid, counts: Counts) -> None:
-        """Passes over a record, or refuses it."""
-        self._refuse_unless(self.invalid == "skip", found)
-        counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or found.name
+    def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
+        """Returns the tokens of some documents, each followed by its end of document."""
+        counts.documents += len(batch)
+        counts.text_bytes += sum(len(document.text) for document in batch)
+        texts, dtype = [document.text for document in batch], token_dtype(tokenizer.vocab_size)
+        end, encoded = np.array([tokenizer.end_of_document], dtype), encode_all(texts, tokenizer)
+        tokens = np.concatenate([np.empty(0, dtype), *(array for tokens in encoded for array in (tokens, end))])
+        lengths = np.array([len(tokens) + 1 for tokens in encoded], np.int64)
+        return Part(tokens, lengths, np.array([*map(stable_hash, texts)], np.uint64))
 
-    def _is_kept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
-        if isinstance(tokenizer, ByteTokenizer) or not decoded(document.text)[1]:
-            return True
-        self._refuse_unless(self.invalid != "refuse", Invalid(document.name, "it is not valid UTF-8"))
-        if self.invalid == "skip":
-            counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
+    def _accept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
+        """Applies the policy to a document, and counts it if it is left out or changed."""
+        if not document.text:
+            counts.empty += 1
             return False
-        counts.replaced, counts.first_replaced = counts.replaced + 1, counts.first_replaced or document.name
+        if not isinstance(tokenizer, ByteTokenizer) and decode_utf8(document.text)[1]:
+            if self.invalid != "replace":
+                self.skip(Invalid(document.name, "it is not valid UTF-8"), counts)
+                return False
+            counts.replaced, counts.first_replaced = counts.replaced + 1, counts.first_replaced or document.name
         return True
 
-    def _refuse_unless(self, allowed: bool, found: Invalid) -> None:
-        if not allowed:
-            ways = "mend it, or leave such documents out with --invalid skip; then start over with --overwrite"
-            raise ValueError(f"{found.name}: {found.reason}; {ways}")
+    def skip(self, record: Invalid, counts: Counts) -> None:
+        """Counts a record as skipped.
 
-
-@dataclass
-class Encoded:
-    """Tokens and hashes of each document of a chunk, and counts."""
-
-    tokens: list[Integers] = field(default_factory=list[Integers])
-    hashes: list[int] = field(default_factory=list[int])
-    counts: Counts = field(default_factory=Counts)
-
-    def part(self, end_of_document: int, dtype: np.dtype[np.unsignedinteger]) -> Part:
-        """All of them joined, each with its end of document."""
-        lengths = np.array([len(tokens) + 1 for tokens in self.tokens], np.int64)
-        end = np.array([end_of_document], dtype)
-        joined = np.concatenate([np.empty(0, dtype), *(part for tokens in self.tokens for part in (tokens, end))])
-        return Part(joined.astype(dtype, copy=False), lengths, np.array(self.hashes, np.uint64))
+        Raises:
+            ValueError: the policy is not to skip.
+        """
+        if self.invalid != "skip":
+            remedy = "mend it, or leave such documents out with --invalid skip; then start over with --overwrite"
+            raise ValueError(f"{record.name}: {record.reason}; {remedy}")
+        counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or record.name
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
-    """The tokenizer of a store, finished or not, built once in each process."""
+    """Returns the tokenizer of a store, complete or not; built once per process."""
     files = folder / TOKENIZER, folder / TOKENIZER_CONFIG
-    return _built(folder, *(file.read_bytes() for file in files)) if files[0].exists() else ByteTokenizer()
+    return _build(folder, *(file.read_bytes() for file in files)) if files[0].exists() else ByteTokenizer()
 
 
 @lru_cache(maxsize=1)
-def _built(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
-    """The tokenizer of a folder with these files; another store may have been in it before."""
+def _build(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
+    """Reads a tokenizer. Keyed by the content of its files, since another store may have been in the folder before."""
     return TextTokenizer.read(folder)
 
 
 def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:
+    """Returns the tokens of each text, in the dtype of stores."""
     if isinstance(tokenizer, TextTokenizer):
-        return list(tokenizer.encode_all([decoded(text)[0] for text in texts]))
-    return [tokenizer.encode(text).numpy() for text in texts]
-
-
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Some documents at a time, of about `AT_ONCE` bytes together."""
-    batch, size = list[Document](), 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    yield batch
+        return list(tokenizer.encode_all([decode_utf8(text)[0] for text in texts]))
+    return [tokenizer.encode(text).numpy().astype(token_dtype(tokenizer.vocab_size)) for text in texts]

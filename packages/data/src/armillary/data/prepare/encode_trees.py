@@ -1,28 +1,28 @@
-"""One chunk of trees as tokens: what a worker process does where lines are prompts with completions."""
+"""Tokenization of one chunk of trees, in a worker process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from armillary.data.prepare.encode import Counts, Encoded, Encoder, batches, encode_all, tokenizer_in
-from armillary.data.prepare.sources import InputChunk, Invalid
-from armillary.data.prepare.tree_records import Message, TextNode, TreeRecord
+from armillary.data.prepare.encode import Counts, Encoder, encode_all
+from armillary.data.prepare.sources import Invalid
+from armillary.data.prepare.tree_records import Message, TreeNode, TreeRecord
 from armillary.data.prepare.writer import Part
 from armillary.data.shuffle import stable_hash
-from armillary.data.store import Integers
+from armillary.data.store import Integers, token_dtype
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.chat_template import ChatTemplate
 from armillary.data.text.corpus import Document
 from armillary.data.text.tokenizer import TextTokenizer
-from armillary.data.trees import SEGMENT, SegmentArray, segment_rows
+from armillary.data.trees import SEGMENT
 
 
 class TextSegment(NamedTuple):
-    """A segment before it is made into tokens."""
+    """A segment before tokenization."""
 
     text: str
     parent: int
@@ -30,123 +30,102 @@ class TextSegment(NamedTuple):
     weight: float
 
 
-@dataclass(frozen=True)
-class SegmentedRecord(Document):
-    """A tree of text: the segments of its nodes, of which messages give several."""
+class SegmentedTree(NamedTuple):
+    """The segments of a record. Those of a chat template may contain the names of special tokens."""
 
-    segments: tuple[TextSegment, ...] = ()
-    root_text: bytes = b""
-    written: bool = False
-    """By a chat template, so that names of special tokens are these."""
+    record: TreeRecord
+    segments: list[TextSegment]
+    from_template: bool
 
 
 @dataclass(frozen=True)
 class TreeEncoder(Encoder):
-    """Turns chunks of trees into tokens. Each segment is made into tokens by itself, as its own text."""
+    """Tokenizes chunks of trees, each segment by itself. A tree that the chat template refuses is a broken record."""
 
-    def __call__(self, chunk: InputChunk) -> EncodedTrees:
-        """As `Encoder`. A tree that the chat template refuses is one that gives no document."""
-        tokenizer, template = tokenizer_in(self.folder), ChatTemplate.read(self.folder)
-        found = EncodedTrees()
-        for records in batches(self._segmented(chunk, tokenizer, template, found.counts)):
-            found.add(cast(list[SegmentedRecord], records), tokenizer)
-        return found
-
-    def _segmented(
-        self, chunk: InputChunk, tokenizer: Tokenizer, template: ChatTemplate | None, counts: Counts
-    ) -> Iterator[SegmentedRecord]:
-        for record in self.kept(chunk, tokenizer, counts):
-            nodes = cast(TreeRecord, record).nodes
-            written = not isinstance(nodes[0].content, str)
+    def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
+        """Returns the tokens of some trees, with an end of document behind each sequence."""
+        template, trees = ChatTemplate.read(self.folder), list[SegmentedTree]()
+        for record in cast(Sequence[TreeRecord], batch):
+            has_messages = not isinstance(record.nodes[0].content, str)
             try:
-                segments = tuple(written_segments(nodes, tokenizer, template) if written else text_segments(nodes))
+                if has_messages:
+                    segments = list(template_segments(record.nodes, tokenizer, template))
+                else:
+                    segments = [TextSegment(node.text, node.parent, node.train, node.weight) for node in record.nodes]
             except ValueError as error:
                 self.skip(Invalid(record.name, str(error)), counts)
-                counts.documents, counts.text_bytes = counts.documents - 1, counts.text_bytes - len(record.text)
-                continue
-            root = cast(TreeRecord, record).root_text
-            yield SegmentedRecord(record.name, record.text, segments, root, written)
+            else:
+                trees.append(SegmentedTree(record, segments, has_messages))
+        counts.documents += len(trees)
+        counts.text_bytes += sum(len(tree.record.text) for tree in trees)
+        tokens, dtype = segment_tokens(trees, tokenizer), token_dtype(tokenizer.vocab_size)
+        empty = Part(np.empty(0, dtype), np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, SEGMENT))
+        parts = [tree_part(tree, [next(tokens) for _ in tree.segments], tokenizer.end_of_document) for tree in trees]
+        return Part.concatenate([empty, *parts])
 
 
-def text_segments(nodes: Sequence[TextNode]) -> list[TextSegment]:
-    """A segment of each node of text."""
-    return [TextSegment(cast(str, node.content), node.parent, node.train, node.weight) for node in nodes]
-
-
-def written_segments(
-    nodes: Sequence[TextNode], tokenizer: Tokenizer, template: ChatTemplate | None
+def template_segments(
+    nodes: Sequence[TreeNode], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Iterator[TextSegment]:
-    """What the template writes for each node behind those before it, what the assistant says apart.
+    """Renders each node's messages behind those of its ancestors, with text of the assistant as separate segments.
 
     Raises:
-        ValueError: no template, or one that refuses the messages; a message that spells a special token.
+        ValueError: no template, one that refuses the messages, or a message that contains a special token.
     """
     if template is None or not isinstance(tokenizer, TextTokenizer):
         raise ValueError("messages need a chat template, which the tokenizer's folder has not; give text, or another")
-    paths, lasts, count = list[tuple[Message, ...]](), list[int](), 0
+    paths, last_segments, count = list[tuple[Message, ...]](), list[int](), 0
     for node in nodes:
-        mine = cast(tuple[Message, ...], node.content)
-        for message in mine:
+        messages = cast(tuple[Message, ...], node.content)
+        for message in messages:
             if (name := tokenizer.special_in(str(message.get("content")))) is not None:
                 raise ValueError(f"a message spells the special token {name!r}, which only the template may write")
-        known = paths[node.parent] if node.parent >= 0 else ()
-        pieces = template.parts((*known, *mine), len(known))
+        ancestors, parent = (paths[node.parent], last_segments[node.parent]) if node.parent >= 0 else ((), -1)
+        pieces = template.render((*ancestors, *messages), len(ancestors))
         if not pieces:
             raise ValueError("the chat template writes nothing for some messages")
-        for i, (text, own) in enumerate(pieces):
-            last = i == len(pieces) - 1
-            parent = count - 1 if i else lasts[node.parent] if node.parent >= 0 else -1
-            yield TextSegment(text, parent, node.train and own, node.weight if last else 0.0)
-            count += 1
-        paths.append((*known, *mine))
-        lasts.append(count - 1)
+        for i, (text, is_assistant) in enumerate(pieces):
+            weight = node.weight if i == len(pieces) - 1 else 0.0
+            yield TextSegment(text, parent, node.train and is_assistant, weight)
+            parent, count = count, count + 1
+        paths.append((*ancestors, *messages))
+        last_segments.append(parent)
 
 
-@dataclass
-class EncodedTrees(Encoded):
-    """Tokens of each tree, its end of document behind each sequence, and the segments that these are."""
-
-    segments: list[SegmentArray] = field(default_factory=list[SegmentArray])
-
-    def add(self, records: Sequence[SegmentedRecord], tokenizer: Tokenizer) -> None:
-        tokens = iter(encoded_segments(records, tokenizer))
-        for record in records:
-            parts = [next(tokens) for _ in record.segments]
-            inner = {segment.parent for segment in record.segments}
-            for s in range(len(parts)):
-                if s not in inner and not (record.written and ends_with(parts[s], tokenizer.end_of_document)):
-                    parts[s] = np.append(parts[s].astype(np.int64), tokenizer.end_of_document)
-                if not len(parts[s]):
-                    raise ValueError(f"{record.name}: the tokenizer makes no tokens of {record.segments[s].text!r}")
-            _, parents, trained, weights = zip(*record.segments, strict=True)
-            self.tokens.append(np.concatenate(parts))
-            self.segments.append(segment_rows([len(part) for part in parts], parents, trained, weights))
-            self.hashes.append(stable_hash(record.root_text))
-
-    def part(self, end_of_document: int, dtype: np.dtype[np.unsignedinteger]) -> Part:
-        lengths = np.array([len(tokens) for tokens in self.tokens], np.int64)
-        joined = np.concatenate([np.empty(0, dtype), *(tokens.astype(dtype) for tokens in self.tokens)])
-        segments = np.concatenate([np.empty(0, SEGMENT), *self.segments])
-        if len(lengths):
-            first = np.cumsum(lengths) - lengths
-            segments["end"] += np.repeat(first, [len(rows) for rows in self.segments])
-        return Part(joined, lengths, np.array(self.hashes, np.uint64), segments)
-
-
-def encoded_segments(records: Sequence[SegmentedRecord], tokenizer: Tokenizer) -> Iterator[Integers]:
-    """The tokens of all segments; those that are put in front of a text stand in front of its first segment alone."""
-    plain = [s.text.encode() for record in records if not record.written for s in record.segments]
-    written = [s.text for record in records if record.written for s in record.segments]
-    of_text = iter(encode_all(plain, tokenizer))
-    of_template = iter(tokenizer.encode_written(written) if isinstance(tokenizer, TextTokenizer) and written else ())
-    begins = tokenizer.begins if isinstance(tokenizer, TextTokenizer) else 0
-    for record in records:
-        for segment in record.segments:
-            if record.written:
-                yield next(of_template)
+def segment_tokens(trees: Sequence[SegmentedTree], tokenizer: Tokenizer) -> Iterator[Integers]:
+    """Returns the tokens of all segments. Begin tokens are kept in front of roots alone."""
+    texts = [s.text.encode() for tree in trees if not tree.from_template for s in tree.segments]
+    template_texts = [s.text for tree in trees if tree.from_template for s in tree.segments]
+    has_template = isinstance(tokenizer, TextTokenizer)
+    template_tokens = iter(tokenizer.encode_template(template_texts) if has_template else ())
+    text_tokens, begin_tokens = iter(encode_all(texts, tokenizer)), tokenizer.begin_tokens if has_template else 0
+    for tree in trees:
+        for segment in tree.segments:
+            if tree.from_template:
+                yield next(template_tokens)
             else:
-                yield next(of_text)[0 if segment.parent < 0 else begins :]
+                yield next(text_tokens)[0 if segment.parent < 0 else begin_tokens :]
 
 
-def ends_with(tokens: Integers, token: int) -> bool:
-    return bool(len(tokens)) and int(tokens[-1]) == token
+def tree_part(tree: SegmentedTree, tokens: list[Integers], end_of_document: int) -> Part:
+    """Returns one tree as a part of a store.
+
+    Raises:
+        ValueError: a segment without tokens.
+    """
+    texts, parents, trained, weights = zip(*tree.segments, strict=True)
+    dtype = tokens[0].dtype
+    for s in {*range(len(tokens))} - {*parents}:
+        # A template may write the end of document itself.
+        if not (tree.from_template and len(tokens[s]) and int(tokens[s][-1]) == end_of_document):
+            tokens[s] = np.append(tokens[s], np.array([end_of_document], dtype))
+    for text, segment in zip(texts, tokens, strict=True):
+        if not len(segment):
+            raise ValueError(f"{tree.record.name}: the tokenizer makes no tokens of {text!r}")
+    rows = np.zeros(len(tokens), SEGMENT)
+    rows["end"], rows["parent"] = np.cumsum([len(segment) for segment in tokens]), parents
+    rows["trained"], rows["weight"] = trained, weights
+    # The hash of the root decides between training and validation, so that equal prompts stay together.
+    root_hash = stable_hash(tree.record.nodes[0].text.encode())
+    lengths = np.array([rows["end"][-1]], np.int64)
+    return Part(np.concatenate(tokens), lengths, np.array([root_hash], np.uint64), rows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.data.formats.arrow import load_rows
+from armillary.data.formats.arrow import load_dataset
 from armillary.data.optional import optional
 from armillary.data.prepare.tree_records import tree_record
 from armillary.data.text.corpus import Document, binary
@@ -20,10 +20,10 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Invalid:
-    """A record that gives no document, and why. Whether to pass over it or to stop is the caller's choice.
+    """A record without a document, and the reason. The caller decides whether to skip it.
 
     Args:
-        binary: it is a file of a folder that was taken as a whole, and is not text: nobody meant it.
+        binary: it is a binary file in a folder, which is always skipped.
     """
 
     name: str
@@ -33,13 +33,12 @@ class Invalid:
 
 @dataclass(frozen=True)
 class File:
-    """A file of the input, or the folder of a saved dataset.
+    """An input file, or the folder of a saved dataset.
 
     Args:
-        name: what its documents are named after.
-        bytes: its size on disk.
-        chosen: the user named this very file, not a folder around it; `chunks` has looked at it, or was told that it
-            is text whatever it holds.
+        name: prefix of the names of its documents.
+        bytes: size on disk.
+        chosen: the user named this file itself, not its folder, so it is read even if it looks binary.
     """
 
     path: Path
@@ -50,14 +49,14 @@ class File:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """A part of the input that one process reads on its own. It can be pickled.
+    """A part of the input that a worker process reads by itself. Can be pickled.
 
     Args:
-        read: how to read it: one of the functions below.
-        files: one file, or several text files of which each is a document.
-        start, stop: which part of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
-        bytes: about how much text it holds; of a .gz file, its packed size.
-        text_field: the field of a record that is the document; None: lines are trees.
+        read: one of the readers below.
+        files: one file, or several text files with one document each.
+        start, stop: range of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
+        bytes: approximate size of its text; of a .gz file, the packed size.
+        text_field: field or column of documents; None for lines with trees.
     """
 
     read: Callable[[InputChunk], Iterator[Document | Invalid]]
@@ -69,17 +68,20 @@ class InputChunk:
 
     @property
     def path(self) -> Path:
-        """Of the first file."""
+        """Path of the first file."""
         return self.files[0].path
 
     @property
     def name(self) -> str:
-        """Of the first file."""
+        """Name of the first file."""
         return self.files[0].name
 
 
+# Names of readers are part of the key by which an interrupted preparation is recognized.
+
+
 def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Each file is a document, its bytes as they are."""
+    """Reads each file as one document, without decoding it."""
     for file in chunk.files:
         text = file.path.read_bytes()
         if not file.chosen and (reason := binary(text)) is not None:
@@ -89,67 +91,58 @@ def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """The lines that start in the chunk, so that each line of the file is in exactly one of its chunks."""
+    """Reads the lines that start in the chunk, so that each line belongs to exactly one chunk."""
     with chunk.path.open("rb") as file:
         if chunk.start:
-            # A line starts after a line break. No more is read than could hold one, however long the line is.
+            # Skips to the first line break, reading at most the chunk: a longer line starts in none of it.
             file.seek(chunk.start - 1)
             if not file.readline(chunk.stop - chunk.start).endswith(b"\n"):
                 return
-        yield from _records(file, chunk, file.tell(), chunk.stop)
+        yield from _read_lines(file, chunk, file.tell(), chunk.stop)
 
 
 def read_packed_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """All lines of a .gz file. Bytes are counted as unpacked."""
+    """Reads all lines of a .gz file. Names of documents count unpacked bytes."""
     with gzip.open(chunk.path, "rb") as file:
-        yield from _records(cast(IO[bytes], file), chunk, 0, None)
+        yield from _read_lines(cast(IO[bytes], file), chunk, 0, None)
 
 
 def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """The rows of some row groups, counted over the whole file."""
+    """Reads the rows of some row groups, numbered over the whole file."""
     with optional("pyarrow.parquet", "parquet").ParquetFile(chunk.path) as file:
         first = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
         groups = range(chunk.start, chunk.stop)
         batches = file.iter_batches(ROWS, row_groups=groups, columns=[chunk.text_field])
-        yield from _rows(chunk.name, first, (batch.column(0) for batch in batches))
+        yield from _read_columns(chunk.name, first, (batch.column(0) for batch in batches))
 
 
 def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Some rows of a folder that `datasets.Dataset.save_to_disk` wrote."""
-    dataset = load_rows(chunk.path).with_format("arrow")
+    """Reads some rows of a folder written by `datasets.Dataset.save_to_disk`."""
+    dataset = load_dataset(chunk.path).with_format("arrow")
     starts = range(chunk.start, chunk.stop, ROWS)
     tables = (dataset[start : min(start + ROWS, chunk.stop)] for start in starts)
-    yield from _rows(chunk.name, chunk.start, (table.column(chunk.text_field) for table in tables))
+    yield from _read_columns(chunk.name, chunk.start, (table.column(chunk.text_field) for table in tables))
 
 
-def is_text(kind: Any) -> bool:
-    """Whether a column of this Arrow type holds strings."""
-    values = kind.value_type if optional("pyarrow", "parquet").types.is_dictionary(kind) else kind
-    return str(values) in ("string", "large_string", "string_view")
-
-
-def _records(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
-    """The record of each line from `start` on, which is where the file stands; none from a line at `stop` or later."""
+def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
+    """Reads the lines from byte `start`, the position of the file, up to the last one that begins before `stop`."""
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
-            yield _record(f"{chunk.name}:byte {start}", line, chunk.text_field)
+            yield _parse_line(f"{chunk.name}:byte {start}", line, chunk.text_field)
         start += len(line)
 
 
-def _record(name: str, line: bytes, field: str | None) -> Document | Invalid:
+def _parse_line(name: str, line: bytes, field: str | None) -> Document | Invalid:
     try:
-        # Decoded here, since `json.loads` would guess at encodings. An editor may have put a mark of UTF-8 in front.
+        # Decoded here, since `json.loads` guesses encodings. Editors may write a byte order mark, hence utf-8-sig.
         record: object = json.loads(line.decode("utf-8-sig"))
-        if field is None:
-            return tree_record(name, record)
-        text = _field(record, field)
-        # An escape such as \ud800 is half of a character, which no UTF-8 can hold: encoding it fails, as it should.
-        return Document(name, text.encode())
+        # An escape such as \ud800 is half of a surrogate pair, which cannot be encoded: that raises, as it should.
+        return tree_record(name, record) if field is None else Document(name, _text_of(record, field).encode())
     except (ValueError, RecursionError) as error:
         return Invalid(name, str(error))
 
 
-def _field(record: object, field: str) -> str:
+def _text_of(record: object, field: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"the line is a {type(record).__name__}; give an object with a field {field!r}")
     fields = cast(dict[str, object], record)
@@ -162,10 +155,10 @@ def _field(record: object, field: str) -> str:
     return text
 
 
-def _rows(name: str, first: int, columns: Iterable[Any]) -> Iterator[Document | Invalid]:
-    """A document for each string of some Arrow columns, named by its row; their bytes as they are."""
+def _read_columns(name: str, first: int, columns: Iterable[Any]) -> Iterator[Document | Invalid]:
+    """Reads the strings of Arrow columns as documents named by their rows, counted from `first`."""
     arrow = optional("pyarrow", "parquet")
-    # As bytes, since Arrow doesn't check that its strings are UTF-8, and nothing here needs them decoded.
+    # As bytes: Arrow does not check that its strings are UTF-8, and decoding would fail on them.
     texts = (text for column in columns for text in column.cast(arrow.large_string()).cast(arrow.large_binary()))
     for row, text in enumerate(texts, start=first):
         if text.is_valid:

@@ -1,4 +1,4 @@
-"""Documents from files, in chunks that processes read on their own, in an order that the input alone decides."""
+"""Input files as chunks that worker processes read by themselves, in an order that depends on the input alone."""
 
 from __future__ import annotations
 
@@ -11,59 +11,65 @@ from pathlib import Path
 from typing import cast, get_args
 
 from armillary.core.files import parse_json
-from armillary.data.prepare.chunking import Format, cut_text, way_to_cut
+from armillary.data.prepare.chunking import Format, cut_text, cutter_of
 from armillary.data.prepare.readers import File, InputChunk, Invalid
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
-LOOKED_AT = 2**20
-"""Bytes of a file that is named by which it is taken for text."""
+SNIFFED_BYTES = 2**20
+"""Bytes of a file by which it is recognized as text."""
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
 
 def chunks(
     inputs: Sequence[Path], *, format: Format = "auto", text_field: str = "text", size: int = 8 << 20
 ) -> list[InputChunk]:
-    """The input cut into chunks of about `size` bytes of text each, in order.
+    """Cuts the input into chunks of about `size` bytes of text each, in order.
 
-    Each input is a file or a folder; a folder stands for its files at any depth, sorted by name, with the same ones
-    left out as in `read_documents`. The suffix of a file says what it is:
+    An input is a file or a folder. A folder stands for its files at any depth, sorted by name, without those that
+    `read_documents` leaves out. The suffix of a file decides how it is read:
 
-    - .jsonl and .ndjson: one object a line. A chunk is a range of bytes, and owns the lines that start in it.
-      The same with .gz after it is one chunk.
+    - .jsonl and .ndjson: one object a line. A chunk is a range of bytes, and owns the lines that start in it. The same
+      with .gz behind it is one chunk.
     - .parquet: a chunk is some row groups.
-    - anything else: text, and the file is one document. Small files share a chunk, a large one has its own. A binary
-      file is left out of a folder, and refused where it is named itself, unless the format is "text".
+    - other suffixes: text, one document. Small files share a chunk, a large file has its own. A binary file is left out
+      of a folder; named by itself, it is refused unless the format is "text".
 
-    A folder that `datasets.Dataset.save_to_disk` wrote is cut by rows. Names of documents in a folder are relative to
-    it, so they may repeat where several inputs are given.
+    A folder written by `datasets.Dataset.save_to_disk` is cut by rows. Names of documents are relative to their folder,
+    so they may repeat between inputs.
 
     Args:
-        format: what every file is, whatever its suffix; a saved dataset is then a folder like any other.
-            "trees" are JSONL whose lines are trees (`tree_records`).
-        text_field: the field of a JSONL object, or the column, that is the document.
+        format: of every file, regardless of its suffix and of saved datasets. "trees" are JSONL whose lines are trees
+            (`tree_records`).
+        text_field: field of JSONL objects, or column, with the text of documents.
 
     Raises:
-        ValueError: a path does not exist, cannot be read, or holds no text; a column is missing or not of strings; a
-            file is among two inputs; a .zst file; the splits of a saved dataset, of which one is to be chosen.
+        ValueError: a path that does not exist, cannot be read or holds no text; a missing column, or one without
+            strings; a file in two inputs; a .zst file; the splits of a saved dataset, of which one must be chosen.
         ImportError: Parquet or a saved dataset, and the package that reads it is not installed.
     """
-    _check(inputs, format, size)
-    found = [_files(path, format) for path in inputs]
-    _refuse_twice(found)
-    ordered = (file for files in found for file in files)
-    # Only neighbours share a chunk, so that documents come in the order of their names.
-    runs = groupby(ordered, key=lambda file: way_to_cut(file, format))
-    cut = [chunk for cut, files in runs for chunk in cut(list(files), None if format == "trees" else text_field, size)]
-    if not cut:
+    if not inputs:
+        raise ValueError(f"there are no inputs; {_ACCEPTED}")
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r} is not one of {', '.join(map(repr, get_args(Format)))}")
+    if size < 1:
+        raise ValueError(f"size must be at least 1 byte; got {size}")
+    files_of_inputs = [_files(path, format) for path in inputs]
+    _check_unique(files_of_inputs)
+    files = (file for group in files_of_inputs for file in group)
+    field, parts = None if format == "trees" else text_field, list[InputChunk]()
+    # Only consecutive files share a chunk, so that documents keep the order of their names.
+    for cutter, group in groupby(files, key=lambda file: cutter_of(file, format)):
+        parts += cutter(list(group), field, size)
+    if not parts:
         raise ValueError(f"{', '.join(map(str, inputs))} holds no text; {_ACCEPTED}")
-    return cut
+    return parts
 
 
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """The documents of a chunk in order, each named after its file, with `:byte 1234` or `:row 17` for a record.
+    """Reads the documents of a chunk in order, named by file and, for records, `:byte 1234` or `:row 17`.
 
-    A record that gives no document is `Invalid`: JSON that does not parse, a field that is missing or null, a binary
-    file in a folder. The text of a record may be empty.
+    A record without a document is `Invalid`: JSON that does not parse, a missing or null field, a binary file in a
+    folder. Documents may be empty.
 
     Raises:
         ValueError: a file that can no longer be read.
@@ -71,74 +77,74 @@ def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
     try:
         yield from chunk.read(chunk)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise _refusal(chunk.path, error) from error
+        raise _unreadable(chunk.path, error) from error
 
 
 def fingerprint(chunks: Sequence[InputChunk]) -> str:
-    """64 hex digits that change when a file's name, size or time of change does, or the way it is cut.
+    """Returns 64 hex digits that depend on the names, sizes and modification times of files, and on their chunks.
 
     Raises:
-        ValueError: a file that is no longer there.
+        ValueError: a file that no longer exists.
     """
     digest = hashlib.sha256()
     for chunk in chunks:
         try:
             stamps = [(file.name, _stamps(file.path)) for file in chunk.files]
         except OSError as error:
-            raise _refusal(chunk.path, error) from error
+            raise _unreadable(chunk.path, error) from error
         digest.update(repr((chunk.read.__name__, chunk.start, chunk.stop, chunk.text_field, stamps)).encode())
     return digest.hexdigest()
 
 
-def _check(inputs: Sequence[Path], format: str, size: int) -> None:
-    if not inputs:
-        raise ValueError(f"there are no inputs; {_ACCEPTED}")
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r} is not one of {', '.join(map(repr, get_args(Format)))}")
-    if size < 1:
-        raise ValueError(f"size must be at least 1 byte; got {size}")
-
-
 def _files(path: Path, format: Format) -> list[File]:
-    """The files of one input, without empty ones."""
+    """Returns the files of one input, without empty ones."""
     try:
         if not path.is_dir():
             files = [_file(path, path.name, chosen=True)]
-            _refuse_binary(files[0], format)
-        elif format == "auto" and _is_saved(path):
+            _check_text(files[0], format)
+        elif format == "auto" and _is_dataset(path):
             files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
         else:
-            found = (_file(file, file.relative_to(path).as_posix(), chosen=False) for file in walk(path, is_visible))
-            files = sorted(found, key=lambda file: file.name)
-            _refuse_saved(path, files, format)
+            paths = walk(path, is_visible)
+            files = [_file(file, file.relative_to(path).as_posix(), chosen=False) for file in paths]
+            files.sort(key=lambda file: file.name)
+            for file in files if format == "auto" else ():
+                # As text, each file of a saved dataset further down would become a broken record.
+                if file.path.name in ("state.json", "dataset_dict.json") and _is_dataset(file.path.parent):
+                    folder = file.path.parent
+                    raise ValueError(f"{path} has a saved dataset in it; give it as an input of its own: {folder}")
     except OSError as error:
-        raise _refusal(path, error) from error
+        raise _unreadable(path, error) from error
     files = [file for file in files if file.bytes]
     if not files:
         raise ValueError(f"{path} holds no text; {_ACCEPTED}")
     return files
 
 
-def _refuse_binary(file: File, format: Format) -> None:
-    """Whoever names a picture as text has taken the wrong file; whoever says that it is text is believed."""
-    if format == "auto" and way_to_cut(file, format) is cut_text:
-        with file.path.open("rb") as opened:
-            reason = binary(opened.read(LOOKED_AT))
-        if reason is not None:
-            raise ValueError(f"{file.path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text")
-
-
 def _file(path: Path, name: str, *, chosen: bool) -> File:
-    # Asked now, so that a long preparation does not stop halfway.
+    # Checked at the start, so that a long preparation does not stop halfway.
     if path.exists() and not os.access(path, os.R_OK):
         raise PermissionError(13, "Permission denied", str(path))
-    if path.exists() and not path.is_file():  # to read a pipe is to wait for whoever writes to it
+    if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
         raise ValueError(f"{path} is no file or folder; {_ACCEPTED}")
     return File(path, name, path.stat().st_size, chosen)
 
 
-def _is_saved(folder: Path) -> bool:
-    """Whether `datasets` wrote this folder. One with several splits is refused, since only some may be wanted."""
+def _check_text(file: File, format: Format) -> None:
+    """Raises ValueError for a binary file whose format the user has not stated."""
+    if format == "auto" and cutter_of(file, format) is cut_text:
+        with file.path.open("rb") as opened:
+            reason = binary(opened.read(SNIFFED_BYTES))
+        if reason is not None:
+            raise ValueError(f"{file.path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text")
+
+
+def _is_dataset(folder: Path) -> bool:
+    """Returns whether `datasets` wrote a folder.
+
+    Raises:
+        ValueError: it has several splits, of which one must be chosen.
+    """
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         names = cast(list[str], parse_json(splits.read_bytes())["splits"])
@@ -147,17 +153,10 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
-def _refuse_saved(folder: Path, files: Sequence[File], format: Format) -> None:
-    """A saved dataset further down is no text: taken as such, each of its files would give broken records."""
-    marks = (file.path for file in files if file.path.name in ("state.json", "dataset_dict.json"))
-    for mark in marks if format == "auto" else ():
-        if _is_saved(mark.parent):
-            raise ValueError(f"{folder} has a saved dataset in it; give it as an input of its own: {mark.parent}")
-
-
-def _refuse_twice(found: Sequence[Sequence[File]]) -> None:
+def _check_unique(files_of_inputs: Sequence[Sequence[File]]) -> None:
+    """Raises ValueError if two inputs contain the same file."""
     owners: dict[tuple[int, int], tuple[int, Path]] = {}
-    for index, files in enumerate(found):
+    for index, files in enumerate(files_of_inputs):
         for file in files:
             stat = file.path.stat()
             owner, path = owners.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
@@ -166,11 +165,11 @@ def _refuse_twice(found: Sequence[Sequence[File]]) -> None:
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change (ns) of a file, or of all files in the folder of a saved dataset."""
+    """Name, size and modification time (ns) of a file, or of all files in the folder of a saved dataset."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
 
 
-def _refusal(path: Path, error: Exception) -> ValueError:
+def _unreadable(path: Path, error: Exception) -> ValueError:
     culprit, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
     return ValueError(f"{culprit} cannot be read ({reason}); {_ACCEPTED}")

@@ -1,17 +1,16 @@
-"""Trees from the lines of a JSONL file: prompts with completions, and texts or conversations that branch.
+"""Trees as lines of JSON: prompts with completions, and texts or conversations that branch.
 
     {"prompt": "2 + 2 =", "completions": [" 4", {"text": " 5", "weight": 0.5}]}
     {"prompt": [{"role": "user", "content": "Hi"}], "completions": [{"role": "assistant", "content": "Hello"}]}
     {"text": "Once", "children": [{"text": " upon a time"}, {"text": " more", "children": [...]}]}
     {"messages": [...], "children": [{"messages": [...]}, ...]}
 
-Tokens of a prompt are no labels unless it says "train": true; those of all else are, unless it says false. "weight" is
-that of the sequence which ends with a node, 1 unless given. Other fields are passed over.
+Tokens of a prompt have no labels unless it has "train": true; all other tokens have labels unless it is false. "weight"
+belongs to the sequence that ends with a node, 1 by default. Other fields are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, cast
@@ -19,18 +18,18 @@ from typing import Any, cast
 from armillary.data.text.corpus import Document
 
 Message = dict[str, Any]
-"""A "role", its "content", and whatever else a chat template reads."""
+"""A "role", its "content", and any other field of a chat template."""
 
 
 @dataclass(frozen=True)
-class TextNode:
-    """A piece of text, or messages, and where it belongs.
+class TreeNode:
+    """Text or messages of a tree.
 
     Args:
         content: text, or messages.
-        parent: number of the node that it follows; -1: none.
-        train: its tokens are labels; of messages, those of the assistant.
-        weight: of the sequence that ends here; 0 where one goes on.
+        parent: number of the parent node, or -1.
+        train: tokens are labels; of messages, the tokens of the assistant.
+        weight: of the sequence that ends here; 0 for nodes with children.
     """
 
     content: str | tuple[Message, ...]
@@ -38,87 +37,78 @@ class TextNode:
     train: bool
     weight: float
 
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(str(message.get("content") or "") for message in self.content)
+
 
 @dataclass(frozen=True)
 class TreeRecord(Document):
-    """A tree before it is made into tokens. `text` is that of all nodes, joined, as a document has it."""
+    """A tree before tokenization. `text` is the text of all nodes."""
 
-    nodes: tuple[TextNode, ...] = field(default=(), repr=False)
-
-    @property
-    def root_text(self) -> bytes:
-        """That of the first node, by which trees are split into training and validation."""
-        return text_of(self.nodes[0].content).encode()
+    nodes: tuple[TreeNode, ...] = field(default=(), repr=False)
 
 
 def tree_record(name: str, record: object) -> TreeRecord:
-    """The tree of a line.
+    """Parses the JSON value of a line.
 
     Raises:
-        ValueError: no such fields, of other kinds, empty, or without completions.
+        ValueError: missing, empty or invalid fields; the message names them.
     """
-    nodes = tuple(_nodes(record, "", -1, 0))
+    nodes: list[TreeNode] = []
+    _add_nodes(nodes, record, "", -1)
     if len({isinstance(node.content, str) for node in nodes}) > 1:
         raise ValueError("some of the tree is text and some messages; give one or the other")
-    return TreeRecord(name, "".join(text_of(node.content) for node in nodes).encode(), nodes)
+    return TreeRecord(name, "".join(node.text for node in nodes).encode(), tuple(nodes))
 
 
-def text_of(content: str | tuple[Message, ...]) -> str:
-    """The text, or that of all messages."""
-    return content if isinstance(content, str) else "".join(str(message.get("content") or "") for message in content)
-
-
-def _nodes(given: object, place: str, parent: int, number: int) -> Iterator[TextNode]:
-    """The node and all below it, depth first; it is number `number` of the tree. `place` names it."""
-    fields = _fields(given, place)
-    kind, below = _kind(fields, place)
-    content, children = _content(fields[kind], f"{place}{kind}"), fields.get(below, [])
+def _add_nodes(nodes: list[TreeNode], value: object, place: str, parent: int) -> None:
+    """Appends a node and its descendants, depth first. `place` is the path of their fields in the line."""
+    fields = _fields(value, place)
+    names = ", ".join(map(repr, fields)) or "none"
+    kinds = [name for name in ("prompt", "text", "messages") if name in fields]
+    if len(kinds) != 1:
+        prefix = f"{place}: " if place else ""
+        raise ValueError(f"{prefix}one of the fields 'prompt', 'text' and 'messages' is needed; the fields are {names}")
+    kind = kinds[0]
+    branches = "completions" if kind == "prompt" else "children"
+    if kind == "prompt" and branches not in fields:
+        raise ValueError(f"there is no field '{place}{branches}'; the fields are {names}")
+    content, children = _content(fields[kind], f"{place}{kind}"), fields.get(branches, [])
     if not isinstance(children, list) or (kind == "prompt" and not children):
-        raise ValueError(f"field '{place}{below}' must be a list of one or more; got {children!r}"[:200])
+        raise ValueError(f"field '{place}{branches}' must be a list of one or more; got {children!r}"[:200])
     train, weight = fields.get("train", kind != "prompt"), fields.get("weight")
     if not isinstance(train, bool):
         raise ValueError(f"field '{place}train' is {train!r}; give true or false")
     if children and weight is not None:
-        raise ValueError(f"field '{place}weight': {below} follow; give weights to those at the end")
-    yield TextNode(content, parent, train, 0.0 if children else _weight(weight, place))
-    at = number + 1
+        raise ValueError(f"field '{place}weight': {branches} follow; give weights to the last nodes")
+    weight = 1.0 if weight is None else weight
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not isfinite(weight) or weight < 0:
+        raise ValueError(f"field '{place}weight' is {weight!r}; give a number of at least 0")
+    number = len(nodes)
+    nodes.append(TreeNode(content, parent, train, 0.0 if children else float(weight)))
     for i, child in enumerate(cast(list[object], children)):
-        for node in _nodes(child, f"{place}{below}[{i}].", number, at):
-            yield node
-            at += 1
+        _add_nodes(nodes, child, f"{place}{branches}[{i}].", number)
 
 
-def _fields(given: object, place: str) -> dict[str, Any]:
-    """A node as an object with fields: a completion may be given as its text, its messages or a message alone."""
-    if place and isinstance(given, str):
-        return {"text": given}
-    if place and isinstance(given, list):
-        return {"messages": given}
-    if not isinstance(given, dict):
-        what = f"'{place.rstrip('.')}' is" if place else "the line is a"
-        raise ValueError(f"{what} {_named(given)}; give an object with a prompt, text or messages")
-    fields = cast(dict[str, Any], given)
+def _fields(value: object, place: str) -> dict[str, Any]:
+    """Returns a node's fields. A completion may be its text, its messages or one message, instead of an object."""
+    if place and isinstance(value, str):
+        return {"text": value}
+    if place and isinstance(value, list):
+        return {"messages": value}
+    if not isinstance(value, dict):
+        subject = f"'{place.rstrip('.')}' is" if place else "the line is a"
+        raise ValueError(f"{subject} {_type_name(value)}; give an object with a prompt, text or messages")
+    fields = cast(dict[str, Any], value)
     return {"messages": [fields], **fields} if place and "role" in fields and "messages" not in fields else fields
-
-
-def _kind(fields: dict[str, Any], place: str) -> tuple[str, str]:
-    """Which field has the content, and which what follows it."""
-    found = [name for name in ("prompt", "text", "messages") if name in fields]
-    if len(found) != 1:
-        shown = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(
-            f"{place + ': ' if place else ''}one of the fields 'prompt', 'text' and 'messages' is needed; the fields "
-            f"are {shown}"
-        )
-    below = "completions" if found[0] == "prompt" else "children"
-    if found[0] == "prompt" and below not in fields:
-        raise ValueError(f"there is no field '{place}{below}'; the fields are {', '.join(map(repr, fields))}")
-    return found[0], below
 
 
 def _content(value: object, place: str) -> str | tuple[Message, ...]:
     if not isinstance(value, str | list):
-        raise ValueError(f"field '{place}' is {_named(value)}; give a string, or a list of messages")
+        raise ValueError(f"field '{place}' is {_type_name(value)}; give a string, or a list of messages")
     if not value:
         raise ValueError(f"field '{place}' is empty")
     if isinstance(value, str):
@@ -131,14 +121,5 @@ def _content(value: object, place: str) -> str | tuple[Message, ...]:
     return tuple(cast(list[Message], messages))
 
 
-def _weight(value: object, place: str) -> float:
-    if value is None:
-        return 1.0
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
-    if not fits:
-        raise ValueError(f"field '{place}weight' is {value!r}; give a number of at least 0")
-    return float(cast(float, value))
-
-
-def _named(value: object) -> str:
+def _type_name(value: object) -> str:
     return "null" if value is None else type(value).__name__

@@ -1,4 +1,4 @@
-"""Work spread over processes, its results in the order of the work."""
+"""A process pool whose results come in the order of its work."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def cpus() -> int:
-    """CPUs that this process may run on."""
+def cpu_count() -> int:
+    """Returns the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
-    """`map(work, items)` by that many processes, two items for each of them under way; one works right here.
+def map_in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
+    """Maps `work` over items in worker processes, two items in flight for each; a single worker is this process.
 
     Raises:
-        ChildProcessError: a process was killed, most likely for want of memory.
+        ChildProcessError: a process was killed, most likely for lack of memory.
     """
     workers = min(workers, len(items))
     if workers <= 1:
@@ -36,28 +36,29 @@ def in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterat
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__class__.__module__])
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin)
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker)
     try:
-        rest = iter(items)
-        coming = deque(pool.submit(work, item) for item in islice(rest, 2 * workers))
-        while coming:
-            yield coming.popleft().result()
-            coming.extend(pool.submit(work, item) for item in islice(rest, 1))
-    except BrokenProcessPool as error:  # by a result, or by handing out work
+        queue = iter(items)
+        in_flight = deque(pool.submit(work, item) for item in islice(queue, 2 * workers))
+        while in_flight:
+            yield in_flight.popleft().result()
+            in_flight.extend(pool.submit(work, item) for item in islice(queue, 1))
+    except BrokenProcessPool as error:  # raised by `result` or by `submit`
         text = f"one of {workers} worker processes was killed, as happens when memory is short; take fewer workers"
         raise ChildProcessError(ECHILD, text) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
-    """In each worker: an interrupt is the parent's to handle, one process has one thread, and no worker outlives it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # how that library is told
-    Thread(target=_end_with_parent, daemon=True).start()
+def _start_worker() -> None:
+    """Initializes a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
+    Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
+    """Ends the worker when its parent is killed: no worker may outlive it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,8 +1,7 @@
-"""A store in the making: parts are added one after the other, and each is there whole or not at all.
+"""Writing a store part by part, such that a kill loses only the most recent parts.
 
-Everything is in the folder `path.partial` until it is complete. `progress.json` there says how much of each file is
-good; it is replaced, not changed, and only when the files are on disk. Whoever goes on after a kill or on a full disk
-cuts the files back to that.
+Files grow in the folder `path.partial` until the store is complete. Its `progress.json` records the valid size of each
+file. It is replaced atomically, after the files are on disk; a run that resumes truncates the files to these sizes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,18 +36,18 @@ from armillary.data.store import Integers, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentArray
 
 SYNC_SECONDS = 2.0
-"""How much work a kill may cost."""
+"""Most work that a kill may lose."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some documents as tokens.
+    """Tokenized documents.
 
     Args:
-        tokens: of all of them joined, each with its end of document.
-        lengths: int64 [d], tokens of each.
+        tokens: of all documents, each with its end of document.
+        lengths: int64 [d], tokens of each document.
         hashes: uint64 [d], of their text.
-        segments: `SEGMENT` [s] of all of them, joined, where they are trees; ends count from the first token.
+        segments: `SEGMENT` [s] of documents that are trees; ends count from the part's first token.
     """
 
     tokens: Integers
@@ -55,18 +55,37 @@ class Part:
     hashes: npt.NDArray[np.uint64]
     segments: SegmentArray | None = None
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Part]) -> Part:
+        """Joins parts, all of which have segments or none has."""
+        segments, offset = list[SegmentArray](), 0
+        for part in parts:
+            if part.segments is not None:
+                segments.append(part.shifted_segments(offset))
+            offset += len(part.tokens)
+        tokens, lengths, hashes = zip(*((part.tokens, part.lengths, part.hashes) for part in parts), strict=True)
+        joined = np.concatenate(segments) if segments else None
+        return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), joined)
+
+    def shifted_segments(self, offset: int) -> SegmentArray:
+        """Returns the segments of a part that begins with token `offset`."""
+        assert self.segments is not None
+        segments = self.segments.copy()
+        segments["end"] += offset
+        return segments
+
 
 class BlockFile:
-    """A file that is only added to, with a CRC-32 of every `BLOCK` bytes.
+    """A file that is only appended to, with a CRC-32 of every `BLOCK` bytes.
 
     Raises:
-        ValueError: there is less of it than `size`.
+        ValueError: the file is shorter than `size`.
     """
 
     def __init__(self, path: Path, size: int, checksums: list[int]) -> None:
-        if size > (found := path.stat().st_size if path.exists() else 0):
-            raise ValueError(f"{path} is cut off at byte {found} of {size}; remove {path.parent} and start again")
-        self.size, self.checksums = size, list(checksums)  # what was said of whole parts must not change with it
+        if size > (actual := path.stat().st_size if path.exists() else 0):
+            raise ValueError(f"{path} is cut off at byte {actual} of {size}; remove {path.parent} and start again")
+        self.size, self.checksums = size, list(checksums)  # a copy: the recorded progress must not change with it
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._file.truncate(size)
         self._file.seek(size)
@@ -88,7 +107,7 @@ class BlockFile:
 
 
 class StoreWriter:
-    """Adds parts to a folder where `begin` was called; `finish` makes it the store at `path`.
+    """Appends parts to a folder created by `begin`; `finish` turns it into the store at `path`.
 
     Args:
         dtype: of tokens.
@@ -98,21 +117,21 @@ class StoreWriter:
     def __init__(self, path: Path, dtype: np.dtype[Any], trees: bool = False) -> None:
         self.path, self.folder, self._dtype = path, partial_folder(path), dtype.newbyteorder("<")
         self._progress = parse_json((self.folder / PROGRESS).read_text())
-        known = self._progress["files"]
+        sizes = self._progress["files"]
         names = (TOKENS, DOCUMENTS, HASHES, *([SEGMENTS] if trees else []))
-        self._files = {name: BlockFile(self.folder / name, *known.get(name, (0, []))) for name in names}
+        self._files = {name: BlockFile(self.folder / name, *sizes.get(name, (0, []))) for name in names}
         if not self._files[DOCUMENTS].size:
             self._files[DOCUMENTS].add(np.zeros(1, "<i8"))
         self._synced = time.monotonic()
 
     @property
     def parts(self) -> int:
-        """Parts that are there."""
+        """Number of parts."""
         return self._progress["parts"]
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What `add` was last told."""
+        """Counts of the last `add`."""
         return self._progress["counts"]
 
     @property
@@ -124,30 +143,28 @@ class StoreWriter:
         return self._files[DOCUMENTS].size // 8 - 1
 
     def add(self, part: Part, counts: dict[str, Any]) -> None:
-        """Adds a part; `counts` are those of all parts so far. It is on disk when `sync` is next called."""
+        """Appends a part, which is on disk after the next `sync`. `counts` are those of all parts so far."""
         ends = self.tokens + np.cumsum(part.lengths)
         if part.segments is not None:
-            segments = part.segments.copy()
-            segments["end"] += self.tokens
-            self._files[SEGMENTS].add(segments)
+            self._files[SEGMENTS].add(part.shifted_segments(self.tokens))
         self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
         self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
         self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
-        # Only now, so that on a full disk what is said of the files holds for whole parts.
+        # Recorded after all files have grown: on a full disk, progress still describes complete parts.
         files = {name: (file.size, list(file.checksums)) for name, file in self._files.items()}
         self._progress |= {"parts": self.parts + 1, "counts": counts, "files": files}
         if time.monotonic() > self._synced + SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Sees to it that a kill loses nothing that was added."""
+        """Flushes files to disk, then records their sizes."""
         for file in self._files.values():
             file.sync()
         write_file(self.folder / PROGRESS, json.dumps(self._progress).encode())
         self._synced = time.monotonic()
 
     def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
-        """Writes the header and moves the folder into its place; nothing is left of an older store there."""
+        """Writes the header and moves the folder into place, replacing an older store."""
         self.sync()
         checksums = {name: file.checksums for name, file in self._files.items()}
         name = self._dtype.newbyteorder("=").name
@@ -162,7 +179,7 @@ class StoreWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            with suppress(OSError):  # a disk that is full has no room for this either; the last sync holds
+            with suppress(OSError):  # a full disk has no room for this either; the last sync is valid
                 self.sync()
         for file in self._files.values():
             file.close()

@@ -1,38 +1,33 @@
-"""A needle in a haystack: one thing to be remembered, somewhere in filler."""
+"""A needle in a haystack: one key and its value, hidden in filler tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
+import numpy.typing as npt
 
-from armillary.data.loader.batch import IGNORE
-from armillary.data.loader.batches import check_least
+from armillary.data.loader.batches import check_minimum
 from armillary.data.shuffle import Index
-from armillary.data.synthetic.draws import draw
-from armillary.data.synthetic.task import checked, tensor
+from armillary.data.synthetic.task import Task, draw
 
 
 @dataclass(frozen=True)
-class Needle:
-    """Filler with one needle in it, a key and its value of several tokens, which stands at the end of the row again.
+class Needle(Task):
+    """Filler with one needle, a key followed by a value of several tokens, which the end of the row repeats.
 
-    Labels stand on the last key and on all tokens of the value behind it but the last: each asks for the value's next
-    token. The row ends with the value.
+    The repeated key is the question. Labels are the tokens of the value behind it, and the row ends with them.
 
     Args:
         length: N.
-        depth: where the needle stands: 0 is the start of the row, 1 right before the question. None: at a random
-            place, another one in each row.
+        depth: place of the needle, from 0 (start of the row) to 1 (directly before the question). None: random, and
+            different in each row.
         needle_tokens: tokens of the value.
-        keys, values, fillers: how many different tokens there are of each; one key is drawn in each row.
-        offset: the first key's number; values and fillers follow behind the keys.
-        seed: rows of other seeds hold other tokens.
+        keys, values, fillers: number of different tokens of each kind.
+        seed: of the random tokens and places.
 
     Raises:
-        ValueError: a row too short for needle and question, a depth outside 0..1, no keys, values or fillers, a
-            negative offset; from `tokens` and `labels`, no such row or position.
+        ValueError: a row too short for needle and question, a depth outside of 0..1, or no keys, values or fillers.
     """
 
     length: int
@@ -41,60 +36,44 @@ class Needle:
     keys: int = 16
     values: int = 64
     fillers: int = 64
-    offset: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least(1, needle_tokens=self.needle_tokens, keys=self.keys, values=self.values, fillers=self.fillers)
-        check_least(0, offset=self.offset)
+        check_minimum(1, needle_tokens=self.needle_tokens, keys=self.keys, values=self.values, fillers=self.fillers)
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, or be None for random ones; got {self.depth}")
-        if self._room < 0:
-            needed = self.length - self._room
+        shortest = 2 * (self.needle_tokens + 1)
+        if self.length < shortest:
             raise ValueError(
                 f"a row of {self.length} tokens is too short for a needle of {self.needle_tokens} tokens behind a key, "
-                f"and the same again as the answer; give at least {needed}"
+                f"and the same again as the answer; give at least {shortest}"
             )
 
     @property
     def vocab_size(self) -> int:
-        """All tokens lie below it."""
-        return self.offset + self.keys + self.values + self.fillers
-
-    def tokens(self, row: int, positions: Tensor) -> Tensor:
-        """The tokens at `positions` [T] of a row: int64 [T]."""
-        return tensor(self._tokens(row, checked(self.length, row, positions)))
-
-    def labels(self, row: int, positions: Tensor) -> Tensor:
-        """The value's next token on each of `positions` [T] in the question, else `IGNORE`: int64 [T]."""
-        at = checked(self.length, row, positions)
-        asked = (at >= self._question) & (at < self.length - 1)
-        return tensor(np.where(asked, self._tokens(row, at + 1), IGNORE))
+        return self.keys + self.values + self.fillers
 
     @property
     def _question(self) -> int:
-        """Where the last key stands."""
+        """Position of the repeated key."""
         return self.length - 1 - self.needle_tokens
 
-    @property
-    def _room(self) -> int:
-        """The last place at which a needle may start."""
-        return self._question - 1 - self.needle_tokens
+    def _tokens(self, row: int, positions: Index) -> Index:
+        def random(kind: str, places: Index, n: int) -> Index:
+            return draw(f"needle's {kind}, row {row}, seed {self.seed}", places, n)
 
-    def _start(self, row: int) -> int:
-        """Where the needle starts."""
-        if self.depth is not None:
-            return round(self.depth * self._room)
-        return int(draw(self._key("depth", row), np.zeros(1, np.int64), self._room + 1)[0])
+        last = self._question - 1 - self.needle_tokens  # the last position at which the needle fits
+        if self.depth is None:
+            start = int(random("depth", np.zeros(1, np.int64), last + 1)[0])
+        else:
+            start = round(self.depth * last)
+        # Offset within the needle: 0 is its key. Negative or too large for positions of filler.
+        offset = positions - np.where(positions < self._question, start, self._question)
+        key = random("key", np.zeros_like(positions), self.keys)
+        value = self.keys + random("value", offset, self.values)
+        filler = self.keys + self.values + random("filler", positions, self.fillers)
+        outside = (offset < 0) | (offset > self.needle_tokens)
+        return np.where(outside, filler, np.where(offset == 0, key, value))
 
-    def _tokens(self, row: int, at: Index) -> Index:
-        # Place 0 of the needle is its key; elsewhere in the row, `within` is below 0 or too large.
-        within = at - np.where(at < self._question, self._start(row), self._question)
-        key = draw(self._key("key", row), np.zeros_like(at), self.keys)
-        value = self.keys + draw(self._key("value", row), within, self.values)
-        filler = self.keys + self.values + draw(self._key("filler", row), at, self.fillers)
-        outside = (within < 0) | (within > self.needle_tokens)
-        return self.offset + np.where(outside, filler, np.where(within == 0, key, value))
-
-    def _key(self, what: str, row: int) -> str:
-        return f"needle's {what}, row {row}, seed {self.seed}"
+    def _asks(self, positions: Index) -> npt.NDArray[np.bool_]:
+        return (positions >= self._question) & (positions < self.length - 1)

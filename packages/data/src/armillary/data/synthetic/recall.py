@@ -1,4 +1,4 @@
-"""Associative recall: many things to be remembered, and asked for later."""
+"""Associative recall: many (key, value) pairs, each of which the end of the row asks for."""
 
 from __future__ import annotations
 
@@ -6,124 +6,131 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+import numpy.typing as npt
 
 from armillary.core import SequenceLayout
-from armillary.data.loader.batch import IGNORE
-from armillary.data.loader.batches import check_least
-from armillary.data.shuffle import Index, stable_hash
-from armillary.data.synthetic.draws import distinct, draw
-from armillary.data.synthetic.places import Places
-from armillary.data.synthetic.task import checked, tensor
+from armillary.data.loader.batches import check_minimum
+from armillary.data.shuffle import Index, permutation, stable_hash
+from armillary.data.synthetic.cross_shard import match_pairs, shard_lookup
+from armillary.data.synthetic.task import Task, draw
 
 
 @dataclass(frozen=True, repr=False)
-class AssociativeRecall:
-    """Filler with (key, value) pairs at random places, and queries behind them: a key again, and then its value.
+class AssociativeRecall(Task):
+    """Filler with (key, value) pairs at random places; the row ends with a query for each: its key, then its value.
 
-    Labels stand on the keys of the queries alone. No key stands in two pairs, and none is asked for twice. Values are
-    drawn for every pair by itself, so who has not seen a pair is right once in `values` times. Who has seen all values
-    of a row, but not which key each belongs to, is right about once in `pairs` times.
+    Labels are the values of the queries. No key occurs in two pairs. Values are drawn for each pair by itself, so a
+    model that has not seen a pair is right once in `values` times, and one that has seen all values of a row, but not
+    their keys, about once in `pairs` times.
 
-    By default the queries fill the end of the row, so all of it has to be remembered. Small models learn soonest from
-    rows that ask for every pair and hold little else, such as length=64, pairs=16, queries=16. From there the same
-    model can go on to longer rows.
+    Small models learn soonest from rows that hold little but pairs, such as length=64, pairs=16.
 
     Args:
         length: N.
-        pairs: in a row; a key and a value side by side.
-        queries: in a row, at most as many as pairs.
-        keys, values, fillers: how many different tokens there are of each.
-        offset: the first key's number; values and fillers follow behind the keys. To embed the task in a model with a
-            larger vocabulary, see that `vocab_size` is within it.
-        seed: rows of other seeds are others.
-        gap: at least so many tokens lie between a pair and any query.
-        tail: the queries are scattered among the last `tail` tokens of the row, pairs stand before them. By default
-            2 * queries, which leaves no filler between queries.
-        across: no token of a pair that is asked for lies on the shard that holds the query, so attention within a
-            shard can only guess. Pairs are placed by it: with another layout, rows are others.
+        pairs: number of pairs, and of queries, in a row.
+        keys, values, fillers: number of different tokens of each kind.
+        seed: of the random tokens and places.
+        across: a layout. No token of a pair lies on the shard of its query, so attention within a shard can only
+            guess. Places of pairs depend on it.
 
     Raises:
-        ValueError: counts below 1, more queries than pairs or pairs than keys, a negative offset or gap, a row too
-            short, a layout of another length, or one that leaves no place for a pair away from its query; from
-            `tokens` and `labels`, no such row or position.
+        ValueError: counts below 1, more pairs than keys, a row too short, a layout of another length, or one that
+            leaves no place for a pair away from its query.
     """
 
     length: int
     pairs: int
-    queries: int
     keys: int
     values: int
     fillers: int = 32
-    offset: int = 0
     seed: int = 0
-    gap: int = 0
-    tail: int | None = None
     across: SequenceLayout | None = None
 
     def __post_init__(self) -> None:
-        check_least(1, queries=self.queries, values=self.values, fillers=self.fillers)
-        check_least(0, offset=self.offset, gap=self.gap)
-        if not self.queries <= self.pairs <= self.keys:
+        check_minimum(1, pairs=self.pairs, values=self.values, fillers=self.fillers)
+        if self.pairs > self.keys:
             raise ValueError(
-                f"{self.queries} queries, {self.pairs} pairs, {self.keys} keys: a row asks for each pair once at most, "
-                "and no key is in two pairs; give at least as many pairs as queries, and keys as pairs"
+                f"pairs must be at most keys ({self.keys}), since each has a key of its own; got {self.pairs}"
             )
-        # Whether there are places is the same for every row.
-        _drawn(self._places, self._key("places", 0))
+        if self.length < 4 * self.pairs:
+            raise ValueError(
+                f"a row of {self.length} tokens is too short for {self.pairs} pairs and queries of 2 tokens each; give "
+                f"at least {4 * self.pairs}"
+            )
+        if self.across is not None and self.across.length != self.length:
+            raise ValueError(f"across is a layout of {self.across.length} tokens; the row has {self.length}")
+        _places(self, 0)  # raises if `across` has no places, which does not depend on the row
 
     def __repr__(self) -> str:
-        """All that decides the rows; of `across` a hash, since a layout may be long."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        """All fields; of `across` a hash, since a layout may be long."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.across is not None:
-            shown["across"] = f"{self.across.shards} shards #{stable_hash(self.across.text):016x}"
-        return f"AssociativeRecall({', '.join(f'{name}={value}' for name, value in shown.items())})"
+            values["across"] = f"{self.across.shards} shards #{stable_hash(self.across.text):016x}"
+        return f"AssociativeRecall({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     @property
     def vocab_size(self) -> int:
-        """All tokens lie below it."""
-        return self.offset + self.keys + self.values + self.fillers
+        return self.keys + self.values + self.fillers
 
-    def tokens(self, row: int, positions: Tensor) -> Tensor:
-        """The tokens at `positions` [T] of a row: int64 [T]."""
-        at = checked(self.length, row, positions)
-        pair, _, second = self._find(row, at)
-        filler = self.keys + self.values + draw(self._key("filler", row), at, self.fillers)
-        filler[pair >= 0] = np.where(second, self._values(row, pair), self._keys(row, pair))[pair >= 0]
-        return tensor(filler + self.offset)
+    def _key(self, kind: str, row: int) -> str:
+        return f"recall's {kind}, row {row}, seed {self.seed}"
 
-    def labels(self, row: int, positions: Tensor) -> Tensor:
-        """The value on each of `positions` [T] where a query's key stands, else `IGNORE`: int64 [T]."""
-        pair, is_query, second = self._find(row, checked(self.length, row, positions))
-        return tensor(np.where(is_query & ~second, self._values(row, pair) + self.offset, IGNORE))
+    def _tokens(self, row: int, positions: Index) -> Index:
+        # A place is two adjacent tokens, a key and a value. In rows of odd length, token 0 belongs to none.
+        place, offset = np.divmod(positions - self.length % 2, 2)
+        places = np.concatenate(_places(self, row))
+        order = np.argsort(places)
+        nearest = order[np.searchsorted(places, place, sorter=order).clip(max=len(places) - 1)]
+        pair = nearest % self.pairs
+        key = _distinct(self._key("keys", row), self.keys, self.pairs)[pair]
+        value = self.keys + draw(self._key("values", row), pair, self.values)
+        filler = self.keys + self.values + draw(self._key("filler", row), positions, self.fillers)
+        return np.where(places[nearest] == place, np.where(offset == 1, value, key), filler)
 
-    @property
-    def _places(self) -> Places:
-        return Places(self.length, self.pairs, self.queries, self.gap, self.tail, self.across)
-
-    def _find(self, row: int, at: Index) -> tuple[Index, NDArray[np.bool_], NDArray[np.bool_]]:
-        """The pair that each position belongs to or asks for, or -1; whether it asks; whether it holds the value."""
-        stored, asking = _drawn(self._places, self._key("places", row))
-        marked = np.concatenate([stored, asking])
-        order = np.argsort(marked)
-        place, second = self._places.locate(at)
-        nearest = order[np.searchsorted(marked, place, sorter=order).clip(max=len(marked) - 1)]
-        pair = np.where(marked[nearest] == place, nearest, -1)
-        asks = pair >= self.pairs
-        return np.where(asks, pair - self.pairs, pair), asks, second == 1
-
-    def _keys(self, row: int, pair: Index) -> Index:
-        return distinct(self._key("keys", row), self.keys, self.pairs)[pair]
-
-    def _values(self, row: int, pair: Index) -> Index:
-        return self.keys + draw(self._key("values", row), pair, self.values)
-
-    def _key(self, what: str, row: int) -> str:
-        return f"recall's {what}, row {row}, seed {self.seed}"
+    def _asks(self, positions: Index) -> npt.NDArray[np.bool_]:
+        return (positions >= self.length - 2 * self.pairs) & ((positions - self.length) % 2 == 0)
 
 
-# A row's tokens and labels are asked for one after the other.
-@lru_cache(maxsize=16)
-def _drawn(places: Places, key: str) -> tuple[Index, Index]:
-    return places.draw(key)
+@lru_cache(maxsize=16)  # tokens and labels of a row are computed one after the other
+def _places(task: AssociativeRecall, row: int) -> tuple[Index, Index]:
+    """Places of the pairs and of their queries in a row, [pairs] each. Work is O(pairs), not O(N).
+
+    Raises:
+        ValueError: `task.across` has no such places.
+    """
+    key, count = f"recall's places, row {row}, seed {task.seed}", task.pairs
+    room = task.length // 2 - count  # places before the queries
+    queries = room + permutation(count, f"{key}, queries")
+    if task.across is None:
+        return _distinct(f"{key}, pairs", room, count), queries
+    shards = shard_lookup(task.across)
+    query_shards = shards(task.length % 2 + 2 * queries)
+    candidates = count
+    while True:
+        # Doubles the candidates until every query has a pair: few rows need more than the first round.
+        candidates = min(2 * candidates, room)
+        pairs = _distinct(f"{key}, pairs", room, candidates)
+        key_positions = task.length % 2 + 2 * pairs
+        matches = match_pairs(query_shards, shards(np.stack([key_positions, key_positions + 1])))
+        if (matches >= 0).all():
+            return pairs[matches], queries
+        if candidates == room:
+            break
+    raise ValueError(
+        f"{task.across} has no places for {count} pairs of 2 tokens, none of them on its query's shard; give fewer "
+        "pairs, more tokens, or longer runs of positions to more shards"
+    )
+
+
+def _distinct(key: str, n: int, count: int) -> Index:
+    """Returns `count` <= n different numbers below `n` in random order; work is O(count), not O(n)."""
+    if 2 * count >= n:
+        return permutation(n, key)[:count]
+    size = 2 * count
+    while True:
+        # Draws in sequence, and skips numbers that were drawn before.
+        numbers = draw(key, np.arange(size), n)
+        first = np.sort(np.unique(numbers, return_index=True)[1])
+        if len(first) >= count:
+            return numbers[first[:count]]
+        size *= 2

@@ -1,56 +1,70 @@
-"""What a synthetic task is, and what all of them check."""
+"""The interface of synthetic tasks, and random numbers by position."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from armillary.data.shuffle import Index
+from armillary.data.loader.batch import IGNORE
+from armillary.data.shuffle import Index, random_bits
 
 
-class Task(Protocol):
-    """Rows without end, any token of which can be had by itself.
+class Task(ABC):
+    """Rows of `length` tokens, numbered without end, any token of which can be computed by itself.
 
-    Its `repr` says all that decides what the rows hold: that is how a saved state is known to be of the same task.
+    `repr` of a task names everything that its rows depend on; states of loaders are compared by it.
     """
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row, N."""
-        ...
+    length: int
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
-        """All tokens lie below it; a model may have more."""
-        ...
+        """Vocabulary size; a model may have a larger one."""
+
+    @abstractmethod
+    def _tokens(self, row: int, positions: Index) -> Index:
+        """Tokens at valid positions [T] of a row: int64 [T]."""
+
+    @abstractmethod
+    def _asks(self, positions: Index) -> npt.NDArray[np.bool_]:
+        """Mask [T] of the positions whose next token a model has to answer."""
 
     def tokens(self, row: int, positions: Tensor) -> Tensor:
-        """The tokens at `positions` [T] of row number `row`: int64 [T] on the CPU, whatever else is asked for."""
-        ...
+        """Returns the tokens at `positions` [T] of a row: int64 [T], on the CPU.
+
+        Raises:
+            ValueError: a negative row, or a position outside of the row.
+        """
+        return torch.from_numpy(self._tokens(row, self._indices(row, positions)))
 
     def labels(self, row: int, positions: Tensor) -> Tensor:
-        """The token that follows each of `positions` [T] where a model has to know it, else `IGNORE`: int64 [T]."""
-        ...
+        """Returns the answer at each of `positions` [T] that asks for one, else `IGNORE`: int64 [T], on the CPU.
+
+        Raises:
+            ValueError: a negative row, or a position outside of the row.
+        """
+        indices = self._indices(row, positions)
+        answers = self._tokens(row, np.minimum(indices + 1, self.length - 1))  # the last position never asks
+        return torch.from_numpy(np.where(self._asks(indices), answers, IGNORE))
+
+    def _indices(self, row: int, positions: Tensor) -> Index:
+        if row < 0:
+            raise ValueError(f"row must be at least 0; got {row}")
+        indices = positions.to("cpu", torch.int64).numpy()
+        for position in (int(indices.min()), int(indices.max())) if len(indices) else ():
+            if not 0 <= position < self.length:
+                raise ValueError(f"position {position} is not one of the {self.length} positions 0..{self.length - 1}")
+        return indices
 
 
-def checked(length: int, row: int, positions: Tensor) -> Index:
-    """`positions` [T] as int64 on the CPU.
+def draw(key: str, places: Index, n: int) -> Index:
+    """Returns a random number below `n` for each of `places`: a hash of the key and the place.
 
-    Raises:
-        ValueError: a row below 0, or a position that no row of `length` tokens has.
+    A generator would have to run from the start of a row on every rank. The bias is n / 2**64.
     """
-    if row < 0:
-        raise ValueError(f"rows count from 0; got {row}")
-    found = positions.to("cpu", torch.int64)
-    for position in (int(found.min()), int(found.max())) if len(found) else ():
-        if not 0 <= position < length:
-            raise ValueError(f"position {position} is not one of the {length} positions 0..{length - 1}")
-    return found.numpy()
-
-
-def tensor(numbers: Index) -> Tensor:
-    """int64, on the CPU, in memory of its own."""
-    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
+    return (random_bits(key, places) % np.uint64(n)).astype(np.int64)

@@ -1,1 +1,1 @@
-"""Documents of text, and what makes tokens of them."""
+"""Documents of text, and tokenizers."""

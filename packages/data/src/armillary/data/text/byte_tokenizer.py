@@ -1,4 +1,4 @@
-"""Tokens from bytes, with no vocabulary to train, ship or download."""
+"""The interface of tokenizers, and bytes as tokens: no vocabulary to train, ship or download."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 
 
 class Tokenizer(Protocol):
-    """What stores and models need to know of a tokenizer."""
+    """Interface of tokenizers for stores and models."""
 
     @property
     def identity(self) -> str:
-        """Tells this tokenizer from others: equal where the same text gives the same tokens."""
+        """Equal for tokenizers that give the same tokens for every text."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """V, `end_of_document` included: every token is smaller."""
+        """Vocabulary size V, with `end_of_document`: every token is smaller."""
         ...
 
     @property
     def end_of_document(self) -> int:
-        """The token that follows each document."""
+        """Token behind each document."""
         ...
 
     def encode(self, text: bytes | str) -> Tensor:
-        """An integer tensor [T] of the smallest dtype that holds every token; `end_of_document` is not added."""
+        """Returns an integer tensor [T] of the smallest dtype that holds every token, without `end_of_document`."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Each byte is a token, 0 to 255; token 256 ends a document."""
+    """Tokens 0 to 255 are bytes; token 256 ends a document."""
 
     @property
     def identity(self) -> str:
@@ -42,7 +42,6 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """V, `end_of_document` included."""
         return 257
 
     @property
@@ -50,20 +49,25 @@ class ByteTokenizer:
         return 256
 
     def encode(self, text: bytes | str) -> Tensor:
-        """The bytes of `text`, those of its UTF-8 form where it is a str: an int16 tensor [T]."""
+        """Returns the bytes of `text`, of a str those of its UTF-8 form: an int16 tensor [T]."""
         data = bytearray(text.encode() if isinstance(text, str) else text)
-        # An empty buffer is refused by frombuffer, and read-only bytes draw a warning: hence the copy.
+        # Copied, since frombuffer warns about read-only bytes. It refuses an empty buffer.
         return torch.frombuffer(data, dtype=torch.uint8).short() if data else torch.empty(0, dtype=torch.int16)
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of an integer tensor [T]: an end of document is shown as a line break, broken UTF-8 as U+FFFD.
+        """Returns the text of tokens [T], with U+FFFD for broken UTF-8 and line breaks for ends of documents.
 
         Raises:
-            ValueError: a token that is not one of 0..256.
+            ValueError: a token outside of 0..256.
         """
         values = cast(list[int], tokens.tolist())
-        unknown = [value for value in values if not 0 <= value < self.vocab_size]
-        if unknown:
-            raise ValueError(f"token {unknown[0]} is not one of the {self.vocab_size} tokens 0..{self.vocab_size - 1}")
+        check_tokens(values, self.vocab_size)
         data = bytes(ord("\n") if value == self.end_of_document else value for value in values)
         return data.decode(errors="replace")
+
+
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raises ValueError for a token outside of the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is not one of the {vocab_size} tokens 0..{vocab_size - 1}")

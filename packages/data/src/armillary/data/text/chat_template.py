@@ -1,4 +1,4 @@
-"""Conversations as text, by the chat template of a tokenizer's folder (Jinja, as `transformers` has it)."""
+"""Conversations as text, by the Jinja chat template of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from armillary.core.files import parse_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that a template may ask for."""
-OF_STORE = "chat_template_tokens"
-"""In a store's tokenizer_config.json: those names, since "eos_token" is its end of document there."""
+"""Special tokens that templates use."""
+STORE_NAMES = "chat_template_tokens"
+"""Key of these names in a store's tokenizer_config.json, whose "eos_token" is the end of document."""
 ASSISTANT = "assistant"
 
 
@@ -23,7 +23,7 @@ ASSISTANT = "assistant"
 class ChatTemplate:
     """A Jinja template, and the names of special tokens that it may write.
 
-    It is told no date (`strftime_now`), so that the same messages give the same text every day.
+    Templates get no date (`strftime_now`), so that the same messages give the same text every day.
     """
 
     source: str
@@ -31,7 +31,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
-        """That of a folder: its chat_template.jinja, or "chat_template" in its tokenizer_config.json; None without.
+        """Reads chat_template.jinja, or "chat_template" in tokenizer_config.json; None if the folder has neither.
 
         Raises:
             ValueError: a file that cannot be read, or several templates of which none is "default".
@@ -44,68 +44,68 @@ class ChatTemplate:
                 source = {template["name"]: template["template"] for template in source}["default"]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the chat template in {folder} cannot be read ({error!r})") from error
-        given = values.get(OF_STORE) or {name: values.get(name) for name in NAMES}
-        names = {name: x["content"] if isinstance(x, dict) else x for name, x in given.items() if x}
+        tokens = values.get(STORE_NAMES) or {name: values.get(name) for name in NAMES}
+        names = {name: x["content"] if isinstance(x, dict) else x for name, x in tokens.items() if x}
         return None if source is None else cls(source, names)
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a tokenizer_config.json has of it, for `read`."""
-        return {"chat_template": self.source, OF_STORE: dict(self.names)}
+        """Entries of a tokenizer_config.json from which `read` restores the template."""
+        return {"chat_template": self.source, STORE_NAMES: dict(self.names)}
 
-    def parts(self, messages: Sequence[Mapping[str, Any]], known: int = 0) -> list[tuple[str, bool]]:
-        """The text of messages from number `known` on, behind those before it, in pieces: (text, the assistant's own).
+    def render(self, messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[tuple[str, bool]]:
+        """Renders messages from number `start` on, as (text, whether the assistant wrote it) pieces.
 
-        What the assistant says begins behind what the template writes to have it answer. Joined, the pieces are what
-        the template makes of all messages less what it makes of the known ones.
+        Text of the assistant begins behind the generation prompt. The joined pieces are the template's text for all
+        messages, without its text for the messages before `start`.
 
         Raises:
-            ValueError: the template refuses the messages, or does not write one message after the other.
+            ValueError: the template refuses the messages, or the text of a message depends on later ones.
         """
-        pieces, before = list[tuple[str, bool]](), self._render(messages[:known], False) if known else ""
-        for i in range(known, len(messages)):
-            if messages[i]["role"] == ASSISTANT:
-                before = self._add(pieces, before, self._render(messages[:i], True), False) if i else before
-            whole = self._render(messages[: i + 1], False)
-            before = self._add(pieces, before, whole, messages[i]["role"] == ASSISTANT)
+        pieces, before = list[tuple[str, bool]](), self._render(messages[:start], False) if start else ""
+        for i in range(start, len(messages)):
+            is_assistant = messages[i]["role"] == ASSISTANT
+            if is_assistant and i:
+                before = _append(pieces, before, self._render(messages[:i], True), False)
+            before = _append(pieces, before, self._render(messages[: i + 1], False), is_assistant)
         return pieces
 
-    def _add(self, pieces: list[tuple[str, bool]], before: str, text: str, own: bool) -> str:
-        if not text.startswith(before):
-            raise ValueError(
-                "the chat template changes what it wrote of a conversation when a message is added to it, so branches "
-                "cannot share their beginning; take another template (chat_template.jinja)"
-            )
-        if text != before:
-            if pieces and pieces[-1][1] == own:
-                pieces[-1] = (pieces[-1][0] + text[len(before) :], own)
-            else:
-                pieces.append((text[len(before) :], own))
-        return text
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
-        jinja = _jinja()
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        jinja = import_module("jinja2")  # a dependency of torch
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=answer, **self.names)
+            return self._compiled.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.names
+            )
         except (jinja.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(f"the chat template refuses these messages ({error})") from error
 
     @cached_property
     def _compiled(self) -> Any:
-        jinja, sandbox = _jinja(), import_module("jinja2.sandbox")
-        extensions = ["jinja2.ext.loopcontrols"]
-        made = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        made.globals["raise_exception"] = _refuse
+        jinja, sandbox = import_module("jinja2"), import_module("jinja2.sandbox")
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+
+        def raise_exception(message: str) -> NoReturn:
+            raise ValueError(message)
+
+        environment.globals["raise_exception"] = raise_exception
         try:
-            return made.from_string(self.source)
+            return environment.from_string(self.source)
         except jinja.TemplateError as error:
             raise ValueError(f"the chat template cannot be read ({error})") from error
 
 
-def _jinja() -> Any:
-    """torch depends on it, and so it is there."""
-    return import_module("jinja2")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+def _append(pieces: list[tuple[str, bool]], before: str, text: str, is_assistant: bool) -> str:
+    """Appends the text behind `before` to the last piece if it has the same author, else as a piece; returns `text`."""
+    if not text.startswith(before):
+        raise ValueError(
+            "the chat template changes what it wrote of a conversation when a message is added to it, so branches "
+            "cannot share their beginning; take another template (chat_template.jinja)"
+        )
+    added = text[len(before) :]
+    if added and pieces and pieces[-1][1] == is_assistant:
+        pieces[-1] = (pieces[-1][0] + added, is_assistant)
+    elif added:
+        pieces.append((added, is_assistant))
+    return text

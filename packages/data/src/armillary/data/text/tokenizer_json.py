@@ -1,4 +1,4 @@
-"""What a tokenizer.json says, and a tokenizer of the `tokenizers` library built from it."""
+"""Parsing of tokenizer.json, and the `tokenizers.Tokenizer` built from it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from armillary.core.files import parse_json
 from armillary.data.optional import optional
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
-"""Names that published tokenizers give to the end of a document. [SEP] is not one: it also stands inside of them."""
+"""Names of the end of document in published tokenizers. [SEP] is not one: it also occurs within documents."""
+BEGIN = "begin_of_document"
+"""Key of a store's tokenizer_config.json: the name of the token in front of each document."""
 
 
-def settings_of(definition: bytes) -> dict[str, Any]:
-    """The parsed tokenizer.json.
+def parse_definition(definition: bytes) -> dict[str, Any]:
+    """Parses a tokenizer.json.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: other content.
     """
     try:
         settings: object = parse_json(definition)
@@ -27,43 +29,44 @@ def settings_of(definition: bytes) -> dict[str, Any]:
     if not isinstance(fields.get("model"), dict) or "vocab" not in fields["model"]:
         raise ValueError("this is not a tokenizer.json: it has no model with a vocabulary")
     try:
-        for read in (_vocabulary, _choices):  # all that is read of it here
-            read(fields)
+        # Reads every field that later functions read, so that they cannot fail.
+        _vocabulary(fields)
+        _special_tokens(fields)
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError("this is not a tokenizer.json: its vocabulary or added tokens have another form") from error
     return fields
 
 
 def choose_end(settings: dict[str, Any], end: str | None) -> str:
-    """The name of the token that ends a document: `end`, or the first of the usual names that the vocabulary has.
+    """Returns the name of the end of document: `end`, or the first usual name in the vocabulary.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the vocabulary has no such token.
     """
     if end is not None:
         return check_name(settings, "end_of_document", end)
     vocabulary = _vocabulary(settings)
-    found = [name for name in _ENDS if name in vocabulary]
-    if not found:
+    names = [name for name in _ENDS if name in vocabulary]
+    if not names:
         raise ValueError(
-            f"no token has a usual name for an end of document; give end_of_document, {_choices(settings)}"
+            f"no token has a usual name for an end of document; give end_of_document, {_special_tokens(settings)}"
         )
-    return found[0]
+    return names[0]
 
 
 def check_name(settings: dict[str, Any], argument: str, name: str) -> str:
-    """`name`, which the argument `argument` gave.
+    """Returns `name`, the value of `argument`.
 
     Raises:
         ValueError: the vocabulary has no such token.
     """
     if name not in _vocabulary(settings):
-        raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {_choices(settings)}")
+        raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {_special_tokens(settings)}")
     return name
 
 
 def build(settings: dict[str, Any], special: list[str]) -> Any:
-    """A `tokenizers.Tokenizer` that reads special tokens, and those named in `special`, as text like any other.
+    """Builds a `tokenizers.Tokenizer` that reads special tokens, and the tokens `special`, as ordinary text.
 
     Raises:
         ValueError: the library cannot read the definition.
@@ -74,7 +77,7 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
     library = optional("tokenizers", "tokenizers")
     try:
         tokenizer = library.Tokenizer.from_str(json.dumps({**settings, "model": model, "added_tokens": added}))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises plain exceptions
         raise ValueError(f"tokenizers {library.__version__} cannot read this tokenizer.json ({error})") from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -82,21 +85,17 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
     return tokenizer
 
 
-BEGIN = "begin_of_document"
-"""In a tokenizer_config.json that a store has: the name of the token in front of each document."""
-
-
-def configured(file: Path, name: str) -> str | None:
-    """A token's name in a tokenizer_config.json; None without it or without such a file.
+def read_name(file: Path, key: str) -> str | None:
+    """Returns the name of a token in a tokenizer_config.json; None without the key or the file.
 
     Raises:
-        ValueError: the file is broken.
-        OSError: it cannot be read.
+        ValueError: a broken file.
+        OSError: a file that cannot be read.
     """
     if not file.exists():
         return None
     try:
-        token = parse_json(file.read_bytes()).get(name)
+        token = parse_json(file.read_bytes()).get(key)
         return cast(str | None, token["content"] if isinstance(token, dict) else token)
     except (ValueError, AttributeError, KeyError) as error:
         raise ValueError(f"{file.name} is broken ({error}); repair it, or give end_of_document") from error
@@ -112,8 +111,8 @@ def _vocabulary(settings: dict[str, Any]) -> set[str]:
     return {*names, *(token["content"] for token in _added(settings))}
 
 
-def _choices(settings: dict[str, Any]) -> str:
-    """The special tokens, in words; the first of them where there are many."""
+def _special_tokens(settings: dict[str, Any]) -> str:
+    """The names of at most 16 special tokens, for messages."""
     names = [repr(token["content"]) for token in _added(settings) if token["special"]]
-    shown = ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
-    return f"one of {shown}" if names else "the name of a token (it has no special ones)"
+    suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
+    return f"one of {', '.join(names[:16])}{suffix}" if names else "the name of a token (it has no special ones)"

@@ -15,7 +15,7 @@ from armillary.core import start_process_group
 from armillary.core.commands import ending
 from armillary.core.health.ranks import Ranks
 from armillary.data.progress import Bar
-from armillary.data.text.unfolding import KnownTokenizer, Unfolding
+from armillary.data.text.streamer import TextStreamer, TwoWayTokenizer
 from armillary.models import GPT, Llama, stream
 from armillary.train.generate.command import PROGRAM, Generate, prompts_of, read_generate
 from armillary.train.generate.loading import TIMEOUT, load_model
@@ -71,7 +71,7 @@ def run(asked: Generate) -> list[Continued]:
     return found
 
 
-def encode(prompt: str, tokenizer: KnownTokenizer | None, vocabulary: int) -> list[int]:
+def encode(prompt: str, tokenizer: TwoWayTokenizer | None, vocabulary: int) -> list[int]:
     """The tokens of a prompt, whose numbers it has where there is no tokenizer.
 
     Raises:
@@ -108,12 +108,12 @@ def continued(
     prompt: str,
     row: list[int],
     asked: Generate,
-    tokenizer: KnownTokenizer | None,
+    tokenizer: TwoWayTokenizer | None,
     stops: Sequence[int],
     show: bool,
 ) -> Continued:
     """What follows a prompt, shown as it comes."""
-    unfolding = Unfolding(tokenizer, write if show else lambda _: None)
+    streamer = TextStreamer(tokenizer, write if show else lambda _: None)
     ids = list[int]()
     if show:
         write(prompt)
@@ -121,11 +121,11 @@ def continued(
         if token in stops:
             break
         ids.append(token)
-        unfolding.add(token)
-    unfolding.close()
+        streamer.put(token)
+    streamer.end()
     if show:
         write("\n")
-    return Continued(prompt, row, ids, None if tokenizer is None else unfolding.text)
+    return Continued(prompt, row, ids, None if tokenizer is None else streamer.text)
 
 
 def tokens_of(model: Llama | GPT, row: list[int], asked: Generate, stops: Sequence[int]) -> Iterator[Tensor]:

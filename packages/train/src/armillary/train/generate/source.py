@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from armillary.core.checkpoint.folder import COMPLETE, CheckpointFolder
-from armillary.data.opening import has_tokenizer, read_tokenizer, tokenizer_of
+from armillary.data.detection import has_tokenizer, read_tokenizer, tokenizer_of
 from armillary.data.text.byte_tokenizer import ByteTokenizer
-from armillary.data.text.unfolding import KnownTokenizer
+from armillary.data.text.streamer import TwoWayTokenizer
 from armillary.models.hub.folder import CONFIG, ends_of_text, read_json
 
 
@@ -64,7 +64,7 @@ def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
     return folder
 
 
-def find_tokenizer(source: ModelSource, named: str | None, begin: str | None) -> KnownTokenizer | None:
+def find_tokenizer(source: ModelSource, named: str | None, begin: str | None) -> TwoWayTokenizer | None:
     """The tokenizer that was named, else that of the run's data or of the folder; None where there is none.
 
     Raises:
@@ -79,7 +79,7 @@ def find_tokenizer(source: ModelSource, named: str | None, begin: str | None) ->
     return of_run(source.place, begin)
 
 
-def of_run(place: Path, begin: str | None) -> KnownTokenizer | None:
+def of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
     """That of the folder that a run began with, or of its data: of a store as it was prepared, of plain text bytes."""
     config = read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
     data, model = (cast(dict[str, Any], config.get(name) or {}) for name in ("data", "model"))
@@ -92,7 +92,7 @@ def of_run(place: Path, begin: str | None) -> KnownTokenizer | None:
     return ByteTokenizer() if not kinds else kinds[0]
 
 
-def stops_of(source: ModelSource, tokenizer: KnownTokenizer | None) -> list[int]:
+def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:
     """Tokens that end a text: those that a Hugging Face folder names, else the tokenizer's end of document."""
     if source.checkpoints is None and (named := ends_of_text(source.place)) is not None:
         return named

@@ -1,0 +1,74 @@
+"""Detection of stores, text and tokenizers at a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armillary.data.formats import is_store, open_store
+from armillary.data.formats.folder import Header, is_folder
+from armillary.data.store import TokenStore
+from armillary.data.text.byte_tokenizer import ByteTokenizer
+from armillary.data.text.corpus import binary, read_documents
+from armillary.data.text.streamer import TwoWayTokenizer
+from armillary.data.text.tokenizer import TextTokenizer
+
+CONTAINERS = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
+"""Suffixes of files whose bytes are not the text itself."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files that mark a tokenizer in a Hugging Face folder; only the first can be read."""
+
+
+def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
+    """Opens a store, or tokenizes text with the tokenizer of a Hugging Face folder, or as bytes.
+
+    Raises:
+        ValueError: a file that is neither, judging by its name and content; a store of bytes for a folder with a
+            tokenizer.
+    """
+    if is_store(path):
+        store = open_store(path)
+        if store.vocabulary.tokenizer == ByteTokenizer().identity and has_tokenizer(model_folder):
+            raise ValueError(
+                f"{store.name} holds bytes, and the model in {model_folder} knows other tokens; prepare it again with "
+                f"`armillary-data prepare --tokenizer {model_folder}`"
+            )
+        return store
+    if path.suffix in CONTAINERS or (path / "tokens.bin").exists():
+        raise ValueError(
+            f"{path} is no text to be read as it is; make a token store of it with `armillary-data prepare`"
+        )
+    documents = read_documents(path)
+    if path.is_file() and (reason := binary(documents[0].text)) is not None:
+        raise ValueError(f"{path} is no text to be read as it is: {reason}")
+    return TokenStore.of(documents, read_tokenizer(model_folder), str(path))
+
+
+def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> TwoWayTokenizer:
+    """Reads the tokenizer of a file or Hugging Face folder; bytes without a path, or for a folder without tokenizer.
+
+    Args:
+        begin_of_document: name of a token in front of each text; by default as the tokenizer's files say.
+
+    Raises:
+        ValueError: not a tokenizer.json, or the library that reads it is not installed.
+    """
+    if path is None or (begin_of_document is None and path.is_dir() and not has_tokenizer(path)):
+        return ByteTokenizer()
+    try:
+        return TextTokenizer.read(path, begin_of_document=begin_of_document)
+    except ImportError as error:
+        place = "in" if path.is_dir() else "at"
+        raise ValueError(f"the tokenizer {place} {path} cannot be read: {error}") from error
+
+
+def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer | None:
+    """Returns the tokenizer of the tokens or text at a path; None if its files do not name one."""
+    if is_folder(path):
+        if has_tokenizer(path):
+            return read_tokenizer(path, begin_of_document)
+        return ByteTokenizer() if Header.read(path).vocabulary.tokenizer == ByteTokenizer().identity else None
+    return ByteTokenizer() if path.exists() and path.suffix not in (".bin", ".idx", ".arrow") else None
+
+
+def has_tokenizer(folder: Path | None) -> bool:
+    return folder is not None and any((folder / name).exists() for name in TOKENIZER_FILES)

@@ -1,0 +1,73 @@
+"""Printed tables of `armillary-data info`, `pack` and `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from armillary.core.table import Column, print_table
+from armillary.data.formats.folder import Header
+from armillary.data.inspection.statistics import PackingStatistics, describe, histogram
+from armillary.data.store import TokenStore
+
+BAR_WIDTH = 24
+"""Characters of the longest bar of a histogram."""
+
+LABELS = {
+    "mean_length": "mean length, tokens",
+    "longest": "longest, tokens",
+    "unshared_tokens": "tokens if unshared",
+    "stored_percent": "% of these stored",
+}
+"""Labels of statistics whose names lack a unit."""
+
+
+def print_omissions(header: Header) -> None:
+    """Prints a line for each reason for which documents of the input were left out or changed."""
+    sentences = {
+        "empty": "documents without text were left out",
+        "binary": "binary files were left out",
+        "replaced": "documents are not valid UTF-8: U+FFFD replaces their invalid bytes; the first is {first}",
+        "skipped": "documents were skipped as broken; the first is {first}",
+    }
+    for name, sentence in sentences.items():
+        if header.summary.get(name):
+            print(f"{header.summary[name]:,} {sentence.format(first=header.summary.get(f'first_{name}'))}")
+
+
+def print_info(store: TokenStore, header: Header | None) -> None:
+    """Prints the statistics of a store and a histogram of the lengths of its documents."""
+    for name, value in describe(store).items():
+        text = "unknown" if value is None else f"{value:,.0f}" if isinstance(value, (int, float)) else value
+        unit = ", tokens" if name.startswith("p") and name[1:].isdigit() else ""
+        print(f"{LABELS.get(name, name.replace('_', ' ') + unit):20} {text}")
+    if header is not None:
+        print_omissions(header)
+    print()
+    bins = histogram(store.lengths)
+    largest = max((b.documents for b in bins), default=0)
+    rows: list[list[str]] = []
+    for b in bins:
+        bar = "█" * round(BAR_WIDTH * b.documents / largest) or ("▏" if b.documents else "")
+        lengths = f"{b.least:,}" if b.least == b.most else f"{b.least:,} to {b.most:,}"
+        rows.append([lengths, f"{b.documents:,}", f"{100 * b.tokens / max(store.tokens, 1):.1f}", bar])
+    heads = [Column("tokens in a document"), Column("documents"), Column("share of tokens (%)"), Column("", text=True)]
+    print_table(heads, rows)
+
+
+def print_packings(packings: Sequence[PackingStatistics], length: int, shards: int) -> None:
+    """Prints the cost of packings and the balance of their rows, a column for each packing."""
+    rows = {
+        "rows in an epoch": [f"{p.waste.rows:,}" for p in packings],
+        "padding (% of all tokens)": [f"{100 * p.waste.padding:.2f}" for p in packings],
+        "dropped (% of all tokens)": [f"{100 * p.waste.dropped:.2f}" for p in packings],
+        "cut (% of all documents)": [f"{100 * p.waste.cut:.2f}" for p in packings],
+        "pieces in a row": [f"{p.documents:.1f}" for p in packings],
+        "zigzag: balance": [f"{p.zigzag:.3f}" for p in packings],
+        "zigzag: worst row": [f"{p.worst_zigzag:.3f}" for p in packings],
+        "balanced: balance": [f"{p.balanced:.3f}" for p in packings],
+        "balanced: worst row": [f"{p.worst_balanced:.3f}" for p in packings],
+        "balanced: most spans of a shard": [f"{p.spans}" for p in packings],
+    }
+    print(f"rows of {length:,} tokens, {shards} shards; balance is the slowest shard over the mean\n")
+    heads = [Column("packing", text=True), *(Column(p.packing) for p in packings)]
+    print_table(heads, [[name, *values] for name, values in rows.items()])
