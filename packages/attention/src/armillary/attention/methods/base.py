@@ -114,8 +114,12 @@ class Method(AttentionMethod):
         x: Tensor,
         projections: Projections,
         *,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
         sinks: Tensor | None = None,
-        **arguments: Unpack[ProjectedArguments],
+        softcap: float | None = None,
+        kernel: str | Kernel | None = None,
     ) -> Tensor:
         """Self-attention from hidden states: equal to calling the method with the projected q, k and v.
 
@@ -123,8 +127,7 @@ class Method(AttentionMethod):
 
         Args:
             x: [B, T, E], this rank's tokens; or a DTensor [B, N, E], see `call/dtensors.py`.
-            projections: from x to q, k and v.
-            arguments: mask, layout, scale, softcap and kernel, as in `__call__`.
+            projections: from x to q, k and v. Other arguments as in `__call__`.
 
         Under autocast, projections run in the caller's autocast state, and attention after them in the dtype of q, k
         and v, which must be one.
@@ -135,7 +138,7 @@ class Method(AttentionMethod):
         Raises:
             ValueError: as `__call__`.
         """
-        options = check_options(AttentionOptions.of_projected(**arguments))
+        options = check_options(AttentionOptions(mask, layout, None, scale, softcap, kernel))
         check_hidden(x, projections, sinks)
         if compat.is_dtensor(x) or (sinks is not None and compat.is_dtensor(sinks)):
             from armillary.attention.call.dtensors import project_dtensors
