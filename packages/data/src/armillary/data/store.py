@@ -10,6 +10,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.commands import DamagedInput
 from armillary.data.shuffle import Index, bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
@@ -116,7 +117,7 @@ class TokenStore:
 
         Raises:
             IndexError: a part that the document does not have.
-            ValueError: a token outside of the vocabulary, as of files that were changed; names document and place.
+            DamagedInput: a token outside of the vocabulary, as of files that were changed; names document and place.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
@@ -143,7 +144,7 @@ class TokenStore:
             return
         i = int(np.argmax((found >= size) | (found < 0)))
         at = start + i * step
-        raise ValueError(
+        raise DamagedInput(
             f"{self.name}: token {at} of document {document} (token {int(self.starts[document]) + at} of the store) is "
             f"{found[i]}, and the vocabulary has {size}; the files were changed, see `armillary-data info --verify`"
         )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.commands import DamagedInput
 from armillary.data.shuffle import Index
 
 SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("weight", "<f8")])
@@ -139,18 +140,21 @@ class SegmentTable:
             raise ValueError(f"{self.name}: segment {falling[0]} has no tokens; prepare the store again")
 
     def tree(self, start: int, stop: int) -> SegmentTree:
-        """That of a document which has tokens `start` to `stop - 1` of the store.
+        """Returns the tree of the document with tokens `start` to `stop - 1` of the store.
 
         Raises:
-            ValueError: segments that do not end where the document does, or are in no depth-first order.
+            DamagedInput: segments that do not end where the document does, or are in no depth-first order.
         """
         first, end = (int(x) for x in np.searchsorted(self._ends, [start, stop], ("right")))
         if first == end or self._ends[end - 1] != stop:
-            raise ValueError(f"{self.name}: no segments end at tokens {start} to {stop}; prepare the store again")
+            raise DamagedInput(f"{self.name}: no segments end at tokens {start} to {stop}; prepare the store again")
         rows, ends = self.table[first:end], self._ends[first:end] - start
         starts = np.concatenate([[0], ends[:-1]])
         parents = tuple(rows["parent"].tolist())
-        check_order(parents, f"{self.name}, tokens {start} to {stop}")
+        try:
+            check_order(parents, f"{self.name}, tokens {start} to {stop}")
+        except ValueError as error:
+            raise DamagedInput(str(error)) from error
         return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
 
     def figures(self, starts: Index, stops: Index) -> dict[str, int]:
