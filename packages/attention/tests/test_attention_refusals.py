@@ -33,8 +33,8 @@ CAUSAL = AttentionMask()
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 MASKS: list[tuple[dict, str]] = [
-    ({"documents": [[0, 3, 8], 5]}, "boundaries 5 must start at 0 and rise"),
-    ({"documents": [5, [0, 3, 8]]}, "boundaries 5 must"),
+    ({"documents": [[0, 3, 8], 5]}, r"boundaries \[\[0, 3, 8\], 5\] must start at 0 and rise"),
+    ({"documents": [5, [0, 3, 8]]}, r"boundaries \[5, \[0, 3, 8\]\] must"),
     ({"documents": [[0, 3.7, 8]]}, r"\[0, 3.7, 8\] must"),
     ({"documents": [0.0, 8.0]}, r"\[0.0, 8.0\] must"),
     ({"documents": torch.tensor([0.0, 8.0])}, r"\[0.0, 8.0\] must"),
@@ -48,7 +48,9 @@ MASKS: list[tuple[dict, str]] = [
     ({"documents": []}, r"\[\] must"),
     ({"documents": [[]]}, r"\[\] must"),
     ({"documents": [0, None]}, "must start at 0"),
-    ({"documents": [[0, 8], None]}, "None must"),
+    ({"documents": [[0, 8], None]}, r"\[\[0, 8\], None\] must"),
+    ({"documents": [0, [3, 40]]}, r"\[0, \[3, 40\]\] must"),
+    ({"documents": [[0, 8], 8]}, r"\[\[0, 8\], 8\] must"),
     ({"documents": [torch.tensor([0]), torch.tensor([8])]}, r"\[0\] must"),
     ({"documents": torch.zeros(2, 2, 2, dtype=torch.long)}, "must start at 0"),
     ({"documents": [0, 5, 5]}, r"\[0, 5, 5\] must"),

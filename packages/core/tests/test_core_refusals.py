@@ -39,7 +39,10 @@ LAYOUTS = [
     (lambda: SequenceLayout.balanced(8, 2.0), "shards=2.0: an integer"),
     (lambda: SequenceLayout.balanced(8, 2, causal="no"), "causal='no': True or False"),
     (lambda: SequenceLayout.balanced(8, 2, window=4), r"window 4: give \(left, right\)"),
-    (lambda: SequenceLayout.balanced(8, 2, documents=[[0, 8], 5]), "boundaries 5 must rise from 0 to the length 8"),
+    (
+        lambda: SequenceLayout.balanced(8, 2, documents=[[0, 8], 5]),
+        r"8\], 5\] must rise from 0 to the length 8",
+    ),
     (lambda: SequenceLayout.balanced(8, 2, documents=[0, 3.7, 8]), "must rise from 0 to the length 8"),
     (lambda: attention_balance(EIGHT, window=(1.0, 0)), r"window \(1.0, 0\): give"),
     (lambda: SequenceLayout(8), "spans 8: give a list of ranges for each shard"),

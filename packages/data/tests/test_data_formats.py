@@ -1,6 +1,7 @@
 """Folders of tokens: what was written comes back, and whatever is wrong with one is named."""
 
 import json
+import math
 import re
 import shutil
 
@@ -188,6 +189,14 @@ def test_invalid_headers_are_refused(folder, text):
         {"checksums": {"tokens.bin": [], "documents.bin": [1], "hashes.bin": [1]}},
         {"checksums": {"tokens.bin": [1, 2], "documents.bin": [1], "hashes.bin": [1]}},
         {"colour": "red"},
+        {"tokens": True},
+        {"vocabulary": {"size": "many"}},
+        {"vocabulary": {"size": math.nan}},
+        {"vocabulary": {"size": -1}},
+        {"vocabulary": {"end_of_document": [1]}},
+        {"vocabulary": {"tokenizer": 7}},
+        {"summary": 3},
+        {"summary": {"skipped": "many"}},
     ],
 )
 def test_headers_with_foreign_values_are_refused(folder, changes):

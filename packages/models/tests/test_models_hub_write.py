@@ -207,3 +207,12 @@ def test_gpt2_is_read_with_its_prefix_and_without_and_with_its_old_buffers(tmp_p
     names_in_file = {name: name if prefixed else name.removeprefix("transformer.") for name in tensors}
     save_file({names_in_file[name]: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert same(GPT.from_pretrained(tmp_path), gpt())
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}', "nothing"])
+def test_a_broken_index_is_replaced(tmp_path, index):
+    (tmp_path / files.INDEX).write_text(index)
+    (tmp_path / "notes.safetensors").write_text("of somebody else")
+    build().save_pretrained(tmp_path)
+    assert same(Llama.from_pretrained(tmp_path, attend), build())
+    assert not (tmp_path / files.INDEX).exists() and (tmp_path / "notes.safetensors").exists()

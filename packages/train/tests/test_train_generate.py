@@ -148,6 +148,8 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
         ("hub --prompt x --step 1", "--step 1: hub is a Hugging Face folder, and has no steps"),
         ("hub --prompt x", "hub: no tokenizer is known; name one by --tokenizer, or give tokens by --ids"),
         ("run", 'no prompt: give --prompt "..."'),
+        ("odd-data --prompt x", "odd-data/config.json: data=[1]"),
+        ("odd-path --prompt x", "odd-path/config.json: data.path=5"),
         ("run --prompt x --tokenizer none.json", "none.json cannot be read"),
         ("run --prompt x --tokens 64q", "--tokens: '64q' is no whole number"),
         ("run --prompt x --temperature -1", "temperature=-1.0: it must be at least 0"),
@@ -163,6 +165,10 @@ def test_what_cannot_be_is_one_line(line, message, run_folder, folder, tmp_path,
     for name in ("empty", "begun", "began/checkpoint"):
         Path(name).mkdir(parents=True)
     Path("begun/config.json").write_text('{"train": {}}')
+    for name, data in {"odd-data": [1], "odd-path": {"path": 5}}.items():
+        Path(name).mkdir()
+        Path(name, "checkpoint").symlink_to(run_folder / "checkpoint")
+        Path(name, "config.json").write_text(json.dumps({"train": {}, "data": data}))
     with pytest.raises(SystemExit) as stopped:
         main(line.split())
     (said,) = capsys.readouterr().err.splitlines()
@@ -190,6 +196,9 @@ def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, ru
     place = run / "checkpoint" / "step-2"
     saved = Manifest.read(place)
     replace(saved, model=saved.model | {"num_hidden_layers": 10**6}).write(place)
+    broken = shutil.copytree(run_folder, tmp_path / "broken")
+    for manifest in broken.glob("checkpoint/*/manifest.json"):
+        manifest.write_text("{}")
     asked = [
         replace(hub, prompt=("1 99",)),
         replace(hub, prompt=("one",)),
@@ -199,6 +208,7 @@ def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, ru
         asked_of(wide),
         asked_of(run),
         replace(hub, device="cuda"),
+        asked_of(broken),
     ]
     for found in worlds(2).run(refusals, asked):
         for said, expected in zip(
@@ -212,10 +222,11 @@ def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, ru
                 f"the weights in {wide} do not fit its config.json: ",
                 f"{place}/manifest.json: model: 1000000 layers",
                 "--device cuda: ",
+                f"no checkpoint in {broken}/checkpoint is whole (",
             ],
             strict=True,
         ):
-            assert expected in said
+            assert expected in said and "--train." not in said
 
 
 def test_prompts_come_from_files_too(tmp_path):

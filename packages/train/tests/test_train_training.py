@@ -1,11 +1,13 @@
 """Training itself: parts of a step, precisions, bad steps, and tasks with known answers."""
 
 import io
+import resource
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.health.stopping import StopSignal
+from armillary.data.prepare import Preparation
+from armillary.data.prepare import prepare as prepare_store
 from armillary.models.initialize import write
 from armillary.train import (
     Config,
@@ -268,6 +272,48 @@ def test_a_run_that_blows_up_fails_with_a_line_and_keeps_its_last_good_checkpoin
         assert failure.endswith("; losses are finite on every rank, in rows 12..15, as for 3 steps in a row")
         assert f"[rank {rank}] armillary-train: failed in step 4: FloatingPointError: {failure}\n" in said
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()] == ["step-1"]
+
+
+def said_of(argv: list[str]) -> list[str]:
+    """Lines on stderr of a command that ends with 1."""
+    said = io.StringIO()
+    with redirect_stderr(said), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 1
+    return said.getvalue().splitlines()
+
+
+def test_changed_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small, tmp_path):
+    store = tmp_path / "store"
+    prepare_store(Preparation(small.data.path, store), workers=1)
+    tokens = np.memmap(store / "tokens.bin", np.uint16, "r+")
+    tokens[:] = 60_000
+    tokens.flush()
+    flags = {"train.device": "cpu", "train.output": tmp_path / "run", "data.path": store, "data.sequence-length": 50}
+    argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    for rank, (line,) in enumerate(worlds(2).run(said_of, argv)):
+        assert line.startswith(f"[rank {rank}] armillary-train: failed in step 1: DamagedInput: {store}: token ")
+        assert " is 60000, and the vocabulary has 257" in line
+
+
+def test_a_disk_that_is_full_at_the_end_ends_a_run_with_a_line_that_names_the_checkpoint(worlds, small, tmp_path):
+    flags = {"train.device": "cpu", "train.output": tmp_path, "train.steps": 1, "data.path": small.data.path[0]}
+    argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    (said,) = worlds(1).run(said_of_a_full_disk, [*argv, "--data.sequence-length", "50", "--log.no-plot"])
+    assert said[-1].startswith(
+        f"[rank 0] armillary-train: failed in step 1 (saving): OSError: {tmp_path}/checkpoint/step-1"
+    )
+    assert not any("Traceback" in line for line in said)
+
+
+def said_of_a_full_disk(argv: list[str]) -> list[str]:
+    """The same where files have a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        return said_of(argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 class StopAfter(StopSignal):

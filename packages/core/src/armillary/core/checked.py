@@ -111,7 +111,7 @@ def window_of(window: object) -> Window | None:
 
 
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
-    """Document boundaries (0, end of the first, ..., N): those of all rows of a batch, or of each.
+    """Returns document boundaries (0, end of the first, ..., N): those of all rows of a batch, or of each.
 
     Raises:
         ValueError: boundaries that are no integers, do not rise from 0 (to `length`), or are of some rows only.
@@ -121,10 +121,10 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     values = _listed(documents)
     if not values or set(map(type, values)) == {int}:
         return boundaries_of(documents if values is None else values, length)
-    rows = [None if _is_number(row) else _listed(row) for row in values]
-    if all(row is None for row in rows):
+    rows = [_listed(row) for row in values]
+    if any(row is None for row in rows):  # boundaries of all rows, or a mixture, which is refused as it is
         return boundaries_of(values, length)
-    return tuple(boundaries_of(given if row is None else row, length) for row, given in zip(rows, values, strict=True))
+    return tuple(boundaries_of(row, length) for row in rows)
 
 
 def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
@@ -151,11 +151,6 @@ def _index(value: object) -> int | None:
         return index(cast(Any, value))
     except TypeError:
         return None
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is one value rather than several: a number, or an array without dims."""
-    return getattr(value, "ndim", 1) == 0 or not isinstance(value, Iterable)
 
 
 def _listed(values: object) -> Sequence[object] | None:

@@ -17,6 +17,11 @@ REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 REFUSALS = (ValueError, ImportError, OSError)
 """What is raised for arguments, files and packages that will not do."""
 
+
+class DamagedInput(ValueError):
+    """A file that is read as work goes on does not hold what was written."""
+
+
 FAILING = frozenset(
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EPIPE", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "ECHILD", "EAGAIN")

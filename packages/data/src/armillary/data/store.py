@@ -10,6 +10,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.commands import DamagedInput
 from armillary.data.shuffle import Index, random_bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
@@ -116,7 +117,7 @@ class TokenStore:
 
         Raises:
             IndexError: a range outside of the document.
-            ValueError: a token outside of the vocabulary, because the files were changed; names document and place.
+            DamagedInput: a token outside of the vocabulary, because the files were changed; names document and place.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
@@ -136,7 +137,7 @@ class TokenStore:
             return
         i = int(np.argmax((tokens >= size) | (tokens < 0)))
         place = start + i * step
-        raise ValueError(
+        raise DamagedInput(
             f"{self.name}: token {place} of document {document} (token {int(self.starts[document]) + place} of the "
             f"store) is {tokens[i]}, and the vocabulary has {size}; the files were changed, see "
             "`armillary-data info --verify`"

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.commands import DamagedInput
 from armillary.data.shuffle import Index
 
 SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("weight", "<f8")])
@@ -130,11 +131,11 @@ class SegmentTable:
         """Returns the tree of the document with tokens `start` to `stop - 1` of the store.
 
         Raises:
-            ValueError: segments that do not end with the document, or are not in depth-first order.
+            DamagedInput: segments that do not end with the document, or are not in depth-first order.
         """
         first, last = (int(x) for x in np.searchsorted(self._ends, [start, stop], "right"))
         if first == last or self._ends[last - 1] != stop:
-            raise ValueError(f"{self.name}: no segments end at tokens {start} to {stop}; prepare the store again")
+            raise DamagedInput(f"{self.name}: no segments end at tokens {start} to {stop}; prepare the store again")
         rows, ends = self.table[first:last], self._ends[first:last] - start
         starts = np.concatenate([[0], ends[:-1]])
         parents = tuple(rows["parent"].tolist())
@@ -147,7 +148,7 @@ class SegmentTable:
             while path and path[-1] != parent:
                 path.pop()
             if parent != -1 and not path:
-                raise ValueError(
+                raise DamagedInput(
                     f"{self.name}, {place}: segment {s} follows segment {parent}, which is neither the one before it "
                     "nor one of its ancestors; trees are stored depth first"
                 )

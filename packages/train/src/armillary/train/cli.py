@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from armillary.core.commands import FAILED, ending, record
+from armillary.core.commands import ELSEWHERE, FAILED, DamagedInput, ending, record
 from armillary.core.health.stopping import StopSignal
 from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import prepare, process_group
@@ -33,8 +33,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         watchdog = watchdog_of(command.run)
         try:
             run_to_its_end(command.run, watchdog, overrides)
-        except FloatingPointError as error:  # the watchdog has reported it on every rank
-            record(f"FloatingPointError: {error}")
+        except (FloatingPointError, DamagedInput, OSError) as error:
+            if not watchdog.under_way or isinstance(error, ELSEWHERE):
+                raise
+            record(f"{type(error).__name__}: {error}")  # the watchdog has printed it on every rank
             sys.exit(FAILED)
 
 

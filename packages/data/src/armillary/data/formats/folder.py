@@ -22,6 +22,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.checked import integer
 from armillary.core.files import parse_json
 from armillary.data.store import TokenStore, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentTable
@@ -104,9 +105,15 @@ class Header:
         raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version 1 or 2")
 
     def _check(self) -> None:
-        counts: tuple[Any, ...] = (self.tokens, self.documents, self.segments)  # JSON values of any type
-        if self.token_type.kind not in "iu" or not all(isinstance(n, int) and n >= 0 for n in counts):
-            raise ValueError(f"{self.tokens} tokens of {self.dtype} in {self.documents} documents")
+        """Checks the values of JSON, which may be of any type."""
+        vocabulary, omitted = self.vocabulary, ("empty", "binary", "replaced", "skipped")
+        counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
+        optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
+        optional |= {f"summary.{name}": self.summary.get(name) for name in omitted}
+        for name, value in (counts | {n: x for n, x in optional.items() if x is not None}).items():
+            integer(name, value, 0)
+        if self.token_type.kind not in "iu" or type(vocabulary.tokenizer) not in (str, type(None)):
+            raise ValueError(f"dtype={self.dtype!r}, vocabulary.tokenizer={vocabulary.tokenizer!r}")
         for name, size in self.sizes().items():
             if len(self.checksums[name]) != -(-size // BLOCK):
                 raise ValueError(f"{len(self.checksums[name])} checksums of the {size} bytes of {name}")

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
 from armillary.core.files import parse_json
 from armillary.data.prepare.chunking import Format, cut_text, cutter_of
@@ -147,8 +147,10 @@ def _is_dataset(folder: Path) -> bool:
     """
     splits = folder / "dataset_dict.json"
     if splits.is_file():
-        names = cast(list[str], parse_json(splits.read_bytes())["splits"])
-        choices = ", ".join(str(folder / name) for name in names)
+        try:
+            choices = ", ".join(str(folder / name) for name in parse_json(splits.read_bytes())["splits"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{splits} does not name the splits of a saved dataset ({error})") from error
         raise ValueError(f"{folder} holds the splits of a saved dataset; give one of them: {choices}")
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 

@@ -42,10 +42,12 @@ class ChatTemplate:
             source = file.read_text() if file.exists() else values.get("chat_template")
             if isinstance(source, list):
                 source = {template["name"]: template["template"] for template in source}["default"]
+            if not isinstance(source, str | None):
+                raise TypeError(f"chat_template={source!r} is no text")
+            tokens = values.get(STORE_NAMES) or {name: values.get(name) for name in NAMES}
+            names = {name: x["content"] if isinstance(x, dict) else x for name, x in tokens.items() if x}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the chat template in {folder} cannot be read ({error!r})") from error
-        tokens = values.get(STORE_NAMES) or {name: values.get(name) for name in NAMES}
-        names = {name: x["content"] if isinstance(x, dict) else x for name, x in tokens.items() if x}
         return None if source is None else cls(source, names)
 
     @property

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,14 +126,10 @@ def discard(path: Path) -> None:
 
 
 def earlier_weights(folder: Path) -> set[str]:
-    """The files of weights that an earlier save has left here."""
-    if not folder.is_dir():
-        return set()
-    indexed: object = {}
-    if (folder / INDEX).exists():
-        try:
+    """Returns the files of weights of an earlier save: those that it has indexed, not somebody else's."""
+    indexed: object = None
+    if (folder / INDEX).is_file():
+        with suppress(ValueError):  # a broken index names no files
             indexed = read_json(folder / INDEX).get("weight_map")
-        except ValueError:
-            indexed = {}  # whatever it named cannot be told from somebody else's files
-    files = {WEIGHTS, *(str(file) for file in cast(dict[str, Any], indexed or {}).values())}
+    files = {WEIGHTS, *map(str, cast(dict[str, Any], indexed).values() if isinstance(indexed, dict) else ())}
     return {file for file in files if WEIGHT_NAME.fullmatch(file) and (folder / file).exists()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -80,16 +79,24 @@ def find_tokenizer(source: ModelSource, named: str | None, begin: str | None) ->
 
 
 def of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
-    """That of the folder that a run began with, or of its data: of a store as it was prepared, of plain text bytes."""
+    """Returns the tokenizer of the folder that a run began with, or of its data: that of a store, bytes of plain text.
+
+    Raises:
+        ValueError: the tokenizer or the run's config.json cannot be read.
+    """
     config = read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
-    data, model = (cast(dict[str, Any], config.get(name) or {}) for name in ("data", "model"))
-    pretrained = model.get("pretrained")
+    data, model = (config.get(name) or {} for name in ("data", "model"))
+    if not isinstance(data, dict) or not isinstance(model, dict):
+        raise ValueError(f"{place / CONFIG}: data={data!r} and model={model!r} must be objects")
+    data, model = cast(dict[str, Any], data), cast(dict[str, Any], model)
+    pretrained, paths = model.get("pretrained"), data.get("path") or []
     if isinstance(pretrained, str) and has_tokenizer(Path(pretrained)):
         return read_tokenizer(Path(pretrained), begin)
     if not config or data.get("task") is not None or pretrained is not None:
         return None
-    kinds = [tokenizer_of(Path(str(path)), begin) for path in cast("Sequence[object]", data.get("path") or ())]
-    return ByteTokenizer() if not kinds else kinds[0]
+    if not isinstance(paths, list):
+        raise ValueError(f"{place / CONFIG}: data.path={paths!r} must be a list")
+    return tokenizer_of(Path(str(paths[0])), begin) if paths else ByteTokenizer()
 
 
 def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:
