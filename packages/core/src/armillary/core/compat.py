@@ -277,6 +277,11 @@ def references(x: Tensor) -> tuple[int, int]:
     return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
 
 
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one storage, of which each may have another part."""
+    return cast(Any, torch)._C._is_alias_of(x, y)
+
+
 def profiling() -> bool:
     """Whether a torch profiler is running."""
     return cast(Any, torch.autograd)._profiler_enabled()

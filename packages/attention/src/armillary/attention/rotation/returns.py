@@ -14,9 +14,9 @@ from torch import Tensor
 from armillary.attention.rotation.rotate import RingStep, Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
-from armillary.core import FlatBuffer, start_exchange
+from armillary.core import FlatBuffer, compat, start_exchange
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.exchange import Exchange
+from armillary.core.collectives.exchange import Exchange, ReceiveBuffers
 from armillary.core.network import Send
 from armillary.core.token_ranges import TokenRanges
 
@@ -82,12 +82,18 @@ class RingReduce:
     def push(self, step: int, shares: Shares) -> None:
         if step == 0:
             self.own = _wide(shares)
+            self.buffers = ReceiveBuffers(self.own, [following.coming for following in self.ring.steps[1:]])
             return
         self._wait()
         # At the last step both neighbours and the owner may be one rank, but then nothing is passed on.
         ring, here = self.ring, self.ring.steps[step]
         send = self._outgoing(here, shares)
-        self.passing = FlatBuffer.like(self.own, here.coming) if here.coming else None
+        # Of sums for some tokens alone, it is mostly copies that are sent.
+        passing = self.passing
+        sending = passing is not None and any(
+            compat.share_memory(flat.buffer, passing.buffer) for flat in send.values()
+        )
+        self.passing = self.buffers.take(last_in_use=sending)
         receive = {ring.ahead(-1): self.passing} if self.passing else {}
         if here.returning.runs:
             self.returned = here.returning, FlatBuffer.like(self.own, here.returning.count)
@@ -153,10 +159,13 @@ class DirectReduce:
     def push(self, step: int, shares: Shares) -> None:
         if step == 0:
             self.own = shares
+            counts = [following.theirs.count for following in self.ring.direct[1:]]
+            self.buffers = ReceiveBuffers(shares, counts)
             return
         self._wait()
         ring, theirs = self.ring, self.ring.direct[step].theirs
-        self.arriving = (theirs, FlatBuffer.like(self.own, theirs.count)) if theirs.runs else None
+        buffer = self.buffers.take(last_in_use=False)  # it has been added
+        self.arriving = None if buffer is None else (theirs, buffer)
         send = {ring.ahead(-step): FlatBuffer.of(shares)} if shares else {}
         receive = {ring.ahead(step): self.arriving[1]} if self.arriving else {}
         self.exchange = start_exchange(ring.return_axis, send, receive)

@@ -21,6 +21,7 @@ from armillary.attention.rotation.reach import Reach
 from armillary.attention.rotation.topology import Moving, RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, start_exchange
+from armillary.core.collectives.exchange import ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
 
 
@@ -105,12 +106,13 @@ class Rotation:
     def rotate(self, *tensors: Tensor) -> Iterator[InFlight]:
         """What is in hand at each step, at first `tensors`; the next shard is under way meanwhile."""
         shard, held, (behind, ahead) = tensors, None, self.neighbours
+        buffers = ReceiveBuffers(tensors, [step.coming for step in self.steps])
         for step in self.steps:
             hand = InFlight(step.step, step.query, step.key, step.held, shard)
             sent = None
             if step.leaving.runs:  # as it came; or where less goes on than came, or at first, a copy of what does
                 sent = held.part(step.leaving) if held else FlatBuffer.of(shard, step.leaving)
-            received = FlatBuffer.like(tensors, step.coming) if step.coming else None
+            received = buffers.take(last_in_use=True)  # by this step's computation
             send, receive = {ahead: sent} if sent else {}, {behind: received} if received else {}
             exchange = start_exchange(self.axis, send, receive)
             yield hand
