@@ -81,11 +81,6 @@ def nccl_binds_devices() -> bool:
     return plugin is not None and plugin.creator_fn is nccl2
 
 
-def backend_implementations(group: dist.ProcessGroup, device_types: Sequence[str]) -> dict[str, str]:
-    """The class that implements the group's backend, for each of some types of devices."""
-    return {kind: type(cast(Any, group)._get_backend(torch.device(kind))).__name__ for kind in device_types}
-
-
 def has_several_backends() -> bool:
     """Whether the default process group has one backend for the host's tensors and another for the device's."""
     c10d: Any = dist.distributed_c10d
