@@ -1,8 +1,13 @@
 """benchmarks/gpu: its checks' rehearsal without a GPU, what it says of wrong results, and how it ends."""
 
 import json
+import subprocess
 import sys
+import time
 import warnings
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,21 +18,126 @@ from gpu import command
 from gpu.check import Check, Row, Setting, correct
 from gpu.device import CpuDevice, CudaDevice, Peak
 
-SLOW = ("compile", "length", "memory", "offload", "upipe-memory")
-"""Checks whose rehearsal takes seconds: compilers, simulations and many steps."""
+SLOW = ("compile", "length", "memory", "offload", "train", "upipe-memory")
+"""Checks whose rehearsal takes seconds: compilers, simulations, launchers and many steps."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in SLOW)) for n in command.ORDER])
 def test_every_check_can_be_rehearsed_without_a_gpu(name, tmp_path, capsys):
-    assert command.main([name, "--fake", "--out", str(tmp_path)]) == 0
+    assert command.main([name, "--here", "--fake", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / f"gpu-{name}.json").read_text())["rows"]
     assert rows and all(list(row) == ["what", "measured", "unit", "bar", "source", "passed"] for row in rows)
     assert "a rehearsal" in (tmp_path / f"gpu-{name}.md").read_text()
     assert "1 of 1 checks passed" in capsys.readouterr().out
 
 
-def test_there_are_twelve_checks_of_different_names():
-    assert len(command.ORDER) == 12 and list(command.checks()) == list(command.ORDER)
+def test_all_checks_have_a_place_in_the_order_and_fit_into_a_session():
+    known = command.checks()
+    every = [check for module in command.MODULES for check in import_module(f"gpu.{module}").CHECKS]
+    assert sorted(check.name for check in every) == sorted(command.ORDER) == sorted(known)
+    assert list(known) == list(command.ORDER) and all(check.holds for check in known.values())
+    assert sum(check.seconds * (2 if check.nccl else 1) for check in every) <= 60 * command.SESSION
+
+
+def session(monkeypatch, gpus: int, nccl2: bool = True) -> dict[str, list[str | None]]:
+    """What a session on so many GPUs runs, by name: the NCCL backend that it asks for, or why it is left out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if not nccl2:
+        monkeypatch.delattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", raising=False)
+    options, found = command.parsed(command.checks(), []), dict[str, list[str | None]]()
+
+    def started(arguments, env, start_new_session):
+        assert start_new_session
+        found[arguments[2]].append(env.get(command.NCCL2))
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.delenv(command.NCCL2, raising=False)
+    for run in command.runs([command.checks()[name] for name in options.chosen], options):
+        found.setdefault(run.check.name, [])
+        with suppress(Started):
+            found[run.check.name].append(command.apart(run, options, 1e4).reason)
+    return found
+
+
+class Started(Exception):
+    """Instead of a process."""
+
+
+def test_a_session_on_several_gpus_runs_what_takes_part_on_nccl_under_both_backends(monkeypatch):
+    if not hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2"):
+        pytest.skip("torch has one NCCL backend")
+    found = session(monkeypatch, 8)
+    assert list(found) == list(command.ORDER)
+    for name, check in command.checks().items():
+        assert found[name] == (["1", "0"] if check.nccl else [None])
+
+
+def test_a_session_under_an_older_torch_runs_each_check_once(monkeypatch):
+    assert set(map(tuple, session(monkeypatch, 8, nccl2=False).values())) == {(None,)}
+
+
+def test_one_gpu_is_asked_what_makes_sense_for_one(monkeypatch):
+    found = session(monkeypatch, 1)
+    for name, check in command.checks().items():
+        (said,) = found[name]
+        assert (said is None) == (check.gpus == 1) and (said is None or "needs 2 GPUs" in said)
+    assert found["conformance"] == [None]
+
+
+def test_a_table_ends_a_session(tmp_path, capsys):
+    """Two checks in processes of their own, one of which fails there and one of which is ended."""
+    assert command.main(["streams", "--fake", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    table = [line.split() for line in printed.splitlines() if "told" in line or "verdict" in line]
+    assert table[0] == ["check", "must", "hold", "measured", "verdict", "seconds"] and table[1][0] == "streams"
+    assert json.loads((tmp_path / "gpu-streams.json").read_text())["rows"]
+    assert command.main(["streams", "--fake", "--minutes", "0.001"]) == 0, "nothing is begun without time for it"
+    assert "left out" in capsys.readouterr().out
+
+
+def test_a_process_that_does_not_end_is_ended_with_what_it_started(monkeypatch, tmp_path):
+    options = command.parsed(command.checks(), ["streams", "--fake"])
+    (run,) = command.runs([command.checks()["streams"]], options)
+    child = tmp_path / "child"
+    code = f"import os, subprocess; open('{child}', 'w').write(str(subprocess.Popen(['sleep', '600']).pid)); "
+    real = subprocess.Popen
+    with monkeypatch.context() as patched:
+        hanging = [sys.executable, "-c", f"{code}__import__('time').sleep(600)"]
+        patched.setattr(subprocess, "Popen", lambda _, **options: real(hanging, **options))
+        patched.setattr(command, "STARTING", 3.0)
+        outcome = command.apart(run._replace(check=replace(run.check, seconds=0)), options, 1e4)
+        assert outcome.verdict == "OUT OF TIME" and "ended after 3 s" in outcome.measured
+        patched.setattr(subprocess, "Popen", lambda _, **options: real([sys.executable, "-c", "exit(3)"], **options))
+        assert command.apart(run, options, 1e4).verdict == "FAILED"
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{child.read_text()}").exists() and "Z" not in status_of(child.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def status_of(process: str) -> str:
+    """Its state, of a process that may just have ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z"
+
+
+@pytest.mark.parametrize(
+    ("passed", "ended", "verdict", "measured"),
+    [
+        ([True, None, True], True, "passed", "2: 2"),
+        ([None, None], True, "told", "1: 1"),
+        ([True, False, True], True, "FAILED", "1: 1"),
+        ([True], False, "OUT OF TIME", "0: 0; why"),
+        ([], True, "left out", "why"),
+    ],
+)
+def test_the_verdict_of_a_check_is_that_of_its_rows(passed, ended, verdict, measured):
+    rows = [Row(str(i), i, passed=each) for i, each in enumerate(passed)]
+    outcome = command.Outcome(rows, 1.0, ended, "why" if not ended or not rows else "")
+    assert (outcome.verdict, outcome.measured) == (verdict, measured)
 
 
 def wrong(_: Setting):
@@ -47,14 +157,14 @@ def endless(_: Setting):
 
 
 @pytest.mark.parametrize(("run", "said"), [
-    (wrong, "FAILED second: 0.2  (at most 0.1; somebody)"),
+    (wrong, "FAILED second: 0.2 (at most 0.1; somebody)"),
     (crashing, "FAILED made up ended early: needs the package pydantic, which is not installed here"),
-    (endless, "TimeoutError: stopped after 0 s"),
+    (endless, "stopped after 0 s"),
 ], ids=["wrong", "crashing", "endless"])  # fmt: skip
-def test_a_check_that_fails_or_does_not_end_is_a_failed_row(run, said, monkeypatch, capsys):
-    monkeypatch.setattr(command, "checks", lambda: {"made up": Check("made up", "Something", run)})
-    monkeypatch.setattr(command, "LIMIT", 600 if run is not endless else 0)
-    assert command.main(["--fake"]) == 1
+def test_a_check_that_fails_or_does_not_end_fails(run, said, monkeypatch, capsys):
+    seconds = 600 if run is not endless else 0
+    monkeypatch.setattr(command, "checks", lambda: {"made up": Check("made up", "Something", run, "much", seconds)})
+    assert command.main(["--fake", "--here"]) == 1
     assert said in capsys.readouterr().out
 
 
@@ -71,7 +181,7 @@ def test_nothing_is_run_without_a_gpu_or_of_an_unknown_name(monkeypatch, capsys)
     assert command.main([]) == 2 and "no GPU is here; --fake" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         command.main(["kernel"])
-    assert ended.value.code == 2 and "no check kernel; known: kernels, step" in capsys.readouterr().err
+    assert ended.value.code == 2 and "no check kernel; known: groups, kernels" in capsys.readouterr().err
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     assert command.main(["--fake"]) == 2 and "2.11 or newer" in capsys.readouterr().err
 

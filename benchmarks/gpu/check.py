@@ -16,6 +16,8 @@ from gpu.device import Device
 
 T = TypeVar("T")
 
+MOST_RANKS = 8
+
 
 class Row(NamedTuple):
     """One thing that was asked.
@@ -43,14 +45,27 @@ class Setting:
 
     Args:
         fake: a rehearsal without a GPU: sizes are tiny, and what only a GPU could reach is not judged.
+        gpus: GPUs of this machine, of which checks of several ranks use at most `MOST_RANKS`.
+        seconds: that the check may take.
     """
 
     device: Device
     fake: bool
+    gpus: int = 1
+    seconds: float = 600.0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a check that takes several: a power of two; in a rehearsal two, on the CPU."""
+        return 2 if self.fake else 1 << (min(self.gpus, MOST_RANKS).bit_length() - 1)
 
     def size(self, real: T, fake: T) -> T:
         """Of the run, or of the rehearsal."""
         return fake if self.fake else real
+
+    def is_so(self, what: str, measured: float | str, so: bool, bar: str, source: str) -> Row:
+        """A fact, which is judged on a GPU alone."""
+        return Row(what, measured, "", bar, source, None if self.fake else so)
 
     def at_least(self, what: str, measured: float, bar: float, unit: str, source: str) -> Row:
         """A speed or a share, which only a GPU can be held to."""
@@ -83,8 +98,19 @@ def correct(what: str, error: float, limit: float, source: str) -> Row:
 
 @dataclass(frozen=True)
 class Check:
-    """One of the command's checks: rows come as they are found."""
+    """One of the command's checks: rows come as they are found.
+
+    Args:
+        holds: what must hold, for the table at the end.
+        seconds: that it may take of a session of 30 minutes.
+        gpus: that it needs.
+        nccl: run it once under each of torch's NCCL backends.
+    """
 
     name: str
     title: str
     run: Callable[[Setting], Iterator[Row]]
+    holds: str
+    seconds: int
+    gpus: int = 1
+    nccl: bool = False

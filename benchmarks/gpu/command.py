@@ -1,43 +1,107 @@
-"""What a GPU is asked when one is at hand: twelve checks of at most 10 minutes each, expected beside measured.
+"""Checks of this repository on the GPUs of a machine, in the order of a first session: 30 minutes on 8 of them.
 
-    python benchmarks/gpu                        # all of them, the quick and basic ones first
+    python benchmarks/gpu                        # all that make sense here; a table at the end
     python benchmarks/gpu kernels step           # two of them
+    python benchmarks/gpu --minutes 90           # the same checks with three times as long for each
     python benchmarks/gpu --fake                 # without a GPU: every part that needs none, on tiny sizes
 
+What takes part on NCCL runs under each of torch's two NCCL backends (TORCH_DIST_USE_NCCL2 1 and 0). Each check is a
+process of its own, which is ended when its time is up. Checks of several GPUs are left out where there is one.
+
 Needs torch 2.11 or newer and a GPU; nothing of this repository need be installed. Reports are written to
-docs/benchmarks, as gpu-CHECK.md and .json, or to --out; a rehearsal writes none unless told where. Exit code 1 where a
-check fails, 2 where nothing could be run.
+docs/benchmarks, as gpu.md, gpu-CHECK.md and .json, or to --out; a rehearsal writes none unless told where. Exit code 1
+where a check fails or does not end, 2 where nothing could be run.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
 
 import report
 import torch
 import torch.distributed as dist
 
+from armillary.core.table import Column, print_table
 from gpu.check import Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice
 
-MODULES = ("kernels", "steps", "ranks", "memory", "shares")
+MODULES = ("groups", "kernels", "steps", "ranks", "overlap", "memory", "shares")
 ORDER = (
-    *("kernels", "step", "conformance", "throughput", "memory", "upipe-memory"),
-    *("mfu", "offload", "share", "length", "compile", "trace"),
+    *("groups", "kernels", "merge", "step", "conformance", "train"),  # right at all?
+    *("hang", "fault", "mixed"),  # and when something goes wrong
+    *("overlap", "queue", "ring-memory", "streams", "cudnn-threads"),  # assumptions of the planner and the simulator
+    *("throughput", "memory", "upipe-memory", "mfu", "offload", "share", "length", "compile", "trace"),
 )
-LIMIT = 600
-"""Seconds of a check."""
+SESSION = 30
+"""Minutes of all checks, with both NCCL backends."""
+STARTING = 20.0
+"""Seconds that a process of a check may take beside the check."""
+NCCL2 = "TORCH_DIST_USE_NCCL2"
+BACKENDS = {"nccl2": "1", "nccl-legacy": "0"}
+"""What the variable is for each backend of torch 2.15."""
+
+Verdict = Literal["passed", "FAILED", "OUT OF TIME", "told", "left out"]
+
+
+class Run(NamedTuple):
+    """A check, under one of torch's NCCL backends if it takes part on NCCL."""
+
+    check: Check
+    backend: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.check.name if self.backend is None else f"{self.check.name}, {self.backend}"
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Args:
+        seconds: that it took.
+        reason: why it did not end by itself, or was left out.
+    """
+
+    rows: list[Row]
+    seconds: float = 0.0
+    ended: bool = True
+    reason: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        if any(row.passed is False for row in self.rows):
+            return "FAILED"
+        if not self.ended:
+            return "OUT OF TIME"
+        if not self.rows:
+            return "left out"
+        return "passed" if any(row.passed for row in self.rows) else "told"
+
+    @property
+    def measured(self) -> str:
+        """The first row that failed; else the last that was judged, or told."""
+        failed = [row for row in self.rows if row.passed is False]
+        judged = [row for row in self.rows if row.passed is not None]
+        told = (failed[:1] or judged[-1:] or self.rows[-1:] or [None])[0]
+        figure = [] if told is None else [f"{told.what}: {shown(told)}"]
+        return "; ".join([*figure, *filter(None, [self.reason])])
 
 
 def checks() -> dict[str, Check]:
-    """All of them by name, in the order in which they are run."""
+    """All checks by name, in the order in which they are run."""
     every = {check.name: check for module in MODULES for check in import_module(f"gpu.{module}").CHECKS}
     return {name: every[name] for name in ORDER}
 
@@ -49,10 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := obstacle(options.fake):
         print(why, file=sys.stderr)
         return 2
-    setting = Setting(CpuDevice() if options.fake else CudaDevice(), options.fake)
-    failed = [name for name in options.chosen if not passes(known[name], setting, options.out)]
-    print(f"{len(options.chosen) - len(failed)} of {len(options.chosen)} checks passed", *failed[:1] and ["failed:"])
-    print(*failed, sep="\n", end="\n" * bool(failed))
+    began, outcomes = time.monotonic(), dict[str, Outcome]()
+    for run in runs([known[name] for name in options.chosen], options):
+        if options.rows is None:
+            print(f"\n{run.name}: {run.check.title}", flush=True)
+        left = 60 * options.minutes - (time.monotonic() - began)
+        outcomes[run.name] = outcome = here(run, options) if options.here else apart(run, options, left)
+        if outcome.reason and options.rows is None:
+            print(f"  {outcome.reason}", flush=True)
+        write_rows(run, outcome, options)
+    failed = [name for name, outcome in outcomes.items() if outcome.verdict in ("FAILED", "OUT OF TIME")]
+    if options.rows is None:
+        show(known, outcomes, options)
+        made = [name for name, outcome in outcomes.items() if outcome.verdict != "left out"]
+        print(f"{len(made) - len(failed)} of {len(made)} checks passed", *failed[:1] and ["failed:"])
+        print(*failed, sep="\n", end="\n" * bool(failed))
     return int(bool(failed))
 
 
@@ -63,12 +138,17 @@ def parsed(known: dict[str, Check], arguments: Sequence[str] | None) -> Namespac
     )
     parser.add_argument("chosen", nargs="*", metavar="CHECK", help="by default all")
     parser.add_argument("--fake", action="store_true", help="a rehearsal on the CPU, which judges no speed")
+    parser.add_argument("--minutes", type=float, default=SESSION, help="of the session (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the reports (default: docs/benchmarks)")
+    parser.add_argument("--here", action="store_true", help="in this process, under the NCCL backend that it has")
+    parser.add_argument("--rows", type=Path, help="with --here: a file for the rows, and no table")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.chosen if name not in known]:
         parser.error(f"no check {', '.join(unknown)}; known: {', '.join(known)}")
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: must be above 0")
     options.chosen = options.chosen or list(known)
-    options.out = options.out or (None if options.fake else report.RESULTS)
+    options.out = options.out or (None if options.fake or options.here else report.RESULTS)
     return options
 
 
@@ -80,26 +160,89 @@ def obstacle(fake: bool) -> str:
     return "" if fake or torch.cuda.is_available() else "no GPU is here; --fake tries all that needs none"
 
 
-def passes(check: Check, setting: Setting, out: Path | None) -> bool:
-    """Runs one, shows and stores its rows; whether none of them failed."""
-    print(f"\n{check.name}: {check.title}", flush=True)
-    began, rows = time.monotonic(), list[Row]()
-    for row in guarded(check, setting, began):
+def runs(chosen: Sequence[Check], options: Namespace) -> Iterator[Run]:
+    """Each check, or twice where it takes part on NCCL and torch has two backends for that."""
+    both = not options.here and (options.fake or gpus() > 1) and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+    for check in chosen:
+        yield from (Run(check, backend) for backend in (BACKENDS if check.nccl and both else (None,)))
+
+
+def gpus() -> int:
+    """GPUs of this machine, counted without starting CUDA."""
+    return torch.cuda.device_count()
+
+
+def here(run: Run, options: Namespace) -> Outcome:
+    """Runs a check in this process, and shows its rows as they come."""
+    began = time.monotonic()
+    device = CpuDevice() if options.fake else CudaDevice()
+    seconds = run.check.seconds * options.minutes / SESSION
+    setting = Setting(device, options.fake, max(1, gpus()), seconds)
+    rows, ended = list[Row](), True
+    for row in guarded(run.check, setting):
         rows.append(row)
         print(line(row), flush=True)
-    notes = [f"on {setting.device.name}; {time.monotonic() - began:.0f} s", *["a rehearsal"] * setting.fake]
-    if out is not None:
-        report.write(f"gpu-{check.name}", check.title, [row.as_dict() for row in rows], notes, out)
-    return all(row.passed is not False for row in rows)
+        ended = row.what != OVER
+        if options.rows is not None:
+            options.rows.write_text(json.dumps([row.as_dict() for row in rows]))
+    reason = "" if ended else rows.pop().measured
+    return Outcome(rows, time.monotonic() - began, ended, str(reason))
 
 
-def guarded(check: Check, setting: Setting, began: float) -> Iterator[Row]:
-    """The rows of a check, of which the last says how it ended if not well. What it held is given back."""
+def apart(run: Run, options: Namespace, left: float) -> Outcome:
+    """Runs a check in a process of its own, which shows its rows, and is ended with all that it started.
+
+    Args:
+        left: seconds of the session.
+    """
+    if not options.fake and gpus() < run.check.gpus:
+        return Outcome([], reason=f"needs {run.check.gpus} GPUs, and {gpus()} is here")
+    if left <= STARTING:
+        return Outcome([], reason=f"the session's {options.minutes:g} minutes are over")
+    limit, began = min(run.check.seconds * options.minutes / SESSION + STARTING, left), time.monotonic()
+    environment = dict(os.environ) if run.backend is None else {**os.environ, NCCL2: BACKENDS[run.backend]}
+    with TemporaryDirectory() as folder:
+        rows_file = Path(folder) / "rows.json"
+        command = [sys.executable, str(Path(__file__).parent), run.check.name, "--here", "--rows", str(rows_file)]
+        command += [*["--fake"] * options.fake, "--minutes", str(options.minutes)]
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+        rows = [Row(**row) for row in json.loads(rows_file.read_text())] if rows_file.exists() else []
+    seconds = time.monotonic() - began
+    if code is None:
+        return Outcome(rows, seconds, ended=False, reason=f"ended after {limit:.0f} s")
+    if rows and rows[-1].what == OVER:
+        return Outcome(rows[:-1], seconds, ended=False, reason=str(rows[-1].measured))
+    if code != int(any(row.passed is False for row in rows)):
+        rows.append(Row(f"{run.name} ended early", f"exit code {code}", passed=False))
+    return Outcome(rows, seconds)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Ends the process with all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+OVER = "out of time"
+"""The row of a check that has not asked all that it would."""
+
+
+def guarded(check: Check, setting: Setting) -> Iterator[Row]:
+    """The rows of a check, of which the last says how it ended if not well. Gives back the device's memory."""
+    began = time.monotonic()
     try:
         for row in check.run(setting):
             yield row
-            if time.monotonic() - began > LIMIT:
-                raise TimeoutError(f"stopped after {LIMIT} s; what follows was not asked")
+            if time.monotonic() - began > setting.seconds:
+                yield Row(OVER, f"stopped after {setting.seconds:g} s; what follows was not asked")
+                return
     except Exception as error:
         traceback.print_exc()
         yield Row(f"{check.name} ended early", said(error), passed=False)
@@ -118,6 +261,51 @@ def said(error: Exception) -> str:
 
 def line(row: Row) -> str:
     mark = {True: "ok", False: "FAILED", None: "--"}[row.passed]
-    figure: Any = f"{row.measured:.4g}" if isinstance(row.measured, float) else row.measured
     bar = "" if row.bar == "-" else f" ({row.bar}; {row.source})"
-    return f"  {mark:6} {row.what}: {figure} {row.unit}{bar}".rstrip()
+    return f"  {mark:6} {row.what}: {shown(row)}{bar}".rstrip()
+
+
+def shown(row: Row) -> str:
+    """The figure of a row, with its unit."""
+    figure: Any = f"{row.measured:.4g}" if isinstance(row.measured, float) else row.measured
+    return f"{figure} {row.unit}".rstrip()
+
+
+TABLE = (
+    Column("check", text=True),
+    Column("must hold", text=True),
+    Column("measured", text=True, below=True),
+    Column("verdict", text=True),
+    Column("seconds"),
+)
+
+
+def show(known: dict[str, Check], outcomes: dict[str, Outcome], options: Namespace) -> None:
+    """Prints the table of all runs, and writes it where reports go, if all checks were asked for."""
+    holds = [known[name.partition(",")[0]].holds for name in outcomes]
+    lines = [
+        [name, bar, outcome.measured, outcome.verdict, f"{outcome.seconds:.0f}"]
+        for (name, outcome), bar in zip(outcomes.items(), holds, strict=True)
+    ]
+    if options.here:
+        return
+    print()
+    print_table(TABLE, lines)
+    if options.out is not None and len(options.chosen) == len(known):
+        rows = [dict(zip([column.head for column in TABLE], cells, strict=True)) for cells in lines]
+        report.write("gpu", "A session on GPUs", rows, notes(options), options.out)
+
+
+def write_rows(run: Run, outcome: Outcome, options: Namespace) -> None:
+    """Writes the report of a run, if reports are wanted and it has rows."""
+    if options.out is not None and outcome.rows:
+        name = "-".join(filter(None, ("gpu", run.check.name, run.backend)))
+        took = [f"{outcome.seconds:.0f} s", *filter(None, [outcome.reason])]
+        report.write(name, run.name, [row.as_dict() for row in outcome.rows], [*notes(options), *took], options.out)
+
+
+def notes(options: Namespace) -> list[str]:
+    """Where it ran."""
+    if options.fake:
+        return ["a rehearsal, without a GPU"]
+    return [f"on {gpus()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"]

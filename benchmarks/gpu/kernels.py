@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, reference_attention
-from armillary.attention.kernels import KERNELS, Inputs, Kernel, Scores, efficiency
+from armillary.attention.kernels import KERNELS, Cudnn, Dense, Inputs, Kernel, Scores, efficiency
 from armillary.core import SequenceLayout
+from armillary.core.collectives.merge import fused_kernel, merge_by_ops_
 from armillary.core.testing import relative_error
 from gpu.check import Check, Row, Setting, correct
 
@@ -187,7 +190,81 @@ def paces(
             yield setting.at_least(what, rate / 1e12, NEAR * bar * peak / 1e12, "TFLOP/s", f"{NEAR} x {known.source}")
 
 
+# -- merging partial results -------------------------------------------------------------------------------------------
+
+MERGED_LIMIT = 1e-6
+"""Of the relative error of the float32 accumulators: a few of their roundings."""
+
+
+def check_merge(setting: Setting) -> Iterator[Row]:
+    """The fused kernel against torch's ops in float64, and its speed against theirs."""
+    kernel = fused_kernel(setting.device.type)
+    yield setting.is_so(
+        "fused kernel", "none" if kernel is None else kernel.__name__, kernel is not None, "one", "Triton"
+    )
+    merge = kernel or merge_by_ops_
+    for tokens, name in ((setting.size(4096, 24), "tokens first"), (setting.size(4093, 23), "heads first")):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            given = partial_results(setting, tokens, dtype, name == "heads first")
+            wanted, found = [x.double() for x in given], [x.clone() for x in given]
+            merge_by_ops_(*wanted)
+            merge(*found)
+            what = f"{str(dtype).removeprefix('torch.')}, {tokens:,} {name}"
+            for tensor, x, y in zip(("out", "lse"), found, wanted, strict=False):
+                seen = y.isfinite()
+                same = torch.equal(seen, x.isfinite())
+                error = relative_error(x[seen], y[seen]) if same else torch.inf
+                yield correct(f"{what}: {tensor}", error, MERGED_LIMIT, SOURCE)
+    given = partial_results(setting, setting.size(32_768, 24), torch.bfloat16, heads_first=False)
+    fused, ops = (setting.device.seconds(partial(how, *given), 10) for how in (merge, merge_by_ops_))
+    moved = given[0].numel() * (4 + 2 + 4) / fused
+    yield setting.at_least("fused over torch's ops", ops / fused, 1.5, "x", "10 bytes an element, not 18")
+    yield Row("bytes of out and its part", moved / 1e12, "TB/s", source="of 3.35 on an H100, 4.8 on an H200")
+
+
+def partial_results(setting: Setting, tokens: int, dtype: torch.dtype, heads_first: bool) -> list[Tensor]:
+    """out, lse, and those of another part, of which some rows have seen nothing; lse lies as kernels return it."""
+    torch.manual_seed(0)
+    shape, place = (1, tokens, setting.size(32, 2), 128), {"device": setting.device.torch}
+    out, part = torch.randn(shape, **place), torch.randn(shape, dtype=dtype, **place)
+    if heads_first:
+        part = part.transpose(1, 2).contiguous().transpose(1, 2)
+    lse, part_lse = (torch.randn(1, shape[2], tokens, **place).transpose(1, 2) for _ in range(2))
+    for hidden, x, its_lse in ((slice(0, None, 3), out, lse), (slice(0, None, 5), part, part_lse)):
+        x[:, hidden], its_lse[:, hidden] = 0, -torch.inf
+    return [out, lse, part, part_lse]
+
+
+# -- graphs of cuDNN ---------------------------------------------------------------------------------------------------
+
+
+def check_cudnn_threads(setting: Setting) -> Iterator[Row]:
+    """The first call of a shape in this thread, and the first of the same shape in another one, as in backward."""
+    q, k, v, _ = Shape(setting.size(4096, 16), 128, AttentionMask()).tensors(torch.bfloat16, setting.device.torch)
+    kernel: Kernel = Dense() if setting.fake else Cudnn()
+
+    def call() -> float:
+        setting.device.synchronize()
+        began = time.perf_counter()
+        kernel.forward(q, k, v, (None, 0), Scores(128**-0.5))
+        setting.device.synchronize()
+        return time.perf_counter() - began
+
+    first, second = call(), call()
+    with ThreadPoolExecutor(1) as other:
+        first_there, second_there = other.submit(call).result(), other.submit(call).result()
+    yield Row("this thread's first call, second", f"{1e3 * first:.3g}, {1e3 * second:.3g}", "ms")
+    yield Row("another thread's first call, second", f"{1e3 * first_there:.3g}, {1e3 * second_there:.3g}", "ms")
+    built = first_there - second_there
+    share = built / max(first - second, 1e-6)
+    yield setting.at_most(
+        "what the other's first takes more, over this one's", share, 0.3, "", "graphs shared by threads"
+    )
+
+
 CHECKS = (
-    Check("kernels", "Attention kernels against float64", check_kernels),
-    Check("throughput", "TFLOP/s of attention kernels", check_throughput),
+    Check("kernels", "Attention kernels against float64", check_kernels, "errors of three roundings at most", 120),
+    Check("throughput", "TFLOP/s of attention kernels", check_throughput, "90% of the published figures", 75),
+    Check("merge", "Partial attention merged by one kernel", check_merge, "float32's roundings; 1.5x torch's ops", 30),
+    Check("cudnn-threads", "cuDNN's graphs in autograd's thread", check_cudnn_threads, "not built again there", 25),
 )

@@ -143,7 +143,7 @@ def check_length(setting: Setting) -> Iterator[Row]:
 
 
 CHECKS = (
-    Check("memory", "Memory of a step against its simulation", check_memory),
-    Check("upipe-memory", "What UPipe's stages save", check_upipe),
-    Check("length", "The longest sequence that fits one rank's share", check_length),
+    Check("memory", "Memory of a step against its simulation", check_memory, "within 5% of the simulation", 120),
+    Check("upipe-memory", "What UPipe's stages save", check_upipe, "the paper's share, less 1%", 25),
+    Check("length", "The longest sequence that fits one rank's share", check_length, "95% of the planner's", 80),
 )

@@ -1,10 +1,19 @@
-"""Four ranks on one GPU: every attention method against the float64 oracle."""
+"""Every attention method on several ranks, against the float64 oracle; and a run of the trainer on all of them."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
 
 from armillary.attention.conformance import METHODS, Trial, cases, compositions
 from armillary.attention.conformance.run import run
@@ -12,16 +21,22 @@ from armillary.core.testing import World
 from armillary.core.testing.staged import STAGED
 from gpu.check import Check, Row, Setting
 
-RANKS = 4
-SECONDS = 480
-"""After which no further case is begun."""
+ON_ONE_GPU = 4
+"""Ranks that share it."""
 
 
 def check_conformance(setting: Setting) -> Iterator[Row]:
-    """In rounds of one case of each method on each of its meshes, as many as there is time for."""
-    every = compositions(list(METHODS), [RANKS])
-    tried, failed, end = 0, list[str](), time.monotonic() + SECONDS
-    with World(RANKS, backend=STAGED) as world:
+    """In rounds of one case of each method on each of its meshes, as many as there is time for.
+
+    On NCCL where there are several GPUs, else with four ranks on one, which send by way of the host's memory.
+    """
+    several = setting.gpus > 1 and not setting.fake
+    ranks, backend = (setting.ranks, "nccl") if several else (ON_ONE_GPU, STAGED)
+    every = compositions(list(METHODS), [ranks])
+    tried, failed, end = 0, list[str](), time.monotonic() + 0.8 * setting.seconds
+    with World(ranks, backend=backend) as world:
+        if several:
+            world.run(take_gpu)
         for trials in islice(rounds(every), setting.size(10, 1)):
             for trial, verdict in run(world, trials[: setting.size(None, 4)], setting.device.type):
                 tried += 1
@@ -31,7 +46,13 @@ def check_conformance(setting: Setting) -> Iterator[Row]:
     for failure in failed[:20]:
         yield Row(failure, "wrong", passed=False)
     limits = "armillary.attention.conformance.limits"
-    yield Row(f"failed of {tried} cases of {len(every)} methods and meshes", len(failed), "", "0", limits, not failed)
+    what = f"failed of {tried} cases of {len(every)} methods and meshes, {ranks} ranks on {backend}"
+    yield Row(what, len(failed), "", "0", limits, not failed)
+
+
+def take_gpu() -> None:
+    """Makes this rank's GPU the current one."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 
 
 def rounds(every: list) -> Iterator[list[Trial]]:
@@ -41,4 +62,53 @@ def rounds(every: list) -> Iterator[list[Trial]]:
         yield [Trial(one, some[number % len(some)]) for one, some in zip(every, several, strict=True)]
 
 
-CHECKS = (Check("conformance", "Every method with four ranks on one GPU, against float64", check_conformance),)
+def check_train(setting: Setting) -> Iterator[Row]:
+    """Thirty steps of the trainer under torchrun, on all GPUs: it ends by itself, and learns."""
+    with TemporaryDirectory() as folder:
+        outcome = subprocess.run(
+            training(setting, Path(folder)), env=environment(), capture_output=True, text=True, timeout=setting.seconds
+        )
+        metrics = Path(folder) / "metrics.jsonl"
+        lines = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+        losses = [line["loss"] for line in lines if "loss" in line]
+    said = "" if outcome.returncode == 0 else f": {' '.join(outcome.stderr.split())[-300:]}"
+    yield Row(f"exit code{said}", outcome.returncode, "", "0", "armillary-train", outcome.returncode == 0)
+    if losses:
+        fell = losses[-1] < losses[0]
+        yield Row(f"loss after {len(losses)} steps, of {losses[0]:.4g} at first", losses[-1], "", "lower", "", fell)
+
+
+def training(setting: Setting, folder: Path) -> list[str]:
+    """torchrun, as `python -m`, with the trainer on a synthetic task."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"]
+    sizes = ["--data.sequence-length", str(setting.size(32_768, 256)), "--train.steps", str(setting.size(30, 6))]
+    ends = ["--validation.every", "1000", "--validation.batches", "1", "--save.every", "1000", "--log.no-plot"]
+    places = ["--train.output", str(folder), "--train.device", setting.device.type]
+    return [*start, "-m", "armillary.train", "--data.task", "copy", *sizes, *ends, *places]
+
+
+def environment() -> dict[str, str]:
+    """This process' environment, in which nothing of this repository need be installed."""
+    packages = Path(__file__).parent.parent.parent / "packages"
+    paths = [*map(str, sorted(packages.glob("*/src"))), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+CHECKS = (
+    Check(
+        "conformance",
+        "Every method on all GPUs, or with four ranks on one, against float64",
+        check_conformance,
+        holds="errors within each dtype's limits",
+        seconds=80,
+        nccl=True,
+    ),
+    Check(
+        "train",
+        "The trainer on all GPUs",
+        check_train,
+        holds="ends by itself, with a lower loss",
+        seconds=50,
+        nccl=True,
+    ),
+)

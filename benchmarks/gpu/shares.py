@@ -134,6 +134,8 @@ def traced(share: Share, trace: Trace) -> None:
 
 
 CHECKS = (
-    Check("share", "One rank's share of eight: host, device and the bare kernel", check_share),
-    Check("trace", "The trace against torch's profiler", check_trace),
+    Check(
+        "share", "One rank's share of eight: host, device and the bare kernel", check_share, "95% of it in kernels", 90
+    ),
+    Check("trace", "The trace against torch's profiler", check_trace, "within 2%", 25),
 )

@@ -1,13 +1,13 @@
 """What goes round, as data: every token as far as to the last rank that sees it and no further, the shorter way."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention import AttentionMask, Ring, TokenRing
+from armillary.attention import AttentionMask, Ring, TokenRing, reference_attention
 from armillary.attention.call.spec import AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.reference import visible_pairs
@@ -15,6 +15,7 @@ from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core import Axis, SequenceLayout, start_exchange
 from armillary.core.fake_world import fake_world
+from armillary.core.testing import mesh, relative_error
 from armillary.core.token_ranges import TokenRanges
 
 
@@ -64,18 +65,44 @@ def test_a_ring_receives_into_the_same_memory_again(monkeypatch, name, direct):
     for module, buffers in (("rotate", rotated), ("returns", returned)):
 
         def start(axis, send, receive, buffers=buffers):
-            buffers.extend(flat.buffer for flat in receive.values())
+            sent, coming = ([flat.buffer for flat in flats.values()] for flats in (send, receive))
+            assert blocks([*sent, *coming]) == blocks(sent) + len(coming), "what arrives overwrites what is sent"
+            buffers.extend(coming)
             return start_exchange(axis, send, receive)
 
         monkeypatch.setattr(f"armillary.attention.rotation.{module}.start_exchange", start)
-    with fake_world(0, ring=8) as mesh:
-        method = TokenRing(mesh["ring"]) if direct else Ring(mesh["ring"], "queries" if "queries" in name else "keys")
+    with fake_world(0, ring=8) as eight:
+        method = TokenRing(eight["ring"]) if direct else Ring(eight["ring"], "queries" if "queries" in name else "keys")
         q, k, v = (torch.zeros(1, 16, 2, 8, requires_grad=True) for _ in range(3))
         out = method(q, k, v, mask=AttentionMask(causal=False), layout=method.layout(128))
         assert (len(rotated), blocks(rotated), blocks(returned)) == (7, 2, direct)
         out.sum().backward()
         assert (len(rotated), blocks(rotated[7:])) == (14, 2)
         assert blocks(returned[7 * direct :]) == (1 if direct else 3)
+        for mask, batch in product((AttentionMask(), AttentionMask(window=(40, 0))), (1, 2)):
+            q, k, v = (torch.zeros(batch, 16, 2, 8, requires_grad=True) for _ in range(3))
+            method(q, k, v, mask=mask, layout=method.layout(128)).sum().backward()
+
+
+def attends_to_other_ranks_alone() -> list[float]:
+    """Errors of out and gradients where no rank sees its own keys, and two others have those that it does."""
+    axis = mesh(ring=4)["ring"]
+    layout = SequenceLayout.contiguous(16, 4)
+    key_layout = SequenceLayout([layout.spans(rank) for rank in (2, 3, 0, 1)])
+    mask, method, own = AttentionMask(causal=False, documents=(0, 8, 16)), TokenRing(axis), axis.get_local_rank()
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 16, 2, 8, dtype=torch.float64).unbind(0)
+    wholes, places = [x.clone().requires_grad_() for x in (q, k, v)], (layout, key_layout, key_layout)
+    shards = [place.take(x, own).requires_grad_() for x, place in zip((q, k, v), places, strict=True)]
+    out = method(*shards, mask=mask, layout=layout, key_layout=key_layout)
+    exact = reference_attention(*wholes, mask=mask)
+    found = [out, *torch.autograd.grad(out, shards, layout.take(dout, own))]
+    expected = zip((layout, *places), (exact, *torch.autograd.grad(exact, wholes, dout)), strict=True)
+    return [relative_error(x, place.take(whole, own)) for x, (place, whole) in zip(found, expected, strict=True)]
+
+
+def test_results_of_other_ranks_alone_are_merged(worlds):
+    assert all(max(errors) < 1e-12 for errors in worlds(4).run(attends_to_other_ranks_alone))
 
 
 def last_seen(spec: AttentionSpec, topology: RingTopology, origin: int) -> list[int]:

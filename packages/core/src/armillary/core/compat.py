@@ -81,11 +81,6 @@ def nccl_binds_devices() -> bool:
     return plugin is not None and plugin.creator_fn is nccl2
 
 
-def backend_implementations(group: dist.ProcessGroup, device_types: Sequence[str]) -> dict[str, str]:
-    """The class that implements the group's backend, for each of some types of devices."""
-    return {kind: type(cast(Any, group)._get_backend(torch.device(kind))).__name__ for kind in device_types}
-
-
 def has_several_backends() -> bool:
     """Whether the default process group has one backend for the host's tensors and another for the device's."""
     c10d: Any = dist.distributed_c10d
@@ -275,6 +270,11 @@ def references(x: Tensor) -> tuple[int, int]:
     """How many of torch's own refer to a tensor, and to its storage."""
     storage: Any = x.untyped_storage()
     return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one storage, of which each may have another part."""
+    return cast(Any, torch)._C._is_alias_of(x, y)
 
 
 def profiling() -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from armillary.attention.rotation.rotate import RingStep, Rotation
-from armillary.core import FlatBuffer, start_exchange
+from armillary.core import FlatBuffer, compat, start_exchange
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.exchange import Exchange, ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
@@ -77,8 +77,10 @@ class RingReduce:
         rotation, schedule = self.rotation, self.rotation.steps[step]
         send = self._outgoing(schedule, partials)
         # At the last step both neighbours and the owner may be one rank, but then no sum is passed on.
-        sent_uncopied = any(flat is self.passing_sums for flat in send.values())
-        self.passing_sums = self.buffers.take(last_in_use=sent_uncopied)
+        # Sums for some of the tokens are mostly sent as copies; then the buffer that they came in is free.
+        passing = self.passing_sums
+        in_use = passing is not None and any(compat.share_memory(flat.buffer, passing.buffer) for flat in send.values())
+        self.passing_sums = self.buffers.take(last_in_use=in_use)
         receive = {rotation.ahead(-1): self.passing_sums} if self.passing_sums else {}
         if schedule.returned_tokens.runs:
             sums = FlatBuffer.like(self.own_partials, schedule.returned_tokens.count)

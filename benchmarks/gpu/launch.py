@@ -1,0 +1,84 @@
+"""Ranks of a check: a test world whose process group is replaced by one as a trainer starts it, on NCCL."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from armillary.core import start_process_group
+from armillary.core.testing import RankFailed, World
+from gpu.check import Setting
+
+R = TypeVar("R")
+
+
+class Place(NamedTuple):
+    """Where ranks meet: the type of their device, and a free port."""
+
+    device: str
+    port: int
+
+
+def on_ranks(setting: Setting, function: Callable[..., R], *args: Any, seconds: float = 120.0) -> list[R]:
+    """Calls `function(place, *args)` on fresh ranks, one for each GPU; returns the results in rank order.
+
+    Raises:
+        RankFailed: a rank raised, ended, or took longer than that many seconds.
+    """
+    world = World(setting.ranks)
+    try:
+        return world.run(function, Place(setting.device.type, free_port()), *args, timeout=seconds)
+    finally:
+        world.close(kill=True)  # a rank whose GPU has failed may not end by itself
+
+
+def failure_on_ranks(setting: Setting, function: Callable[..., Any], *args: Any, seconds: float = 120.0) -> str:
+    """Returns why a call that ends its ranks failed; "" if it did not."""
+    try:
+        on_ranks(setting, function, *args, seconds=seconds)
+    except RankFailed as failure:
+        return str(failure)
+    return ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def joined(
+    place: Place, timeout: timedelta = timedelta(minutes=2), host_too: bool = False, chosen: bool = False
+) -> Generator[int]:
+    """A process group as `torchrun` and the trainer start it; gives this rank.
+
+    Args:
+        host_too: gloo beside NCCL.
+        chosen: as in an application that has chosen its GPUs, in reverse order, before.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port)}
+    if place.device == "cuda" and chosen:
+        torch.cuda.set_device(ranks - 1 - rank)
+    start_process_group(place.device, timeout, host_too=host_too)
+    try:
+        yield rank
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def worst(found: list[list[float]]) -> Iterator[float]:
+    """The largest of each figure over ranks."""
+    return map(max, zip(*found, strict=True))
