@@ -1,30 +1,42 @@
-"""The pages of the docs: listings run as they stand, and what is written as a change comes to the same as before it."""
+"""The pages of the docs and the READMEs: scripts run as they stand, and a change comes to the same as what was before.
 
-import os
+A block with `title="train.py"` is part of that file, blocks without a title are one file for each page; a block of
+`console` has the commands that run them. Of a page's first diff the lines with `+` are the file's; a later one changes
+the file that came of it.
+"""
+
+import ast
+import math
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import patch
+from typing import NamedTuple
 
 import pytest
-import torch
+from launches import Launch, agent
 
 from armillary.attention.kernels import EFFICIENCY, KERNELS
-from armillary.core.testing.accelerated import accelerated
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAV = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
-RANKS = 4
+IN_FLOAT64 = Path(__file__).parent / "listing_rank.py"
+BLOCK = re.compile(r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```', re.M | re.S)
 
 
-def listings(page: str, language: str) -> list[str]:
-    """The code blocks of a page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+class Block(NamedTuple):
+    language: str
+    title: str
+    code: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall((ROOT / page).read_text())]
 
 
 def side(diff: str, signs: str) -> str:
@@ -32,106 +44,137 @@ def side(diff: str, signs: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[:1] in (*signs, "\n"))
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with patch.dict(os.environ, WORLD_SIZE=str(torch.distributed.get_world_size())):
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+def scripts(page: str, signs: str = " +") -> dict[str, str]:
+    """Returns the files of a page, with one side of its first diff."""
+    files: dict[str, str] = {}
+    seen: set[str] = set()
+    for language, title, code in blocks(page):
+        if title and not (language == "diff" and title in seen):
+            files[title] = files.get(title, "") + (side(code, signs) if language == "diff" else code)
+        seen |= {title} if language == "diff" else set()
+    return files
 
 
-def small_mistral(folder: Path) -> dict[str, object]:
-    """What the page on Hugging Face models takes from its reader: a folder with a model, and rows."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=60)
-    torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(folder)  # by one rank, as transformers has it
-    torch.distributed.barrier()
-    rows = [torch.randint(64, (2, 250)) for _ in range(3)]
-    lengths = [int(torch.randint(60, 120, ())) for _ in range(6 * RANKS)]
-    made = [torch.randint(64, (length,)) for length in lengths]
-    data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in made]
-    return {"folder": folder, "rows": rows, "output": str(folder / "output"), "data": data}
+def changes(page: str) -> list[tuple[str, str]]:
+    """Returns (file, diff) of each diff after the first of its file."""
+    diffs = [(title, code) for language, title, code in blocks(page) if language == "diff"]
+    return [diff for i, diff in enumerate(diffs) if diff[0] in [title for title, _ in diffs[:i]]]
 
 
-def small_flux(folder: Path) -> dict[str, object]:
-    """What the page on diffusers takes from its reader: a folder with a model, and batches."""
-    from diffusers import FluxTransformer2DModel
-
-    sizes = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16}
-    inputs = {"in_channels": 8, "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6)}
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(**sizes, **inputs)
-    if torch.distributed.get_rank() == 0:
-        model.save_pretrained(folder)
-    torch.distributed.barrier()
-    told = {"encoder_hidden_states": (2, 7, 24), "pooled_projections": (2, 12), "txt_ids": (7, 3), "img_ids": (27, 3)}
-    drawn = [[torch.randn(2, 27, 8), {name: torch.randn(size) for name, size in told.items()}] for _ in range(3)]
-    return {"folder": folder, "batches": drawn}
+def changed(script: str, diff: str) -> str:
+    """Returns a script with each hunk of a diff applied where the lines before it stand, once."""
+    for hunk in diff.split("@@\n"):
+        before, after = side(hunk, " -"), side(hunk, " +")
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    return script
 
 
-def rows_of_one_length(folder: Path) -> dict[str, object]:
-    """What the page on accelerate takes: the same folder, and rows of tokens."""
-    return small_mistral(folder) | {"data": torch.randint(64, (3 * RANKS, 60))}
+def commands(page: str) -> list[list[str]]:
+    """Returns the commands of a page that run its files."""
+    lines = [line for block in blocks(page) if block.language == "console" for line in block.code.splitlines()]
+    split = [shlex.split(line[2:]) for line in lines if line.startswith("$ ")]
+    return [command for command in split if command[-1] in scripts(page)]
 
 
-GIVEN = {"transformers.md": small_mistral, "trainer.md": small_mistral, "accelerate.md": rows_of_one_length}
-GIVEN |= {"diffusers.md": small_flux}
-
-
-def run_both_sides(page: str, folder: Path) -> list[tuple[list[float], list[float]]]:
-    """Losses and gradient norms before the change of a page and after it."""
-    common, (diff, *_) = "".join(listings(page, "python")), listings(page, "diff")
-    found = []
-    with in_float64():
-        given = GIVEN[page](folder) if page in GIVEN else {}
-        for signs in (" -", " +"):
-            names = dict(given)
-            with accelerated():
-                exec(common + side(diff, signs), names)
-            found.append((names["losses"], names["norms"]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("page", "ranks", "limit"),
-    [
-        ("fsdp2.md", RANKS, 1e-9),
-        ("transformers.md", RANKS, 1e-6),  # Mistral's norms compute in float32
-        ("trainer.md", 2, 1e-6),
-        ("accelerate.md", RANKS, 1e-6),
-        ("diffusers.md", 2, 1e-9),
-        ("plain-torch.md", RANKS, 1e-9),
-    ],
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in [*DOCS.rglob("*.md"), *ROOT.glob("**/README.md")]
+    if ".venv" not in path.parts
+]
+WITH_SCRIPTS = sorted(page for page in PAGES if scripts(page))
+WITH_DIFFS = [page for page in WITH_SCRIPTS if any(block.language == "diff" for block in blocks(page))]
+EXCERPTS = ["docs/one-call.md"]
+"""Pages whose blocks are lines of the packages' own code, held to it by other tests."""
+ALONE = sorted(
+    str(path.relative_to(ROOT))
+    for path in DOCS.rglob("*.md")
+    if any(block.language == "python" and not block.title for block in blocks(str(path.relative_to(ROOT))))
+    and str(path.relative_to(ROOT)) not in EXCERPTS
 )
-def test_after_the_change_losses_and_gradients_are_those_of_before(worlds, tmp_path, page, ranks, limit):
-    for before, after in worlds(ranks).run(run_both_sides, page, tmp_path):
-        for one, other in zip(before, after, strict=True):
-            assert len(one) == 3
-            assert other == pytest.approx(one, rel=limit)
 
 
-def run_listings(page: str) -> None:
-    assert listings(page, "python")
-    exec("".join(listings(page, "python")), {})
+def printed_lists(output: str) -> dict[str, list[float]]:
+    """Returns the losses and norms that a script has printed."""
+    return {name: ast.literal_eval(values) for name, values in re.findall(r"^(losses|norms) (\[.*\])$", output, re.M)}
 
 
-@pytest.mark.parametrize("page", ["masks.md", "layouts.md", "choosing.md", "trees.md"])
-def test_listings_run_as_they_stand(page):
-    run_listings(page)
+def run(program: list[str] | Callable[[], None], folder: Path) -> str:
+    """Returns what a program printed; it must end with 0."""
+    with Launch(program, folder) as launch:
+        code = launch.wait()
+        assert code == 0, launch.printed
+        return launch.printed
+
+
+def run_in_float64(page: str, files: dict[str, str], folder: Path) -> dict[str, list[float]]:
+    """Runs the commands of a page on forked ranks; returns what the last one printed."""
+    folder.mkdir()
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    output = ""
+    for program, *options, name in commands(page):
+        ranks = options if program == "torchrun" else ["--nproc-per-node", "1"]
+        if name == "train.py" or program == "python":
+            output = run(agent(*ranks, flags=[name], script=str(IN_FLOAT64)), folder)
+    return printed_lists(output)
+
+
+@pytest.mark.parametrize("page", WITH_SCRIPTS)
+def test_scripts_run_by_the_commands_of_their_page(tmp_path, page):
+    files = scripts(page)
+    for name, code in files.items():
+        assert "torch.distributed.destroy_process_group()" in code or "build_mesh" not in code, name
+        (tmp_path / name).write_text(code)
+    assert {command[-1] for command in commands(page)} == set(files)
+    for command in commands(page):
+        results = printed_lists(run(command, tmp_path))
+        if command[-1] == "train.py":
+            assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in results.values())
+            assert set(results) == {"losses", "norms"}
+
+
+LIMITS = {
+    "docs/fsdp2.md": 1e-9,
+    "docs/transformers.md": 1e-6,  # Mistral's norms compute in float32
+    "docs/trainer.md": 1e-6,
+    "docs/accelerate.md": 1e-6,
+    "docs/diffusers.md": 1e-9,
+    "docs/plain-torch.md": 1e-9,
+}
+
+
+@pytest.mark.parametrize("page", WITH_DIFFS)
+def test_after_the_change_losses_and_gradients_are_those_of_before(tmp_path, page):
+    before, after = (
+        run_in_float64(page, scripts(page, signs), tmp_path / name) for name, signs in (("-", " -"), ("+", " +"))
+    )
+    for name in ("losses", "norms"):
+        assert len(before[name]) == 3
+        assert after[name] == pytest.approx(before[name], rel=LIMITS[page])
+
+
+@pytest.mark.parametrize(("page", "change"), [(page, i) for page in WITH_DIFFS for i in range(len(changes(page)))])
+def test_further_changes_apply_and_run(tmp_path, page, change):
+    files = scripts(page)
+    name, diff = changes(page)[change]
+    results = run_in_float64(page, files | {name: changed(files[name], diff)}, tmp_path / "changed")
+    assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in results.values())
+    if page == "docs/plain-torch.md":  # another way to the same
+        expected = run_in_float64(page, files, tmp_path / "unchanged")
+        assert results["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+
+
+@pytest.mark.parametrize("page", ALONE)
+def test_blocks_without_a_title_run_alone(tmp_path, page):
+    code = "".join(block.code for block in blocks(page) if block.language == "python" and not block.title)
+    (tmp_path / "page.py").write_text(code)
+    run([sys.executable, "page.py"], tmp_path)
 
 
 def test_the_page_of_masks_has_the_pictures_that_are_drawn_for_it():
     shown = re.findall(r"\]\((pictures/\w+\.png)\)", (DOCS / "masks.md").read_text())
     assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("pictures/*"))
-
-
-def test_the_listing_of_the_first_page_runs_on_four_ranks(worlds):
-    worlds(RANKS).run(run_listings, "index.md")
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
@@ -165,7 +208,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stdout + built.stderr
     for page in pages(NAV):
-        written = tmp_path / "site" / ("" if page == "index.md" else page.removesuffix(".md")) / "index.html"
+        written = tmp_path / "site" / page.removesuffix(".md").removesuffix("index") / "index.html"
         html = written.read_text()
         for name in re.findall(r"^::: (\S+)", (DOCS / page).read_text(), re.M):
             assert f'id="{name}"' in html, f"{page}: {name}"

@@ -165,7 +165,7 @@ class JointRouting(Routing):
         super().__init__(running.attend)
         self.running, self.order = running, order
 
-    def held(self) -> Sharding:
+    def block(self) -> Sharding:
         return self.running.now().shardings[self.order]
 
 

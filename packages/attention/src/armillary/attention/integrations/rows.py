@@ -97,7 +97,8 @@ def share_rows(accelerator: Any, attend: Method) -> Rows:
     if accelerator.num_processes != ranks:
         raise ValueError(
             f"accelerate runs {accelerator.num_processes} processes and torch.distributed {ranks}: start all of them "
-            "with torchrun or `accelerate launch`, and make the accelerator after the mesh"
+            "with torchrun or `accelerate launch`, and make the accelerator after the mesh; without a GPU, with "
+            "Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment"
         )
     if accelerator.dispatch_batches:
         raise ValueError("dispatch_batches=True: one process would send its rows to all; leave it out")
