@@ -98,6 +98,49 @@ def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_li
     assert_same_end(where, printed, undisturbed)
 
 
+SLOW_SAVES = """
+import os, time
+from armillary.core.checkpoint.writer import CheckedWriter
+from armillary.train.checkpoint import Checkpoints
+
+slow, start, write_data = int(os.environ["RANK"]) % 3 == 0, Checkpoints.start, CheckedWriter.write_data
+
+def start_slowly(checkpoints, step):
+    start(checkpoints, step)
+    time.sleep(slow)
+
+def write_slowly(writer, plan, planner):
+    time.sleep(2 * slow)
+    return write_data(writer, plan, planner)
+
+Checkpoints.start, CheckedWriter.write_data = start_slowly, write_slowly
+import forked_rank
+"""
+
+
+def test_a_rank_killed_within_a_background_save_is_named_by_all_others(undisturbed, tmp_path):
+    """While the others wait for it in the step after the save, and in the save's own barrier."""
+    chance = random.Random(11)
+    where = folder(tmp_path, "killed-saving")
+    (where / "slow_saves.py").write_text(SLOW_SAVES)
+    kills = [(3, 0.5), (chance.randrange(4), chance.uniform(0, 2)), (chance.choice([0, 3]), chance.uniform(0, 2))]
+    with Launch(training("--max-restarts", str(len(kills)), script="slow_saves.py"), where) as launch:
+        for rank, seconds in kills:
+            resumed = launch.wait_for("^step: ", len(launch.printed))
+            while not list((where / "outputs/checkpoint").glob("step-*.partial-*")):
+                assert launch.process.poll() is None, launch.printed
+                time.sleep(0.01)
+            time.sleep(seconds)
+            launch.signal(signal.SIGKILL, rank)
+            restarted = launch.wait_for("resuming from|^step: 1 ", resumed)
+            said = launch.printed[resumed:restarted]
+            missing = rf"^\[rank (\d)\] armillary-train: missing: rank {rank}: no sign of life"
+            assert {*re.findall(missing, said, re.MULTILINE)} == {*"0123"} - {str(rank)}, said
+        assert launch.wait() == 0, launch.printed
+        printed = launch.printed
+    assert_same_end(where, printed, undisturbed)
+
+
 ASLEEP = """
 import os, time
 import armillary.train.trainer as trainer

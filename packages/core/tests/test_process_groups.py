@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from armillary.core import Axis, build_mesh, compat, start_process_group
 from armillary.core import mesh as core_mesh
+from armillary.core.gloo_threads import THREADS, gloo_thread_states
 from armillary.core.mesh import own_device
 from armillary.core.testing import mesh
 
@@ -208,6 +209,38 @@ def with_priority() -> list[Any]:
 def test_torch_is_asked_for_the_priority_of_a_group(worlds):
     high = {"is_high_priority_stream": True, "_timeout": timedelta(seconds=30), "config": 8}
     assert worlds(2).run(with_priority) == [[high, None]] * 2
+
+
+BUSY = """
+import hashlib, os, sys, threading, time
+import armillary.core
+
+def compute():
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+        name.write(sys.argv[1])
+    started.set()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        hashlib.sha256(bytes(2**22))  # runs without the GIL
+    os.write(1, b"ended")
+
+started = threading.Event()
+threading.Thread(target=compute, daemon=True).start()
+started.wait()
+"""
+
+
+@pytest.mark.skipif(not THREADS.exists(), reason="looks at threads as Linux shows them")
+@pytest.mark.parametrize(("thread", "printed"), [("pt_gloo_runloop", "ended"), ("another", "")])
+def test_python_ends_once_the_threads_of_gloo_are_idle(thread, printed):
+    ran = subprocess.run([sys.executable, "-c", BUSY, thread], capture_output=True, text=True, check=True)
+    assert ran.stdout == printed
+
+
+def test_threads_of_gloo_are_known_by_their_name(worlds):
+    """An idle world of two ranks: torch starts two threads for each group."""
+    states = worlds(2).run(gloo_thread_states)
+    assert all(len(of_rank) >= 2 and set(of_rank) <= {"S", "R"} for of_rank in states)
 
 
 class Weakable:

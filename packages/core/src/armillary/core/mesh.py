@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
+from armillary.core import gloo_threads as gloo_threads  # waited for when Python ends
 from armillary.core.checked import integer
 from armillary.core.rendezvous import rendezvous
 

@@ -84,8 +84,10 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
     with (
         OutputLock(config.train.output, partial(print, flush=True), flag="--train.output") as lock,
         Reporter(config, lock.fence) as report,
+        watchdog.reporting(),  # before the reporter waits for its sinks
         stop or StopSignal() as stop,
         Checkpoints(run, lock, report.say, report.event) as saved,
+        watchdog.reporting(),  # before checkpoints wait for the save in flight, and so for ranks that may be gone
     ):
         watchdog.begins("restoring", 0)
         step = saved.restore()

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +87,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self._fail(error)
+            self._report(error)
             if self._hang is not None and about_others(error):  # of a rank that has ended for the same reason
                 raise TimeoutError(self._hang) from error
         else:
@@ -94,8 +95,27 @@ class Watchdog:
             self._wake.set()
             self._thread.join(SILENCE)
 
-    def _fail(self, error: Exception) -> None:
-        """Tells the others; where the error came from them, says who is missing. The process is about to end."""
+    @contextmanager
+    def reporting(self) -> Generator[None]:
+        """Context manager that reports an error to all ranks at once, before any enclosing block handles it.
+
+        It belongs inside of blocks whose exit waits for a thread or for other ranks: the ranks waited for may be the
+        missing ones, and no rank names them until an error is reported. Does nothing outside of the watchdog's block.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._thread.is_alive():
+                self._report(error)
+            raise
+
+    def _report(self, error: Exception) -> None:
+        """Posts the error for the other ranks; prints the missing ranks if they caused it. Only the first one counts.
+
+        The process is about to end.
+        """
+        if self._failing:
+            return
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._failing = True
         # Whoever refuses to start has a line of its own.

@@ -18,6 +18,7 @@ from armillary.core.background import Background
 from armillary.core.health.output_lock import OutputLock
 from armillary.core.health.ranks import Ranks
 from armillary.core.health.shared_folder import check_shared
+from armillary.core.health.watchdog import about_others
 from armillary.core.random_state import seed_all
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import checkpoint_folder, write_config
@@ -29,6 +30,9 @@ from armillary.train.run import Run
 
 NOTICEABLE = 1.0
 """Seconds of waiting from which on a line is printed."""
+
+ENDING = 2.0
+"""Seconds that a save in flight may take to end once a rank is missing."""
 
 
 class Checkpoints:
@@ -69,8 +73,10 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writing is not None:  # after an error too: what was good before it is worth keeping
-            self._writing.join(self.timeout.total_seconds())
+        if self._writing is not None:
+            # After an error of this rank the save in flight is worth keeping. It cannot end where a rank is missing.
+            missing = isinstance(error, Exception) and about_others(error)
+            self._writing.join(ENDING if missing else self.timeout.total_seconds())
         if error is None:  # else other ranks may be on the group
             self._stager.close()
             self.ranks.close()
