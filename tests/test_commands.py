@@ -15,12 +15,12 @@ from armillary.data import cli as data
 from armillary.data.loader.batches import check_least
 from armillary.data.parsing import parse, parse_command
 from armillary.plan import cli as plan
-from armillary.plan.comm_time.bytes import BytesPlan
+from armillary.plan.comm_volume import BytesPlan
 from armillary.plan.dry_run.predict import read_plan
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.plan import MemoryPlan
-from armillary.plan.memory.simulate import Progress
+from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchPlan
 from armillary.plan.tune import cli as tune

@@ -112,7 +112,7 @@ def check_length(setting: Setting) -> Iterator[Row]:
     from armillary.models import Checkpointing, LlamaConfig
     from armillary.plan.memory import Job, SimulatedFlash, simulate
     from armillary.plan.memory.estimate import AttentionChoice, estimate
-    from armillary.plan.memory.fit import Room, longest
+    from armillary.plan.memory.room import Room, longest
 
     kernel = chosen_kernel(setting, DIM)
     job = Job(

@@ -7,7 +7,7 @@ import pytest
 
 from armillary.attention.registry import names
 from armillary.plan.cli import main
-from armillary.plan.comm_time.bytes import BytesPlan, Row, Sent, choices, plan_bytes
+from armillary.plan.comm_volume import BytesPlan, Row, Sent, choices, plan_bytes
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh
 

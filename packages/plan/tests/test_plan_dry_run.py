@@ -13,7 +13,7 @@ from armillary.plan.dry_run import job_of, predict
 from armillary.plan.dry_run.predict import time_of
 from armillary.plan.memory import simulate
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room
+from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import cluster_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.dry_run import dry_run

@@ -9,8 +9,8 @@ from armillary.models import Checkpointing
 from armillary.plan.cli import main
 from armillary.plan.memory import Job, StepMemory, report
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.fit import Room, longest
 from armillary.plan.memory.plan import MemoryPlan, axes_of, plan_memory
+from armillary.plan.memory.room import Room, longest
 from armillary.plan.presets import MODELS, cluster_of, model_of
 
 

@@ -23,7 +23,7 @@ from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.search.candidates import candidates
 from armillary.plan.tune import tuner
 from armillary.plan.tune.command import read_order
-from armillary.plan.tune.file import Tuned
+from armillary.plan.tune.measurements import Tuned
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.config.command import read_command
 

@@ -24,12 +24,12 @@ from armillary.plan.comm_time.step_time import step_time
 from armillary.plan.dry_run.predict import read_plan
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, Estimate
-from armillary.plan.memory.fit import Room
 from armillary.plan.memory.plan import MemoryPlan
+from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, config_of, write_choice
-from armillary.plan.search.keeping import fitted, largest
+from armillary.plan.search.fit_policy import fitted, largest
 from armillary.plan.search.plot import draw
 from armillary.plan.search.search import SearchPlan, passes_of, search
 from armillary.plan.tune.command import Order, read_order

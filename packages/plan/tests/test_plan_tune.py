@@ -16,10 +16,10 @@ from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.tune import bench, tuner
 from armillary.plan.tune.bench import Timing
+from armillary.plan.tune.cache_key import question_of
 from armillary.plan.tune.command import Order, read_order
-from armillary.plan.tune.file import Measured, Tuned, read, write
+from armillary.plan.tune.measurements import Measured, Tuned, read, write
 from armillary.plan.tune.prune import CandidatePrediction, all_candidates, parted, predictor, pruned
-from armillary.plan.tune.question import question_of
 from armillary.train import (
     Config,
     DataConfig,

@@ -10,9 +10,8 @@ from armillary.core.commands import ending
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
-from armillary.plan import dry_run
-from armillary.plan.comm_time import bytes_report
-from armillary.plan.comm_time.bytes import BytesPlan, plan_bytes
+from armillary.plan import bytes_report, dry_run
+from armillary.plan.comm_volume import BytesPlan, plan_bytes
 from armillary.plan.dry_run.predict import predict, read_plan
 from armillary.plan.memory import report
 from armillary.plan.memory.plan import MemoryPlan, plan_memory

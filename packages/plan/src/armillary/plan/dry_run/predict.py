@@ -16,8 +16,8 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import StepTime, step_time
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room
-from armillary.plan.memory.simulate import Progress
+from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
+from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import passes_of

@@ -1,12 +1,12 @@
 """Memory of a training step, simulated without a GPU."""
 
 from armillary.core.fake_world import fake_world
-from armillary.plan.memory.accounts import Account
-from armillary.plan.memory.intermediates import Before, attention_intermediates, before_attention
-from armillary.plan.memory.live import LiveBytes
-from armillary.plan.memory.measured import measured_peak
-from armillary.plan.memory.simulate import Job, SimulatedStep, StepMemory, simulate
-from armillary.plan.memory.simulated_flash import SimulatedFlash
+from armillary.plan.memory.simulation.accounts import Account
+from armillary.plan.memory.simulation.allocator_peak import measured_peak
+from armillary.plan.memory.simulation.attention_memory import Before, attention_intermediates, before_attention
+from armillary.plan.memory.simulation.live_bytes import LiveBytes
+from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
+from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 
 __all__ = [
     "Account",

@@ -12,8 +12,8 @@ from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
-from armillary.plan.memory.simulate import Progress
+from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Fit, Room, longest
+from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 

@@ -11,8 +11,8 @@ from armillary.core.quantity import gib, short
 from armillary.core.table import Column, print_table
 from armillary.models import Checkpointing
 from armillary.plan.memory import StepMemory
-from armillary.plan.memory.fit import Room
 from armillary.plan.memory.plan import Planned
+from armillary.plan.memory.room import Room
 
 
 def as_json(planned: Planned) -> str:

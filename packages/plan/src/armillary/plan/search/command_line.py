@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from armillary.models import GPTConfig
-from armillary.plan.choice import flags, recipe_of, write
 from armillary.plan.presets import Model
 from armillary.plan.search.search import Choice, SearchResult
+from armillary.plan.train_config import flags, recipe_of, write
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.model import OF_GPT, SIZES
 

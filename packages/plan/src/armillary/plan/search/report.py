@@ -12,8 +12,8 @@ from typing import Any
 
 from armillary.core.quantity import gib
 from armillary.core.table import Column, print_table
-from armillary.plan.memory.fit import missing
 from armillary.plan.memory.report import checkpoints
+from armillary.plan.memory.room import missing
 from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import Choice, SearchResult
 

@@ -17,10 +17,10 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
+from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room, missing
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
-from armillary.plan.search.keeping import fitted
+from armillary.plan.search.fit_policy import fitted
 from armillary.train.config.limits import Count, check_limits
 
 AS_FAST = 1e-3

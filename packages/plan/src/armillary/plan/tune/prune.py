@@ -11,13 +11,13 @@ from armillary.core.quantity import quantity
 from armillary.plan.comm_time.step_time import step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
+from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room, missing
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, candidates, is_one_of
 from armillary.plan.search.search import passes_of
 from armillary.plan.tune.bench import VOCABULARY
 from armillary.plan.tune.command import Order
-from armillary.plan.tune.file import Measured
+from armillary.plan.tune.measurements import Measured
 from armillary.train.config import Config
 from armillary.train.model import model_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from armillary.data.progress import Bar
-from armillary.plan.tune.file import Measured, Tuned
+from armillary.plan.tune.measurements import Measured, Tuned
 
 
 class TunerScreen:

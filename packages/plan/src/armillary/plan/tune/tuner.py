@@ -12,15 +12,15 @@ import torch
 from armillary.core.health.ranks import Ranks, check_consistent
 from armillary.core.health.watchdog import about_others
 from armillary.core.mesh import world_size
-from armillary.plan import choice
+from armillary.plan import train_config
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune import bench
 from armillary.plan.tune.bench import Timing
+from armillary.plan.tune.cache_key import Question, difference, dtype_name, question_of
 from armillary.plan.tune.command import Order
-from armillary.plan.tune.file import Measured, Tuned, read, write
 from armillary.plan.tune.groups import Groups
+from armillary.plan.tune.measurements import Measured, Tuned, read, write
 from armillary.plan.tune.prune import all_candidates, pruned
-from armillary.plan.tune.question import Question, difference, dtype_name, question_of
 from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
 from armillary.train.config import Config
@@ -196,7 +196,7 @@ def write_files(order: Order, tuned: Tuned) -> None:
     if tuned.choice is not None:
         chosen = replace(order.run, parallel=replace(order.run.parallel, **tuned.choice.parallel))
         about = f"{tuned.choice}, measured by armillary-tune to be fastest on {tuned.question['ranks']} ranks"
-        choice.write(order.out, order.recipe or "debug", chosen, about)
+        train_config.write(order.out, order.recipe or "debug", chosen, about)
 
 
 def found(path: Path, question: Question) -> Tuned:

@@ -8,7 +8,7 @@ from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.held import Held
 from armillary.plan.memory.estimate.moments import Moments
 from armillary.plan.memory.estimate.step import MASTER, StepSizes
-from armillary.plan.memory.simulate import Job
+from armillary.plan.memory.simulation.simulate import Job
 
 __all__ = ["AttentionChoice", "Estimate", "estimate"]
 

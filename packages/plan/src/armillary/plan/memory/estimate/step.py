@@ -17,7 +17,7 @@ from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.widths import Widths
-from armillary.plan.memory.simulate import Job
+from armillary.plan.memory.simulation.simulate import Job
 
 MASTER = float32.itemsize
 """Bytes of a number in master weights, in gradients, and in each of the two moments that AdamW keeps."""

@@ -24,8 +24,8 @@ from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, 
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
-from armillary.plan.memory.live import CUDA_BLOCK, LiveBytes
-from armillary.plan.memory.simulated_flash import SimulatedFlash
+from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
+from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.train.config import OptimizerConfig
 from armillary.train.optimizer import build_optimizer
 

@@ -18,9 +18,9 @@ from armillary.core.chunks import simulating
 from armillary.core.fake_world import fake_world
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.layers.projections import HeadProjections
-from armillary.plan.memory.live import LiveBytes
-from armillary.plan.memory.simulate import Job, SimulatedStep
-from armillary.plan.memory.simulated_flash import SimulatedFlash
+from armillary.plan.memory.simulation.live_bytes import LiveBytes
+from armillary.plan.memory.simulation.simulate import Job, SimulatedStep
+from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 
 Build = Callable[[DeviceMesh], Method]
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.observe.label import Label, current_label
-from armillary.plan.memory.accounts import Account, Allocation
-from armillary.plan.memory.internals import key_of, local, name_of, resizes_reported, shapes_unseen
-from armillary.plan.memory.undisturbed import Undisturbed
+from armillary.plan.memory.simulation.accounts import Account, Allocation
+from armillary.plan.memory.simulation.eager_semantics import Undisturbed
+from armillary.plan.memory.simulation.torch_private import key_of, local, name_of, resizes_reported, shapes_unseen
 
 CUDA_BLOCK = 512
 """torch's CUDA allocator rounds up to multiples of this many bytes."""

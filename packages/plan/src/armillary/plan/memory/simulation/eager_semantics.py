@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.plan.memory.internals import Uses, called_by_autograd, made_of_ops, modes_disabled, uses
+from armillary.plan.memory.simulation.torch_private import Uses, called_by_autograd, made_of_ops, modes_disabled, uses
 
 ADD: OpOverload = torch.ops.aten.add.Tensor
 ADD_INTO: OpOverload = torch.ops.aten.add_.Tensor

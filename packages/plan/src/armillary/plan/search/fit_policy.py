@@ -8,7 +8,7 @@ from dataclasses import replace
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import fewest
 from armillary.plan.memory.estimate import Estimate
-from armillary.plan.memory.fit import Room
+from armillary.plan.memory.room import Room
 
 Memory = Callable[[Checkpointing], Estimate]
 

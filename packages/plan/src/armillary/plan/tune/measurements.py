@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from armillary.core.files import write_whole
 from armillary.plan.search.candidates import Candidate
-from armillary.plan.tune.question import Question
+from armillary.plan.tune.cache_key import Question
 
 
 @dataclass(frozen=True)

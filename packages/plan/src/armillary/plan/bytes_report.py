@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from armillary.core.table import Column, print_table
-from armillary.plan.comm_time.bytes import BytesPlan, Row, Sent
+from armillary.plan.comm_volume import BytesPlan, Row, Sent
 from armillary.plan.presets import amount
 
 HEADS = (

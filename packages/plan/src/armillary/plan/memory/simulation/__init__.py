@@ -1,0 +1,1 @@
+"""A training step on fake tensors, with its bytes counted by category."""
