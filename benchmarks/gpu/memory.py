@@ -65,7 +65,7 @@ def one_step(job: Any, mesh: DeviceMesh) -> None:
     from armillary.plan.memory import SimulatedStep
 
     step = SimulatedStep.of(job, mesh)
-    optimizer = step.start()
+    optimizer = step.allocate_state()
     step.train_step(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""A method that is added by one file (`gathered_queries.py`) and one line of the registry is known everywhere."""
+"""A new method takes one file (`gathered_queries.py`) and one line in the registry, and works in every command."""
 
 import io
 import json
@@ -22,8 +22,8 @@ from armillary.plan.memory import Job, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.search.candidates import candidates
 from armillary.plan.tune import tuner
-from armillary.plan.tune.command import read_order
-from armillary.plan.tune.measurements import Tuned
+from armillary.plan.tune.command import read_plan
+from armillary.plan.tune.measurements import TunerState
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.config.command import read_command
 
@@ -62,11 +62,11 @@ def conform() -> None:
                 check(attend, case)
 
 
-def test_it_conforms_alone_and_within_methods_on_heads(worlds):
+def test_conformance_alone_and_inside_head_methods(worlds):
     worlds(4).run(conform)
 
 
-def test_the_bytes_report_counts_what_its_plan_says(capsys):
+def test_bytes_equal_its_communication_plan(capsys):
     small = (
         "bytes",
         "--tokens",
@@ -93,7 +93,7 @@ def test_the_bytes_report_counts_what_its_plan_says(capsys):
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_it_allocates_what_its_formula_says(ranks, heads):
+def test_formula_of_its_memory(ranks, heads):
     x, method = sizes(*heads), AttentionChoice(NEW).method
     said = [f(x, ranks, method.options) for f in (method.sequence.forward_memory, method.sequence.backward_memory)]
     assert said == pytest.approx(measured(AttentionChoice(NEW), ranks, *heads), rel=0.04)
@@ -117,14 +117,14 @@ def test_the_estimate_of_a_step_agrees_with_the_simulation(name, axes, policy):
     assert estimate(job).device == pytest.approx(simulate(job).device, rel=0.05)
 
 
-def test_the_search_has_it_among_all_and_prints_it(capsys):
+def test_the_search_includes_it(capsys):
     flags = ("--cluster", "8xh100", "--tokens", "128Ki")
     found = json.loads(printed(capsys, *flags, "--json"))["choices"]
-    mine = [choice for choice in found if choice["attention"]["name"].endswith(NEW)]
-    meshes = {tuple(choice["axes"].values()) for choice in mine}
+    choices = [choice for choice in found if choice["attention"]["name"].endswith(NEW)]
+    meshes = {tuple(choice["axes"].values()) for choice in choices}
     assert meshes == {(1, 8, 1), (1, 4, 2), (1, 2, 4)}
-    assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in mine)
-    (alone,) = [choice for choice in mine if choice["attention"]["name"] == NEW]
+    assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in choices)
+    (alone,) = [choice for choice in choices if choice["attention"]["name"] == NEW]
     (ring,) = [choice for choice in found if choice["attention"]["name"] == "ring"]
     assert alone["parts"]["dense"] == ring["parts"]["dense"] and alone["parts"]["exchange"] > ring["parts"]["exchange"]
     table = printed(capsys, *flags, "--attention", NEW)
@@ -149,7 +149,7 @@ def test_the_search_has_it_among_all_and_prints_it(capsys):
     ],
     ids=lambda command: command[0],
 )
-def test_memory_of_a_step_is_told(command, capsys):
+def test_memory_of_its_step(command, capsys):
     found = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
     assert found["memory"]["device"] > 0
 
@@ -163,16 +163,16 @@ SMALL = Config(
 )
 
 
-def tuned(out: Path) -> Tuned:
+def tuned(out: Path) -> TunerState:
     """By the command's own flags, on every rank."""
     with registered(), redirect_stdout(io.StringIO()):
-        order = read_order(["--attention", NEW, "--iterations", "1", "--out", str(out)])
+        order = read_plan(["--attention", NEW, "--iterations", "1", "--out", str(out)])
         return tuner.tune(replace(order, run=SMALL))
 
 
-def test_the_tuner_measures_it_and_the_trainer_takes_the_choice(worlds, tmp_path):
-    found = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
-    assert [str(each.candidate) for each in found.measured] == [f"{NEW} on ring 2"]
-    assert found.choice in list(candidates(heads=4, ranks=2, rows=1))
+def test_the_tuner_measures_it_for_the_trainer(worlds, tmp_path):
+    state = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
+    assert [str(each.candidate) for each in state.measurements] == [f"{NEW} on ring 2"]
+    assert state.choice in list(candidates(heads=4, ranks=2, rows=1))
     run = read_command(["--config", str(tmp_path / "tuned.toml")])[0].run
     assert (run.parallel.attention, run.parallel.ring) == (NEW, 2)

@@ -1,12 +1,12 @@
-"""`armillary-plan bytes`: what attention methods send for given shapes, at any number of ranks."""
+"""`armillary-plan bytes`: bytes that attention methods send, at any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from math import gcd
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
@@ -22,6 +22,7 @@ from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
+from armillary.core.table import Column, print_table
 from armillary.plan.memory import SimulatedFlash, fake_world
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.presets import Quantity, amount
@@ -31,11 +32,16 @@ from armillary.train.dry_run import MOST_RANKS
 
 PHASES = ("forward", "backward")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}
+COLUMNS = (
+    *(Column(name, text=True) for name in ("method", "rank", "phase")),
+    *map(Column, ("p2p (GiB)", "collective (GiB)", "all (GiB)", "closed form (GiB)", "sends")),
+    Column("paper (GiB)", text=True, below=True),
+)
 
 
 @dataclass(frozen=True)
 class BytesPlan:
-    """Counts what one rank sends in one call of attention, forward and backward, without a GPU.
+    """Counts the bytes that one rank sends in one call of attention, forward and backward, without a GPU.
 
     Two ways to start:
       # all methods on 64 ranks
@@ -43,13 +49,13 @@ class BytesPlan:
       # two methods with a model's heads
       armillary-plan bytes --tokens 128Ki --ranks 16 --heads 32 --kv-heads 8 --causal --attention usp ring
 
-    The real methods run on fake tensors in a fake process group, under a ledger. Shown beside are closed forms, and for
-    full masks what WallFacer's paper counts in forward (arXiv 2407.00611): as many steps as ranks, where one less is
-    sent, and no LSE. The defaults are that paper's model M.
+    The real methods run on fake tensors in a fake process group, under a ledger. Closed forms stand beside, and for
+    full masks the count of WallFacer's paper for forward (arXiv 2407.00611): a send per rank, where the methods need
+    one less, and without lse. Defaults are that paper's model M.
     """
 
     tokens: Quantity = "64Ki"
-    """Of a sequence (N), over all ranks: 65536, 128Ki, 1M, ..."""
+    """Sequence length over all ranks (N): 65536, 128Ki, 1M, ..."""
     heads: Count = 52
     """Query heads (H)."""
     kv_heads: CountOrNone = None
@@ -62,18 +68,22 @@ class BytesPlan:
     causal: bool = False
     """Causal mask; by default a full one."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
-    """Which positions each sequence rank holds."""
+    """Distribution of positions over sequence ranks."""
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 64
     ulysses: CountOrNone = None
-    """Ranks on the head axis, for methods on both axes such as usp; by default what divides both, up to 8."""
+    """Ranks on the head axis, for methods on both axes such as usp; by default the largest common divisor up to 8."""
     attention: tuple[str, ...] = ()
-    """Methods, as --parallel.attention has them; by default usp and all on one axis that the ranks divide."""
+    """Methods, named as for --parallel.attention; by default usp and all on one axis that the ranks divide."""
     team: tuple[Count, ...] = ()
     """wallfacer: team sizes (C); by default all from 2 on that fit."""
     of_ranks: tuple[int, ...] = ()
-    """Ranks whose bytes are shown; by default 0 and 1. With wallfacer, 0 keeps its own keys, and sends less."""
+    """Ranks to show; by default 0 and 1. With wallfacer, rank 0 keeps its own keys and sends less."""
     json: bool = False
     """Print JSON, with all bytes."""
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def mask(self) -> AttentionMask:
@@ -94,7 +104,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Row:
-    """What a method sends from each of some ranks in one phase, counted, by closed form, and as published."""
+    """Bytes of a method in one phase, for ranks with equal figures.
+
+    Args:
+        counted: by the ledger, in `messages` messages.
+        closed: by the method's communication plan.
+        published: by the paper, if it counts the method.
+    """
 
     candidate: Candidate
     ranks: tuple[int, ...]
@@ -106,36 +122,41 @@ class Row:
 
 
 def plan_bytes(
-    plan: BytesPlan, progress: Callable[[str, int, int], None] = lambda _what, _done, _of: None
+    plan: BytesPlan, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
 ) -> list[Row]:
-    """Forward and backward of each method, ranks with the same figures together.
+    """Forward and backward of each method; ranks with equal figures share a row.
 
     Args:
-        progress: called before each method and rank, with its name, how many are done, and how many there are.
+        progress: called before each method and rank with its name, the number done, and their total number.
 
     Raises:
-        ValueError: a method that does not fit the shapes or the ranks, or no such rank.
+        ValueError: a method that does not support the shapes or the ranks, or an unknown rank.
     """
     check_limits(plan)
-    plan = replace(plan, kv_heads=plan.heads if plan.kv_heads is None else plan.kv_heads)
-
-    wanted, ranks = list(choices(plan)), plan.of_ranks or tuple(range(min(2, plan.ranks)))
-    done = count()
-
-    def rows(candidate: Candidate) -> Iterator[Row]:
+    plan = replace(plan, kv_heads=plan.key_heads)
+    every, ranks, done = list(choices(plan)), plan.of_ranks or tuple(range(min(2, plan.ranks))), count()
+    rows = list[Row]()
+    for candidate in every:
+        by_figures = dict[tuple[object, ...], list[Row]]()
         for rank in ranks:
-            progress(f"{candidate.attention}, rank {rank}", next(done), len(wanted) * len(ranks))
-            yield from rows_of(plan, candidate, rank)
-
-    return [row for candidate in wanted for row in together(list(rows(candidate)))]
+            progress(f"{candidate.attention}, rank {rank}", next(done), len(every) * len(ranks))
+            pair = rows_of(plan, candidate, rank)
+            group = by_figures.setdefault(tuple((row.counted, row.closed, row.messages) for row in pair), [])
+            group[:] = [replace(row, ranks=(*(group[0].ranks if group else ()), rank)) for row in pair]
+        rows += (row for group in by_figures.values() for row in group)
+    return rows
 
 
 def choices(plan: BytesPlan) -> Iterator[Candidate]:
-    """The methods asked for, each with its axes and teams."""
-    for name in plan.attention or shown_by_default(plan):
+    """The plan's methods, or the default ones, each with its mesh and teams."""
+    by_default = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+    for name in plan.attention or by_default:
         method = named_method(name)
-        both = method.axes == ("ring", "ulysses")
-        ulysses = ulysses_of(plan) if both else plan.ranks if "ulysses" in method.axes else 1
+        if method.axes == ("ring", "ulysses"):
+            common = gcd(plan.heads, plan.key_heads, plan.ranks)
+            ulysses = plan.ulysses or max(u for u in range(1, 9) if common % u == 0)
+        else:
+            ulysses = plan.ranks if "ulysses" in method.axes else 1
         if plan.ranks % ulysses:
             raise ValueError(f"--ulysses {ulysses} does not divide {plan.ranks} ranks")
         mesh = Mesh(1, plan.ranks // ulysses, ulysses)
@@ -143,56 +164,37 @@ def choices(plan: BytesPlan) -> Iterator[Candidate]:
             yield Candidate(mesh, AttentionChoice(name, team=team))
 
 
-def shown_by_default(plan: BytesPlan) -> list[str]:
-    """All methods on one axis, those on heads where the ranks divide these; and USP."""
-    return [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
-
-
 def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
-    """Team sizes of a method that has them: those asked for, or all that fit."""
+    """Team sizes of a method: the plan's, or all that fit; [None] for a method without teams."""
     if "team" not in method.sequence.takes:
         return [None]
-    fitting = dict.fromkeys(options.team for options in method.sequence.variants(ring))
-    return plan.team or fitting or [None]
-
-
-def ulysses_of(plan: BytesPlan) -> int:
-    """Ranks on the head axis of a method that has both."""
-    if plan.ulysses is not None:
-        return plan.ulysses
-    shared = gcd(plan.heads, plan.kv_heads or plan.heads, plan.ranks)
-    return max(u for u in range(1, 9) if shared % u == 0)
+    return plan.team or dict.fromkeys(options.team for options in method.sequence.variants(ring)) or [None]
 
 
 def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
     """Forward and backward of one rank."""
-    ledger, work = attend(plan, candidate, rank)
-    comm_plan = candidate.attention.comm_plan(work, candidate.mesh.ring, candidate.mesh.ulysses)
-
-    def row(phase: str) -> Row:
-        counted, closed = (
-            Sent(p2p, total - p2p)
-            for p2p, total in (
-                (ledger.bytes(kind="p2p", phase=phase), ledger.bytes(phase=phase)),
-                (comm_plan.bytes(rank, "p2p", phase), comm_plan.bytes(rank, phase=phase)),
-            )
-        )
-        paper = published(work, candidate.attention) if phase == "forward" else None
-        return Row(candidate, (rank,), phase, counted, closed, paper, ledger.messages(phase=phase))
-
-    return [row(phase) for phase in PHASES]
+    ledger, shape = attend(plan, candidate, rank)
+    comm_plan = candidate.attention.comm_plan(shape, candidate.mesh.ring, candidate.mesh.ulysses)
+    rows = list[Row]()
+    for name in PHASES:
+        p2p, closed_p2p = ledger.bytes(kind="p2p", phase=name), comm_plan.bytes(rank, "p2p", name)
+        counted = Sent(p2p, ledger.bytes(phase=name) - p2p)
+        closed = Sent(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
+        paper = published(shape, candidate.attention) if name == "forward" else None
+        rows.append(Row(candidate, (rank,), name, counted, closed, paper, ledger.messages(phase=name)))
+    return rows
 
 
 def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
-    """Runs one call forward and backward as this rank would: what it sent, and what the call was."""
-    heads, keys = plan.heads, plan.kv_heads or plan.heads
+    """Runs one call forward and backward as `rank`: (its ledger, the shape of the call)."""
+    dtype = DTYPES[plan.dtype]
     with fake_world(rank, **candidate.mesh.axes) as mesh:
         method = candidate.attention(mesh)
         layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
-            shapes = ((plan.rows, tokens, n, plan.head_dim) for n in (heads, keys, keys))
-            q, k, v = (torch.empty(shape, dtype=DTYPES[plan.dtype]) for shape in shapes)
+            heads = (plan.heads, plan.key_heads, plan.key_heads)
+            q, k, v = (torch.empty((plan.rows, tokens, n, plan.head_dim), dtype=dtype) for n in heads)
             spec = method.check_call(q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
             out, saved = method.forward(q, k, v, spec)
             with phase("backward"):
@@ -200,10 +202,10 @@ def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger
     return ledger, AttentionShape.of(
         spec.layout,
         plan.mask,
-        heads=heads,
-        kv_heads=keys,
+        heads=plan.heads,
+        kv_heads=plan.key_heads,
         head_dim=plan.head_dim,
-        dtype=DTYPES[plan.dtype],
+        dtype=dtype,
         batch=plan.rows,
         projected=False,
     )
@@ -211,7 +213,7 @@ def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger
 
 @dataclass(frozen=True)
 class AnyFlash(SimulatedFlash):
-    """A kernel without numbers for any inputs."""
+    """A simulated kernel that accepts every dtype and head dim."""
 
     def refuses(self, inputs: Inputs) -> str | None:
         return None
@@ -223,21 +225,48 @@ class AnyFlash(SimulatedFlash):
         return out, lse.to(accumulation_dtype(q.dtype))
 
 
-def published(work: AttentionShape, attention: AttentionChoice) -> Sent | None:
-    """What the paper counts for forward, where every token sees all (arXiv 2407.00611), of a method it counts."""
-    method, ranks = attention.method, work.layout.shards
-    if work.mask != AttentionMask(causal=False) or ranks == 1 or work.layout.length % ranks:
+def published(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
+    """The paper's count for forward under a full mask (arXiv 2407.00611); None for methods that it does not count."""
+    method, ranks = attention.method, shape.layout.shards
+    if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
-    counted = None if method.head else method.sequence.published
-    return None if counted is None else Sent(*counted(work, method.options))
+    formula = method.sequence.published
+    return None if formula is None else Sent(*formula(shape, method.options))
 
 
-def together(rows: list[Row]) -> list[Row]:
-    """Ranks with the same figures in one row for each phase; forward before backward for the same ranks."""
-    same: dict[tuple[tuple[object, ...], ...], list[Row]] = {}
-    for forward, backward in zip(rows[::2], rows[1::2], strict=True):
-        figures = tuple((row.counted, row.closed, row.messages) for row in (forward, backward))
-        before = same.get(figures)
-        ranks = (*(before[0].ranks if before else ()), *forward.ranks)
-        same[figures] = [replace(forward, ranks=ranks), replace(backward, ranks=ranks)]
-    return [row for pair in same.values() for row in pair]
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def as_dict(plan: BytesPlan, rows: Sequence[Row]) -> dict[str, Any]:
+    """All figures for JSON, in bytes."""
+    return {"plan": asdict(plan), "rows": [asdict(row) for row in rows]}
+
+
+def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
+    """Prints a table in GiB."""
+    mask = f"causal, {plan.layout}" if plan.causal else "full mask"
+    ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
+    shape = f"N {amount(plan, 'tokens'):,}, H {plan.heads}, K {plan.key_heads}, D {plan.head_dim}, B {plan.rows}"
+    print(f"{shape}, {plan.dtype}, {mask}, {ranks}")
+    print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
+    print_table(COLUMNS, map(cells, rows))
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Table cells of a row; backward, which follows forward, repeats no names."""
+    attention, mesh, counted, paper = row.candidate.attention, row.candidate.mesh, row.counted, row.published
+    title = f"{attention} ({mesh})" if min(mesh.ring, mesh.ulysses) > 1 else str(attention)
+    names = (title, ", ".join(map(str, row.ranks))) if row.phase == "forward" else ("", "")
+    figures = map(gib, (counted.p2p, counted.collective, counted.total, row.closed.total))
+    if paper is None:
+        paper_text = ""
+    elif not paper.collective:
+        paper_text = gib(paper.p2p)
+    else:
+        paper_text = f"{gib(paper.p2p)} + {gib(paper.collective)} = {gib(paper.total)}"
+    return (*names, row.phase, *figures, str(row.messages), paper_text)
+
+
+def gib(size: int) -> str:
+    """GiB with five decimals, of which WallFacer's paper needs four."""
+    return f"{size / 2**30:,.5f}"

@@ -1,4 +1,4 @@
-"""What was chosen, as a file for `armillary-train --config` or as its flags: a recipe, and what differs from it."""
+"""A trainer configuration as a TOML file for `armillary-train --config`, or as flags: a recipe and the differences."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from armillary.train.config.command import find_recipe
 from armillary.train.config.overlay import flag, flat, overlaid
 
 
-def write(path: Path, recipe: str, config: Config, about: str) -> None:
-    """Writes the file.
+def recipe_config(name: str) -> Config:
+    """The configuration of a recipe."""
+    config = find_recipe(name)()
+    assert isinstance(config, Config)
+    return config
 
-    Args:
-        recipe: that the file begins with.
-        about: a line for people.
+
+def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:
+    """Writes the file, with `comment` as its first line.
 
     Raises:
-        ValueError: it cannot be written, or a value has no form in a file.
+        ValueError: it cannot be written, or a value has no representation in TOML.
     """
-    text = as_toml(recipe, config, about)
+    text = toml_text(recipe, config, comment)
     settings = parse_toml(text)
-    if overlaid(recipe_of(settings.pop("recipe")), settings, path) != config:
-        raise ValueError(f"--out {path}: the recipe {recipe} has a value that no file takes back; name another recipe")
+    # Read it back: a recipe of the user's may have values, such as objects, that a file cannot express.
+    if overlaid(recipe_config(settings.pop("recipe")), settings, path) != config:
+        raise ValueError(f"--out {path}: the recipe {recipe} has a value that TOML cannot express; name another recipe")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -34,44 +38,36 @@ def write(path: Path, recipe: str, config: Config, about: str) -> None:
         raise ValueError(f"--out {path}: cannot be written ({error.strerror}); name another file") from error
 
 
-def as_toml(recipe: str, config: Config, about: str) -> str:
-    """The recipe's name, and sections with what differs from it."""
+def toml_text(recipe: str, config: Config, comment: str) -> str:
+    """The recipe's name, and a table for each section with differences from it."""
     sections = dict[str, list[str]]()
     for name, value in changes(recipe, config):
         section, _, key = flag(name).rpartition(".")
         sections.setdefault(section, []).append(f"{key} = {literal(value)}")
     tables = ["\n".join([f"[{section}]", *lines]) for section, lines in sections.items()]
-    return "\n".join([f"# {about}", f"recipe = {literal(recipe)}", *tables, ""])
+    return "\n".join([f"# {comment}", f"recipe = {literal(recipe)}", *tables, ""])
 
 
 def flags(recipe: str, config: Config) -> list[str]:
     """Arguments for `armillary-train`."""
-    return ["--recipe", recipe, *(word for name, value in changes(recipe, config) for word in words(name, value))]
+    words = ["--recipe", recipe]
+    for name, value in changes(recipe, config):
+        if isinstance(value, bool):
+            section, _, key = flag(name).rpartition(".")
+            words.append(f"--{section}.{'' if value else 'no-'}{key}")
+        else:
+            words += [f"--{flag(name)}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
 
 
 def changes(recipe: str, config: Config) -> Iterator[tuple[str, Any]]:
-    """("section.key", value) of all that differs from the recipe."""
-    before = dict(flat(recipe_of(recipe)))
-    return ((name, value) for name, value in flat(config) if value != before[name])
-
-
-def recipe_of(name: str) -> Config:
-    found = find_recipe(name)()
-    assert isinstance(found, Config)
-    return found
-
-
-def words(name: str, value: Any) -> list[str]:
-    """A field as command-line arguments."""
-    if isinstance(value, bool):
-        section, _, key = flag(name).rpartition(".")
-        return [f"--{section}.{'' if value else 'no-'}{key}"]
-    values = value if isinstance(value, tuple) else (value,)
-    return [f"--{flag(name)}", *(str(item) for item in values)]
+    """("section.key", value) of all differences from the recipe."""
+    defaults = dict(flat(recipe_config(recipe)))
+    return ((name, value) for name, value in flat(config) if value != defaults[name])
 
 
 def literal(value: Any) -> str:
-    """A value in TOML; None as `overlaid` takes it."""
+    """A TOML value; None is "none", as `overlaid` reads it."""
     if isinstance(value, bool | int | float):
         return str(value).lower()
     if isinstance(value, tuple | list):

@@ -1,36 +1,42 @@
-"""The longest sequence that fits, and what holds a longer one back."""
+"""Available memory, the longest sequence that fits into it, and the number of accelerators that a longer one needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from armillary.core.quantity import gib, quantity
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.memory import StepMemory
-from armillary.plan.memory.estimate import Estimate
+from armillary.plan.memory import Job, StepMemory
+from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 
 RESERVE, HOST_RESERVE = "5GiB", "100GB"
-"""Of each device and of each machine, for what is not torch's tensors, unless somebody knows better."""
+"""Default memory of a device and of a machine that is not available to torch's tensors."""
+
+Usage = StepMemory | Estimate
+Measure = Callable[[int], StepMemory]
+"""Simulates a step with a sequence of this length."""
+Outlook = Callable[[int], Usage]
+"""A faster and less exact `Measure`."""
+
+
+class DoesNotFitError(Exception):
+    """The answer of a command that no memory suffices; its exit code is 1."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that one rank may use.
-
-    Args:
-        device: of its accelerator, after what is not torch's tensors.
-        host: of its share of the machine's memory.
-    """
+    """Bytes that one rank may use of its device, and of its share of the machine's memory."""
 
     device: int
     host: int
 
     @classmethod
-    def of(cls, cluster: Cluster, reserve: int, host_reserve: int) -> Room:
-        """Room on a cluster, where other things than tensors take so many bytes of each device and of each machine.
+    def of(cls, cluster: Cluster, reserve: int = quantity(RESERVE), host_reserve: int = quantity(HOST_RESERVE)) -> Room:
+        """Room on a cluster, with `reserve` bytes of each device and `host_reserve` bytes of each machine left out.
 
         Raises:
-            ValueError: they take all.
+            ValueError: the reserves leave nothing.
         """
         room = cls(cluster.device_memory - reserve, (cluster.host_memory - host_reserve) // cluster.ranks_per_node)
         if min(room.device, room.host) < 1:
@@ -40,86 +46,98 @@ class Room:
             )
         return room
 
-    def share(self, found: StepMemory | Estimate) -> float:
-        """How full the fuller of the two is; above 1, it does not fit."""
-        return max(found.device / self.device, found.host / self.host)
+    def share(self, usage: Usage) -> float:
+        """Used share of the device or the host, whichever is fuller; above 1 it does not fit."""
+        return max(usage.device / self.device, usage.host / self.host)
 
-    def limit(self, found: StepMemory | Estimate) -> str:
-        """Which of the two is fuller."""
-        return "device" if found.device / self.device >= found.host / self.host else "host"
+    def limit(self, usage: Usage) -> str:
+        """The fuller of "device" and "host"."""
+        return "device" if usage.device / self.device >= usage.host / self.host else "host"
+
+    def comparison(self, usage: Usage) -> str:
+        """Needed and available memory, such as "91.4 of 74.1 GiB on the device, 7.5 of 221.2 GiB on the host"."""
+        pairs = ((usage.device, self.device, "device"), (usage.host, self.host, "host"))
+        return ", ".join(
+            f"{need / 2**30:,.1f} of {size / 2**30:,.1f} GiB on the {place}" for need, size, place in pairs
+        )
 
 
-Measure = Callable[[int], StepMemory]
-"""From the length of a sequence to what a step takes."""
+def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
+    """Advice for a step that does not fit: the number of accelerators on which it would, by formulas.
 
-Outlook = Callable[[int], StepMemory | Estimate]
-"""Likewise, quicker and less exact."""
+    Doubles the ring until the step fits. A method without a ring gets one around it.
+    """
+    attention = job.attention
+    assert isinstance(attention, AttentionChoice)
+    if "ring" not in attention.method.axes:
+        attention = replace(attention, name="ring" if attention.name == "local" else f"{attention.name}+ring")
+    for factor in (2**n for n in range(1, 33)):
+        axes = {**job.axes, "ring": job.axes.get("ring", 1) * factor}
+        usage = estimate(replace(job, attention=attention, axes=axes))
+        if room.share(usage) <= 1:
+            return (
+                f"by formulas it would fit {cluster.ranks * factor:,} accelerators ({cluster.nodes * factor:,} nodes) "
+                f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
+            )
+    return "by formulas no number of accelerators suffices: what does not shrink with their number is too much"
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A length that fits, what it takes, and what another million tokens would take by the outlook."""
+class LongestFit:
+    """The longest sequence that fits, its memory, and by the outlook that of a million tokens more."""
 
     length: int
     memory: StepMemory
-    longer: StepMemory | Estimate
+    longer: Usage
 
     @property
     def longer_length(self) -> int:
         return self.length + 1_000_000
 
 
-def longest(measure: Measure, outlook: Outlook, room: Room, step: int, start: int) -> Fit:
-    """The longest sequence that fits by the outlook, in multiples of `step` tokens, or a shorter one that really does.
+def longest_fit(measure: Measure, outlook: Outlook, room: Room, step: int, start: int) -> LongestFit:
+    """The longest sequence that fits, in multiples of `step` tokens.
+
+    Searches with the outlook, then confirms with as few exact measurements as possible, each a bit shorter.
 
     Args:
-        measure: exact, and asked as little as possible.
-        outlook: quicker, to look for the length with.
-        start: where to begin.
+        start: length to start the search with.
 
     Raises:
-        ValueError: not even one `step` fits.
+        DoesNotFitError: not even `step` tokens fit.
     """
-    length = search(outlook, room, step, start)
+    length = longest_by_outlook(outlook, room, step, start)
     memory = measure(length)
     while (share := room.share(memory)) > 1:
         if length == step:
-            raise ValueError(f"not even {step:,} tokens fit: {missing(memory, room)}")
+            raise DoesNotFitError(f"not even {step:,} tokens fit: {room.comparison(memory)}")
         length = max(step, int(length / share * 0.995) // step * step)
         memory = measure(length)
-    return Fit(length, memory, outlook(length + 1_000_000))
+    return LongestFit(length, memory, outlook(length + 1_000_000))
 
 
-def search(outlook: Outlook, room: Room, step: int, start: int, most: int = 8) -> int:
-    """Where the room is full. Memory grows with the length along a line, nearly: two lengths tell where to look next.
+def longest_by_outlook(outlook: Outlook, room: Room, step: int, start: int, attempts: int = 8) -> int:
+    """The length at which the room is full by the outlook, found by the secant method.
 
-    Args:
-        most: how often to look.
+    Memory is nearly linear in the length, so a few attempts suffice.
     """
-    least = max(step, start // 2 // step * step)
-    known = {length: outlook(length) for length in (least, 2 * least)}
-    for _ in range(most):
-        guess = max(step, solve(known, room) // step * step)
-        if guess in known:
+    first = max(step, start // 2 // step * step)
+    usages = {length: outlook(length) for length in (first, 2 * first)}
+    for _ in range(attempts):
+        guess = max(step, _full_length(usages, room) // step * step)
+        if guess in usages:
             break
-        known[guess] = outlook(guess)
-    fitting = [length for length, found in known.items() if room.share(found) <= 1]
-    return max(fitting, default=step)
+        usages[guess] = outlook(guess)
+    return max((length for length, usage in usages.items() if room.share(usage) <= 1), default=step)
 
 
-def solve(known: Mapping[int, StepMemory | Estimate], room: Room) -> int:
-    """Where the line through the two nearest to full meets it, for whichever of device and host is met first."""
-    a, b = sorted(known, key=lambda length: abs(room.share(known[length]) - 1))[:2]
-    x, y = known[a], known[b]
-    reached: list[float] = []
-    for have, first, second in ((room.device, x.device, y.device), (room.host, x.host, y.host)):
+def _full_length(usages: Mapping[int, Usage], room: Room) -> int:
+    """Length at which device or host is full, on the line through the two lengths nearest to that."""
+    a, b = sorted(usages, key=lambda length: abs(room.share(usages[length]) - 1))[:2]
+    at_a, at_b = usages[a], usages[b]
+    lengths: list[float] = []
+    for size, first, second in ((room.device, at_a.device, at_b.device), (room.host, at_a.host, at_b.host)):
         slope = (second - first) / (b - a)
         if slope > 0:
-            reached.append(a + (have - first) / slope)
-    return int(min(reached, default=max(a, b)))
-
-
-def missing(memory: StepMemory | Estimate, room: Room) -> str:
-    """What is needed of what there is."""
-    pairs = ((memory.device, room.device, "device"), (memory.host, room.host, "host"))
-    return ", ".join(f"{need / 2**30:.1f} of {have / 2**30:.1f} GiB on the {where}" for need, have, where in pairs)
+            lengths.append(a + (size - first) / slope)
+    return int(min(lengths, default=max(a, b)))

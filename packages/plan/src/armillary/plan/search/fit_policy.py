@@ -1,4 +1,4 @@
-"""How many blocks may keep what, where not all can: as much as fits, in the order of what it costs to have it again."""
+"""Checkpoint policies, and how many blocks can follow one when memory does not suffice for all."""
 
 from __future__ import annotations
 
@@ -10,59 +10,79 @@ from armillary.models.activation_checkpoint.keeping import fewest
 from armillary.plan.memory.estimate import Estimate
 from armillary.plan.memory.room import Room
 
-Memory = Callable[[Checkpointing], Estimate]
+POLICIES = (
+    Checkpointing("none"),
+    Checkpointing("none", tiled=True),
+    Checkpointing("attention_output"),
+    Checkpointing("layer"),
+    Checkpointing("attention_output", offload=True),
+    Checkpointing("layer", offload=True),
+    Checkpointing("attention_output", offload=True, prefetch=False),
+    Checkpointing("layer", offload=True, prefetch=False),
+)
+"""From the fastest with the most memory to the slowest with the least."""
 
 
-def fitted(policy: Checkpointing, layers: int, memory: Memory, room: Room) -> Iterator[Checkpointing]:
-    """A policy as it is; and with as many blocks' checkpoints on the device, and of the rest as much kept, as fits.
+def fitted(
+    policy: Checkpointing, layers: int, memory: Callable[[Checkpointing], Estimate], room: Room
+) -> Iterator[Checkpointing]:
+    """Yields the policy itself, then variants that store as many checkpoints as fit.
 
-    An input that isn't kept costs what follows attention in the block below; a result of attention costs attention. So
-    inputs are given up first. With every input kept there may be fewer results: that is yielded too.
+    First, as many of the last blocks as fit keep their checkpoints on the device. If the host is still too small, some
+    checkpoints are dropped, in two ways: fewer attention outputs beside every input, or fewer inputs first. A dropped
+    output costs the recomputation of attention; a dropped input only that of the part after attention in the block
+    below.
 
     Args:
-        memory: what a step holds.
+        memory: estimates a step under a policy.
     """
+
+    def fits(candidate: Checkpointing) -> bool:
+        return room.share(memory(candidate)) <= 1
+
     yield policy
-    if policy.policy == "none" or (not policy.offload and room.share(memory(policy)) <= 1):
+    if policy.policy == "none" or (not policy.offload and fits(policy)):
         return
     if policy.offload:
-        wide = replace(room, host=1 << 62)
-        here = largest(0, layers, lambda n: wide.share(memory(replace(policy, on_device=n))) <= 1)
-        if here == layers:  # then it need not be offloaded
-            return
-        policy = replace(policy, on_device=here or 0)
+        unlimited_host = replace(room, host=1 << 62)
+        on_device = largest(0, layers, lambda n: unlimited_host.share(memory(replace(policy, on_device=n))) <= 1)
+        if on_device == layers:
+            return  # the policy without offload has this case
+        policy = replace(policy, on_device=on_device or 0)
         yield policy
-    if room.share(memory(policy)) > 1:
-        for inputs in ("all", "fewest"):
-            yield from with_counts(policy, layers, inputs == "all", lambda given: room.share(memory(given)) <= 1)
+    if not fits(policy):
+        yield from _with_counts(policy, layers, True, fits)
+        yield from _with_counts(policy, layers, False, fits)
 
 
-def with_counts(
-    policy: Checkpointing, layers: int, every: bool, fits: Callable[[Checkpointing], bool]
+def _with_counts(
+    policy: Checkpointing, layers: int, all_inputs: bool, fits: Callable[[Checkpointing], bool]
 ) -> Iterator[Checkpointing]:
-    """With as many results of attention as fit beside all inputs, or beside the fewest; then with as many inputs."""
-    above = policy.on_device
+    """The policy with the most attention outputs that fit beside all inputs, or the fewest; then the most inputs."""
+    on_device, has_outputs = policy.on_device, policy.policy == "attention_output"
 
-    def given(outputs: int, inputs: int | None = None) -> Checkpointing:
-        least = above + fewest(layers - above, max(0, outputs - above)) if above < layers else layers
-        count = layers if every else least if inputs is None else inputs
-        counts = {"outputs": None if outputs == layers else outputs} if most else {}
-        return replace(policy, inputs=None if count == layers else count, **counts)
+    def variant(outputs: int, inputs: int | None = None) -> Checkpointing:
+        if all_inputs:
+            inputs = layers
+        elif inputs is None:
+            inputs = on_device + fewest(layers - on_device, max(0, outputs - on_device))
+        counts = {"outputs": None if outputs == layers else outputs} if has_outputs else {}
+        return replace(policy, inputs=None if inputs == layers else inputs, **counts)
 
-    most = layers if policy.policy == "attention_output" else 0
-    outputs = largest(min(most, 1), most, lambda n: fits(given(n)))
+    outputs = largest(1, layers, lambda n: fits(variant(n))) if has_outputs else 0 if fits(variant(0)) else None
     if outputs is None:
         return
-    least = given(outputs).inputs
-    inputs = None if least is None else largest(least, layers, lambda n: fits(given(outputs, n)))
-    yield given(outputs, inputs)
+    inputs = variant(outputs).inputs
+    if inputs is not None:
+        inputs = largest(inputs, layers, lambda n: fits(variant(outputs, n)))
+    yield variant(outputs, inputs)
 
 
-def largest(least: int, most: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, of those from `least` to `most`; None if none does. The smaller, the more fits."""
-    if not fits(least):
+def largest(first: int, last: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest number from `first` to `last` that fits, by bisection; None if even `first` does not."""
+    if not fits(first):
         return None
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least
+    while first < last:
+        middle = (first + last + 1) // 2
+        first, last = (middle, last) if fits(middle) else (first, middle - 1)
+    return first

@@ -1,4 +1,4 @@
-"""Bookkeeping of bytes: what is held now, and what was held when it was most."""
+"""Accounts of allocated bytes by category, with the breakdown at the peak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Allocation:
-    """Memory that is held: its bytes, what it is for, and the moment since when it has been held at this size."""
+    """An allocation; `since` is the account's time of its last change of size."""
 
     account: Account
     bytes: int
@@ -20,53 +20,53 @@ class Allocation:
 class Account:
     """The allocations of one memory, the device's or the host's, in bytes by category.
 
-    The category of an allocation may be known late: a gradient is one among many tensors until it turns up in a
-    parameter's `.grad`. While it is held, the breakdown at the peak is corrected too.
+    An allocation's category may only be known later: a gradient is one of many tensors until it appears in a
+    parameter's `.grad`. `relabel` then also corrects the breakdown at the peak.
+
+    Args:
+        at_peak: breakdown at the peak.
+        label_at_peak: label of the computation at the peak.
     """
 
     current: Counter[str] = field(default_factory=Counter[str])
     total: int = 0
     peak: int = 0
     at_peak: Counter[str] = field(default_factory=Counter[str])
-    """What the peak was made of."""
     label_at_peak: str | None = None
-    """What was being computed then."""
 
-    _moment: int = 0
-    _peak_moment: int = 0
+    _time: int = 0
+    _peak_time: int = 0
 
-    def take(self, bytes: int, category: str, label: str | None = None) -> Allocation:
-        """A new allocation. `label`: what is being computed."""
+    def allocate(self, bytes: int, category: str, label: str | None = None) -> Allocation:
+        """A new allocation, made during the computation `label`."""
         allocation = Allocation(self, 0, category)
         self.resize(allocation, bytes, label)
         return allocation
 
     def resize(self, allocation: Allocation, bytes: int, label: str | None = None) -> None:
-        """Gives an allocation of this account another size; 0 gives its memory back."""
-        self._moment += 1
+        """Changes an allocation's size; 0 frees it."""
+        self._time += 1
         self.current[allocation.category] += bytes - allocation.bytes
         self.total += bytes - allocation.bytes
-        allocation.bytes, allocation.since = bytes, self._moment
+        allocation.bytes, allocation.since = bytes, self._time
         if self.total > self.peak:
             self.peak, self.at_peak, self.label_at_peak = self.total, self.current.copy(), label
-            self._peak_moment = self._moment
+            self._peak_time = self._time
 
-    def book(self, allocation: Allocation, category: str) -> None:
-        """Books an allocation of this account under another category, at the peak too if it was part of it."""
-        books = [self.current]
-        if allocation.since <= self._peak_moment:
-            books.append(self.at_peak)
-        for book in books:
-            book[allocation.category] -= allocation.bytes
-            book[category] += allocation.bytes
+    def relabel(self, allocation: Allocation, category: str) -> None:
+        """Moves an allocation to another category; also at the peak, if it was live then."""
+        live_at_peak = allocation.since <= self._peak_time
+        for counter in (self.current, self.at_peak) if live_at_peak else (self.current,):
+            counter[allocation.category] -= allocation.bytes
+            counter[category] += allocation.bytes
         allocation.category = category
 
-    def hand_over(self, allocation: Allocation, other: Account) -> None:
-        """Moves an allocation of this account to another one."""
+    def transfer(self, allocation: Allocation, account: Account) -> None:
+        """Moves an allocation to another account."""
         size = allocation.bytes
         self.resize(allocation, 0)
-        allocation.account = other
-        other.resize(allocation, size)
+        allocation.account = account
+        account.resize(allocation, size)
 
     def breakdown(self) -> dict[str, int]:
         """Bytes at the peak by category, largest first."""

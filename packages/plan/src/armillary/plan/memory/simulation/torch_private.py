@@ -1,4 +1,4 @@
-"""What is private in torch and memory accounting stands on, all in one place."""
+"""Private functions of torch that memory accounting depends on, in one place."""
 
 from __future__ import annotations
 
@@ -21,54 +21,50 @@ from armillary.core import compat
 C: Any = cast(Any, torch)._C
 ENGINE: Any = cast(Any, torch.autograd.graph)._engine_run_backward
 WRAPPERS = tuple(import_module(name).__file__ for name in ("torch._compile", "torch._dynamo.eval_frame"))
-"""Where the functions are that torch wraps around a dispatch mode's."""
+"""Files of the functions that torch wraps around a dispatch mode's."""
 
-Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a method of another one."""
-
-Uses = tuple[int, int, int]
-"""By how many a tensor is held, its storage, and the tensor's Python object."""
+RefCounts = tuple[int, int, int]
+"""Reference counts of a tensor, its storage and its Python object."""
 
 
-def key_of(storage: UntypedStorage) -> int:
-    """The storage's identity: the same for every Python object that stands for it, as long as it lives."""
+def storage_key(storage: UntypedStorage) -> int:
+    """Identity of a storage, equal for all Python objects of it while it lives."""
     return cast(Any, storage)._cdata
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, or the local tensor of a DTensor."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def name_of(op: OpOverload) -> str:
-    """Such as "aten::add"."""
+def op_name(op: OpOverload) -> str:
+    """Name without overload, such as "aten::add"."""
     return cast(Any, op)._schema.name
 
 
 @cache
-def made_of_ops(op: OpOverload) -> Callable[..., Any] | None:
-    """The function that an op is, if it is one of armillary's, or one of torch's that merely calls others."""
+def decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """Python function of an Armillary op, or decomposition of an aten op without a CPU kernel of its own."""
     if op.namespace == "armillary":
         return compat.function_of(op)
-    merely = op.namespace == "aten" and has_kernel(op, "CompositeImplicitAutograd") and not has_kernel(op, "CPU")
-    return op.decompose if merely else None
+
+    def has_kernel(key: str) -> bool:
+        return C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+    composite = op.namespace == "aten" and has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
+    return op.decompose if composite else None
 
 
-def has_kernel(op: OpOverload, key: str) -> bool:
-    """Whether the op is implemented for a dispatch key."""
-    return C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-
-
-def uses(tensors: Sequence[Tensor]) -> list[Uses]:
-    """How many hold each of them now."""
+def reference_counts(tensors: Sequence[Tensor]) -> list[RefCounts]:
+    """Current reference counts of each tensor."""
     return [
-        (cast(Any, x)._use_count(), C._storage_Use_Count(key_of(x.untyped_storage())), sys.getrefcount(x))
+        (cast(Any, x)._use_count(), C._storage_Use_Count(storage_key(x.untyped_storage())), sys.getrefcount(x))
         for x in tensors
     ]
 
 
 def called_by_autograd() -> bool:
-    """Whether the dispatch mode that asks this was called by autograd's engine itself, and not from Python."""
+    """True in a dispatch mode's handler that autograd's engine called directly, rather than Python code."""
     if C._current_graph_task_id() < 0:
         return False
     caller = cast(Any, sys)._getframe(2)
@@ -78,42 +74,42 @@ def called_by_autograd() -> bool:
 
 
 def modes_disabled() -> AbstractContextManager[Any]:
-    """Meanwhile, no dispatch mode sees anything."""
+    """Context manager that hides all ops from dispatch modes."""
     return cast(Any, dispatch)._disable_current_modes()
 
 
-def resizes_reported(report: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
-    """Calls `report` after each `untyped_storage().resize_()`, which is no op that a dispatch mode could see."""
+def observe_resizes(callback: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
+    """Calls `callback` after each `untyped_storage().resize_()`, which is no op and so invisible to dispatch modes."""
 
-    def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(self: UntypedStorage, *args: Any) -> Any:
-            result = original(self, *args)
-            report(self)
+            result = resize(self, *args)
+            callback(self)
             return result
 
         return resize_
 
-    return replaced(UntypedStorage, "resize_", reporting)
+    return patched(UntypedStorage, "resize_", wrap)
 
 
-def shapes_unseen() -> AbstractContextManager[None]:
-    """DTensor tries each new op on fake tensors of the whole shape; these are no memory of anybody's."""
+def hide_shape_propagation() -> AbstractContextManager[None]:
+    """Hides DTensor's shape propagation: it runs each new op on fake tensors of the global shape."""
 
-    def unseen(original: Callable[..., Any]) -> Callable[..., Any]:
-        def propagate(self: ShardingPropagator, *args: Any) -> Any:
+    def wrap(propagate: Callable[..., Any]) -> Callable[..., Any]:
+        def hidden(self: ShardingPropagator, *args: Any) -> Any:
             with modes_disabled():
-                return original(self, *args)
+                return propagate(self, *args)
 
-        return propagate
+        return hidden
 
-    return replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
+    return patched(ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
 
 
 @contextmanager
-def replaced(owner: type, name: str, replacement: Replacement) -> Generator[None]:
-    """Meanwhile, a class has another method."""
+def patched(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Generator[None]:
+    """Replaces the method `owner.name` by `wrap(method)` inside the block."""
     original = getattr(owner, name)
-    setattr(owner, name, replacement(original))
+    setattr(owner, name, wrap(original))
     try:
         yield
     finally:
