@@ -142,6 +142,7 @@ def plan_bytes(
             progress(f"{candidate.attention}, rank {rank}", next(done), len(every) * len(ranks))
             pair = rows_of(plan, candidate, rank)
             group = by_figures.setdefault(tuple((row.counted, row.closed, row.messages) for row in pair), [])
+            # Ranks with equal figures in both phases share the rows.
             group[:] = [replace(row, ranks=(*(group[0].ranks if group else ()), rank)) for row in pair]
         rows += (row for group in by_figures.values() for row in group)
     return rows
@@ -188,6 +189,7 @@ def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
 def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
     """Runs one call forward and backward as `rank`: (its ledger, the shape of the call)."""
     dtype = DTYPES[plan.dtype]
+    # Only shapes matter: fake tensors have no storage, and the fake group delivers nothing.
     with fake_world(rank, **candidate.mesh.axes) as mesh:
         method = candidate.attention(mesh)
         layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)

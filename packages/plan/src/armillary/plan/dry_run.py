@@ -76,7 +76,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether memory suffices; None if it is not simulated."""
+        """True if memory suffices; None if it is not simulated."""
         return None if self.memory is None else self.room.share(self.memory) <= 1
 
     @property
@@ -98,6 +98,7 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
     machines = cluster_of(cluster)
     run = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
     job = job_of(config, run.axes, run.model, precision_of(config))
+    # Neither simulation nor communication plans cover tensor parallelism; plans do not cover replicas either.
     simulated = run.axes["tp"] == 1
     return Prediction(
         run=run,
@@ -120,7 +121,7 @@ def memory_of(config: Config, job: Job, local_parameters: int, progress: Progres
     if config.train.accumulation == 1:
         return memory
     place, sizes = ("host", memory.host_breakdown) if job.on_host else ("device", memory.device_breakdown)
-    accumulated = 4 * local_parameters
+    accumulated = 4 * local_parameters  # float32
     sizes = sizes | {"gradients": sizes.get("gradients", 0) + accumulated}
     return replace(memory, **{place: getattr(memory, place) + accumulated, f"{place}_breakdown": sizes})
 
@@ -169,7 +170,7 @@ def show(prediction: Prediction) -> None:
 
 
 def verdict(prediction: Prediction) -> Iterator[str]:
-    """Whether the run fits, and the duration of a step."""
+    """Lines on fit and step time."""
     if prediction.memory is None:
         yield "memory: not simulated under tensor parallelism"
     else:

@@ -52,7 +52,7 @@ def flags(recipe: str, config: Config) -> list[str]:
     """Arguments for `armillary-train`."""
     words = ["--recipe", recipe]
     for name, value in changes(recipe, config):
-        if isinstance(value, bool):
+        if isinstance(value, bool):  # --section.no-key
             section, _, key = flag(name).rpartition(".")
             words.append(f"--{section}.{'' if value else 'no-'}{key}")
         else:

@@ -97,6 +97,7 @@ class Cluster(Node):
             preset = settings.pop("like", None)
             if not isinstance(preset, str | None):
                 raise ValueError(f"like = {preset!r} must be the name of a cluster")
+            # A preset and the file's values are merged as plain data and validated together.
             base = {} if preset is None else asdict(cls.named(preset))
             return TypeAdapter(cls).validate_python(_overlaid(base, {"name": Path(path).stem, **settings}))
         except ValidationError as error:

@@ -156,6 +156,7 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
             continue
         sent[send.source] += 1
         received[send.target] += 1
+        # The smallest group that contains both ends carries the send.
         level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
         route = list[Load]()
         for port in level.ports(send.source, send.target):
@@ -171,6 +172,7 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
     for send, link, route in routes:
         start = link.latency + link.message * max(sent[send.source], received[send.target])
         busy = max(load.seconds(send.bytes) for load in route)
+        # The sender waits for all bytes except those that its send buffer takes.
         unbuffered = max(0.0, 1 - link.buffer / send.bytes)
         timed.append(Delivery(send.source, send.target, start + busy, start + busy * unbuffered, link))
     return timed

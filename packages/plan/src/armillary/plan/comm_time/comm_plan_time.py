@@ -75,13 +75,16 @@ class Clocks(NamedTuple):
         # A step without computation has nothing to hide earlier transfers behind, so it waits for them.
         start = self.ready if compute else [max(pair) for pair in zip(self.ready, self.transfers_done, strict=True)]
         compute = compute or [0.0] * len(start)
+        # A step ends no earlier than the transfers that the last one left behind.
         computed = [max(a + b, t) for a, b, t in zip(start, compute, self.transfers_done, strict=True)]
         ready, transfers_done = list(computed), list(computed)
+        # Moves run beside the computation, from the moment when both ends have reached the step.
         for send in moves:
             begin = max(start[send.source], start[send.target])
             source, target = send.source, send.target
             ready[target] = max(ready[target], begin + send.receive_and_compute(compute[target]))
             ready[source] = max(ready[source], begin + send.send_and_compute(compute[source]))
+        # Results leave once both ends have computed them.
         for send in leaving:
             begin = max(computed[send.source], computed[send.target])
             transfers_done[send.target] = max(transfers_done[send.target], begin + send.seconds)
@@ -111,6 +114,7 @@ def plan_seconds(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: floa
             kernel_seconds = [a + b for a, b in zip(kernel_seconds, compute, strict=True)]
         exchange += max((delivery.seconds for delivery in (*moves, *leaving)), default=0.0)
     overheads = overhead * sum(bool(step.pairs) for step in steps)
+    # Time beyond the busiest rank's computation is exposed communication, or waiting for slower ranks.
     busiest = max(kernel_seconds, default=0.0)
     end = max((*clocks.ready, *clocks.transfers_done), default=0.0)
     return Span(busiest - overheads, end - busiest, overheads, exchange)
@@ -161,10 +165,12 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, 
     """
     delays = defaultdict[Ends, float](float)
     for move in moves:
+        # A round passes on the shard of the round before, so each round pays the latency.
         if move.kind == "all_gather":
             slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
             for send in move.sends:
                 delays[send.source, send.target] += (ring_peers(move, send.source) - 1) * slowest
+        # The opposite direction waits for a share (`turns`) of this one.
         if move.kind in ("all_gather", "reduce_scatter"):
             by_source = defaultdict[int, list[Send]](list)
             for send in move.sends:
@@ -195,8 +201,10 @@ def all_gather_seconds(cluster: Cluster, size: float) -> float:
     ranks, per_node = cluster.ranks, cluster.ranks_per_node
     if ranks == 1:
         return 0.0
+    # Each rank passes all shards but one on to its neighbor in the node...
     passed = int(size * (ranks - 1) / ranks)
     sends = [Send(rank, rank - rank % per_node + (rank + 1) % per_node, passed) for rank in range(ranks)]
+    # ...and one ring per rank of a node crosses to the next node there, with its share of the bytes.
     if cluster.nodes > 1:
         sends += [Send(rank, (rank + per_node) % ranks, passed // per_node) for rank in range(ranks)]
     return cluster.transit(sends)

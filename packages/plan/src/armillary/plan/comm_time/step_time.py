@@ -94,6 +94,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     step, device = StepSizes.of(job), cluster.accelerator
     products = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
+    # Two FLOPs per parameter and token in forward, and twice as many in backward.
     dense = 2 * step.model.block * tokens / products
     recomputed, recomputed_attention = recomputed_blocks(step, dense, passes.forward)
     attention = (passes.forward + passes.backward).times(layers)
@@ -130,6 +131,7 @@ def recomputed_blocks(step: StepSizes, dense: float, forward: Span) -> tuple[flo
     if step.checkpointing.policy == "none":
         projections = dense - after_attention if step.projects_in_stages else 0.0
         return layers * (projections + (after_attention if step.checkpointing.tiled else 0.0)), Span()
+    # `keeps` has the checkpoints of each block; see `armillary.models.activation_checkpoint`.
     without_input = sum(not keep.x for keep in step.keeps)
     without_attention = sum(not keep.attended for keep in step.keeps)
     return layers * dense + without_input * after_attention, forward.times(without_attention)
@@ -199,6 +201,7 @@ def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds)
 
 def optimizer_update(step: StepSizes, cluster: Cluster) -> float:
     """AdamW on a rank's shard. On the host, gradients are copied there and parameters back."""
+    # AdamW is bound by memory bandwidth; on the host all ranks of a node share it.
     owned = step.model.all / step.sharing
     if not step.on_host:
         return ADAM * owned / cluster.accelerator.memory_bandwidth

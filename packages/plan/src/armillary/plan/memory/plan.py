@@ -142,6 +142,7 @@ def plan_memory(
         device, host = (a + more * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
         return replace(three, device=device, host=host)
 
+    # Refuse before simulating: the formulas are instantaneous.
     job = job_of(plan, axes, length)
     if room.share(usage := estimate(job)) > SIMULATED_SHARE:
         raise DoesNotFitError(
@@ -187,6 +188,7 @@ def mesh_axes(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int
     if plan.ulysses is not None:
         ulysses = plan.ulysses
     elif method_axes == ("ring", "ulysses"):
+        # Heads within a node, where links are fast, and at most as many ranks as divide the key/value heads evenly.
         ulysses = gcd(model.kv_heads, cluster.ranks_per_node, free_ranks)
     else:
         ulysses = free_ranks if "ulysses" in method_axes else 1

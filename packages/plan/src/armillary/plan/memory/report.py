@@ -52,6 +52,7 @@ def show(result: MemoryResult) -> None:
 def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
     """Table rows: GiB by category, each memory at its own peak; then the peaks and the room."""
     device, host = memory.device_breakdown, memory.host_breakdown
+    # By size on the device; the small weight of the host orders categories that are only there.
     for name in sorted({**device, **host}, key=lambda name: -device.get(name, 0) - host.get(name, 0) / 1e6):
         yield [name, *(gib(sizes[name]) if sizes.get(name) else "" for sizes in (device, host))]
     yield []
@@ -60,7 +61,7 @@ def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
 
 
 def verdict(result: MemoryResult) -> Iterator[str]:
-    """Whether the sequence fits; after a search, the memory that the next million tokens would need."""
+    """Lines on fit; after a search, the memory that the next million tokens would need."""
     room, memory = result.room, result.memory
     if result.fit is not None:
         longer = result.fit.longer

@@ -71,6 +71,7 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
     assert isinstance(attention, AttentionChoice)
     if "ring" not in attention.method.axes:
         attention = replace(attention, name="ring" if attention.name == "local" else f"{attention.name}+ring")
+    # Memory falls monotonically with the ring, up to the part that does not depend on its size.
     for factor in (2**n for n in range(1, 33)):
         axes = {**job.axes, "ring": job.axes.get("ring", 1) * factor}
         usage = estimate(replace(job, attention=attention, axes=axes))
@@ -111,6 +112,7 @@ def longest_fit(measure: Measure, outlook: Outlook, room: Room, step: int, start
     while (share := room.share(memory)) > 1:
         if length == step:
             raise DoesNotFitError(f"not even {step:,} tokens fit: {room.comparison(memory)}")
+        # Memory is nearly proportional to the length; half a percent less makes a second correction unlikely.
         length = max(step, int(length / share * 0.995) // step * step)
         memory = measure(length)
     return LongestFit(length, memory, outlook(length + 1_000_000))
@@ -138,6 +140,6 @@ def _full_length(usages: Mapping[int, Usage], room: Room) -> int:
     lengths: list[float] = []
     for size, first, second in ((room.device, at_a.device, at_b.device), (room.host, at_a.host, at_b.host)):
         slope = (second - first) / (b - a)
-        if slope > 0:
+        if slope > 0:  # host memory may not depend on the length
             lengths.append(a + (size - first) / slope)
     return int(min(lengths, default=max(a, b)))

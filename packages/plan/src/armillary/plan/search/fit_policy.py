@@ -44,6 +44,7 @@ def fitted(
     if policy.policy == "none" or (not policy.offload and fits(policy)):
         return
     if policy.offload:
+        # The device alone limits how many blocks keep their checkpoints there.
         unlimited_host = replace(room, host=1 << 62)
         on_device = largest(0, layers, lambda n: unlimited_host.share(memory(replace(policy, on_device=n))) <= 1)
         if on_device == layers:
@@ -65,10 +66,12 @@ def _with_counts(
         if all_inputs:
             inputs = layers
         elif inputs is None:
+            # Blocks with checkpoints on the device always keep their inputs.
             inputs = on_device + fewest(layers - on_device, max(0, outputs - on_device))
         counts = {"outputs": None if outputs == layers else outputs} if has_outputs else {}
         return replace(policy, inputs=None if inputs == layers else inputs, **counts)
 
+    # First the outputs, with the fewest inputs that they need; then inputs in the remaining memory.
     outputs = largest(1, layers, lambda n: fits(variant(n))) if has_outputs else 0 if fits(variant(0)) else None
     if outputs is None:
         return

@@ -148,6 +148,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     for i, candidate in enumerate(every):
         progress(i, len(every))
         passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel)
+        # Attention's time does not depend on the checkpoint policy, so it is computed once per candidate.
         choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes))
 
     def order(choice: Choice) -> tuple[bool, float]:
@@ -176,6 +177,7 @@ def passes_of(
         dtype=torch.bfloat16,
         batch=rows // mesh.shard,
     )
+    # Groups along `shard` run the same plan side by side and share the links between nodes.
     plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel)
 
@@ -196,6 +198,7 @@ def choices_of(
             on_host=on_host,
         )
 
+        # `fitted` bisects over counts and asks for the same policies repeatedly.
         @cache
         def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
             return estimate(replace(job, checkpointing=checkpointing))

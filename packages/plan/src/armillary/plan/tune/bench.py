@@ -60,6 +60,7 @@ class Bench:
         model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
         initialize(model, config.train.seed)
         positions = layout.positions(attention.shard).to(device)
+        # Labels are other random tokens, which cost as much as the right ones.
         tokens = torch.randint(VOCABULARY, (config.rows_per_batch, len(positions)), device=device)
         return cls(model, tokens, tokens.roll(1, dims=1), positions, layout)
 
@@ -90,7 +91,7 @@ def measure(config: Config, candidate: Candidate, device: torch.device, iteratio
     """
     free_memory(device)
     bench = Bench.of(config, candidate, device)
-    bench.step()
+    bench.step()  # allocates, compiles and opens connections
     seconds = [bench.seconds() for _ in range(iterations)]
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     *seconds, peak = slowest_rank([*seconds, float(memory)], device)
@@ -104,6 +105,7 @@ def compare(config: Config, candidates: Sequence[Candidate], device: torch.devic
     for bench in benches:
         bench.step()
     seconds: list[list[float]] = [[] for _ in benches]
+    # Each round starts with the next candidate, so that none always runs first.
     for i in range(rounds):
         for j in range(len(benches)):
             turn = (i + j) % len(benches)

@@ -38,6 +38,7 @@ class Groups:
             with process_group(config):
                 watchdog = stack.enter_context(watchdog_of(config))
                 store = compat.default_store()
+            # The temporary group has ended; the watchdog and its store remain.
             yield cls(config, watchdog, store)
 
     @contextmanager

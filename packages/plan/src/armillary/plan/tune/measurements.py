@@ -99,7 +99,7 @@ class TunerState:
     attempts: dict[str, int] = field(default_factory=dict[str, int])
 
     def has(self, candidate: Candidate) -> bool:
-        """Whether the candidate was measured, or failed."""
+        """True if the candidate was measured, or failed."""
         return any(each.candidate == candidate for each in self.measurements)
 
     @property

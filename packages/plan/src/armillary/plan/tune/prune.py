@@ -87,6 +87,7 @@ def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[C
     if cluster.ranks != ranks:
         raise ValueError(f"--cluster {plan.cluster} has {cluster.ranks} ranks, and {ranks} are running")
     room = Room.of(cluster)
+    # Without a known vocabulary, embedding and head are as small as the tuner's.
     model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
 
     def predict(candidate: Candidate) -> CandidatePrediction:

@@ -110,6 +110,7 @@ class Tuner:
 
     def choose(self, state: TunerState) -> TunerState:
         """Chooses the fastest; if others are within the noise, after a comparison in turns."""
+        # Comparisons of an earlier run may have had other finalists.
         state = replace(state, measurements=tuple(replace(each, paired_seconds=None) for each in state.measurements))
         fastest = state.fastest_first
         finalists = [each for each in fastest if (each.fastest_pass or 0.0) <= NOISE * (fastest[0].seconds or 0.0)]
@@ -117,6 +118,7 @@ class Tuner:
             if len(finalists) > 1:
                 state = self.compare_finalists(finalists[:FINALISTS], state, device, ranks)
 
+            # Finalists come before all others, by their seconds in turns.
             def order(each: Measurement) -> tuple[bool, float]:
                 return each.paired_seconds is None, each.paired_seconds or each.seconds or 0.0
 
@@ -159,6 +161,7 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
     try:
         result = action()
     except (ValueError, RuntimeError) as error:
+        # A lost connection is another rank's failure, which ends the run, but running out of memory is this one's.
         if about_others(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]

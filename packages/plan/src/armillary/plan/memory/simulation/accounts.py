@@ -55,6 +55,7 @@ class Account:
 
     def relabel(self, allocation: Allocation, category: str) -> None:
         """Moves an allocation to another category; also at the peak, if it was live then."""
+        # An allocation that has not changed its size since the peak was part of it.
         live_at_peak = allocation.since <= self._peak_time
         for counter in (self.current, self.at_peak) if live_at_peak else (self.current,):
             counter[allocation.category] -= allocation.bytes

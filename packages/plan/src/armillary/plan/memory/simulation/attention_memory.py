@@ -48,6 +48,7 @@ def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, k
                     results = method.attend(Projected(x, source), method.call_for(x, source, mask=mask, layout=layout))
                 else:
                     results = [method.projected(x, source, mask=mask, layout=layout)]
+            # Results outlive the call, so they are no intermediates.
             return (live.device.peak - sum(tensor.nbytes for tensor in results)) / (TOKENS * DIM * 2)
 
 

@@ -65,6 +65,7 @@ class LiveBytes(TorchDispatchMode):
         self._contexts.enter_context(torch_private.observe_resizes(self._resized))
         self._contexts.enter_context(torch_private.hide_shape_propagation())
         super().__enter__()
+        # EagerSemantics goes on top of this mode: it decomposes ops before they are counted.
         self._contexts.push(super().__exit__)
         self._contexts.enter_context(EagerSemantics())
         return self

@@ -150,6 +150,7 @@ class SimulatedStep:
         optimizer = build_optimizer(self.model, OptimizerConfig())
         with label("optimizer", host=host):
             optimizer.step()
+        # AdamW allocates its moments in its first step, which this was; gradients are freed as after any step.
         optimizer.zero_grad()
         return optimizer
 

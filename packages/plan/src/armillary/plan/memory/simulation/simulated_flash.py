@@ -56,11 +56,13 @@ class SimulatedFlash(Flash):
         if self.version == 2:
             dout, out = dout.contiguous(), out.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        # All buffers must be alive at once, as in the kernel.
         buffers = [*self._query_buffers(q, lengths), *self._key_buffers(k, q.shape[-2], lengths)]
         del buffers
         return dq, dk, dv
 
     def _query_buffers(self, q: Tensor, lengths: Lengths | None) -> list[Tensor]:
+        # An accumulator for dq, and the row sums of dout * out.
         rows = padded_rows(q, lengths.queries if lengths else None)
         sums = [rows] if self.version == 2 else [rows, rows]  # 3 also stores lse in base 2
         shapes = [(rows, q.shape[-2], padded_head_dim(q.shape[-1])), *((n, q.shape[-2]) for n in sums)]

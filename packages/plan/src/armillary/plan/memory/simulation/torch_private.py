@@ -67,6 +67,7 @@ def called_by_autograd() -> bool:
     """True in a dispatch mode's handler that autograd's engine called directly, rather than Python code."""
     if C._current_graph_task_id() < 0:
         return False
+    # Frame 1 is the mode's handler; above it are wrappers of torch, and then the engine if it called the op itself.
     caller = cast(Any, sys)._getframe(2)
     while caller.f_back and caller.f_code.co_filename in WRAPPERS:
         caller = caller.f_back
