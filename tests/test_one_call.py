@@ -1,76 +1,83 @@
-"""docs/one-call.md says what the code does: its names are there, its excerpt is the code, its stack is the stack."""
+"""A call goes down through the files: nothing calls into a file that imports its own, except through an interface."""
 
-import inspect
-import re
 import sys
-import textwrap
 from pathlib import Path
 
+import pytest
 import torch
+from test_structure import reached
 
-from armillary.attention import AttentionMask, Local, Ring
-from armillary.attention.kernels import CpuFlash
+from armillary.attention import AttentionMask, Local, Ring, TokenRing, Ulysses
+from armillary.attention.call.interface import AttentionMethod
+from armillary.attention.kernels.top_left import TopLeft
 from armillary.core.testing import mesh
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/one-call.md").read_text()
-SOURCES = {path: path.read_text() for path in ROOT.glob("packages/*/src/armillary/*/**/*.py")}
-STACK = re.search(r"six functions are on the stack: ([^.]*(?:\.\w[^.]*)*)\.\n", PAGE)
+INTERFACE = {name for base in (AttentionMethod, TopLeft) for name in vars(base)}
+"""What an implementation further up is called by."""
 
 
-class Watched(CpuFlash):
-    """Notes which functions of ours are on the stack when a tile is computed, outermost first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "stacks", [])
-
-    def forward(self, *arguments):
-        frame, names = sys._getframe(1), []
-        while frame is not None:
-            if "/armillary/attention/" in frame.f_code.co_filename:
-                names.insert(0, frame.f_code.co_qualname)
-            frame = frame.f_back
-        self.stacks.append(names)
-        return super().forward(*arguments)
+def module_of(path: str) -> str:
+    """The dotted name of one of our source files; "" for others."""
+    _, source, name = path.rpartition("/src/")
+    return ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__") if source else ""
 
 
-def stacks_of_ring() -> list[list[str]]:
-    attend = Ring(mesh(ring=2)["ring"])
-    q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
-    kernel = Watched()
-    attend(q, k, v, mask=AttentionMask(documents=[0, 3, 9, 16]), layout=attend.layout(16), kernel=kernel)
-    return kernel.stacks
+def calls_between_files(run) -> set[tuple[str, str, str]]:
+    """(calling module, called module, called function) of all calls among our files while `run` runs."""
+    edges = set()
+
+    def profile(frame, event, _):
+        if event == "call" and (called := module_of(frame.f_code.co_filename)).startswith("armillary.attention"):
+            caller = frame.f_back
+            while caller is not None and not module_of(caller.f_code.co_filename):  # through torch
+                caller = caller.f_back
+            if caller is not None:
+                edges.add((module_of(caller.f_code.co_filename), called, frame.f_code.co_qualname))
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return edges
 
 
-def test_the_stack_from_a_call_to_a_kernel_is_the_one_that_the_page_shows(worlds):
-    assert STACK
-    shown = re.findall(r"`([\w.]+)`", STACK[1])
-    assert len(shown) == 6
-    for stacks in worlds(2).run(stacks_of_ring):
-        assert stacks and all(stack == shown for stack in stacks), (shown, stacks)
+def climbs(attend) -> set[tuple[str, str, str]]:
+    """Calls into a module that imports the caller's, other than through an interface or of a function handed down."""
+    q, k, v = (torch.randn(1, 16 // attend.shards, 2, 8, requires_grad=True) for _ in range(3))
+    layout = attend.layout(16)
+
+    def run() -> None:
+        attend(q, k, v, mask=AttentionMask(documents=[0, 3, 9, 16]), layout=layout).sum().backward()
+
+    edges = calls_between_files(run)
+    assert len(edges) > 10
+    return {
+        (caller, called, name)
+        for caller, called, name in edges
+        if caller != called
+        and caller in reached(called)
+        and name.rpartition(".")[2] not in INTERFACE
+        and "<locals>" not in name
+    }
 
 
-def test_the_excerpt_is_the_code_of_ring():
-    (excerpt,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    body = inspect.getsource(Ring.forward).split("\n", 1)[1]
-    assert textwrap.dedent(body).strip() == excerpt.strip()
+METHODS = {
+    "ring": lambda ranks: Ring(ranks["ring"]),
+    "token_ring": lambda ranks: TokenRing(ranks["ring"]),
+    "usp": lambda ranks: Ulysses(ranks["ulysses"], inner=Ring(ranks["ring"])),
+}
 
 
-def test_the_files_and_names_of_the_page_are_there():
-    named = set(re.findall(r"`([\w./]+)`", PAGE)) - {"armillary.core", "torch.compile"}
-    assert len(named) > 40
-    for name in named:
-        if name.startswith("packages/"):
-            assert (ROOT / name).is_dir()
-        elif name.endswith((".py", "/")):
-            assert any(f"/armillary/attention/{name}" in str(path) for path in SOURCES), name
-        else:
-            last = name.rpartition(".")[2]
-            assert any(re.search(rf"^\s*(class|def) {last}\b", source, re.M) for source in SOURCES.values()), name
+def climbs_of(name: str) -> set[tuple[str, str, str]]:
+    ranks = mesh(ring=2, ulysses=2) if name == "usp" else mesh(ring=4)
+    return climbs(METHODS[name](ranks))
 
 
-def test_a_single_rank_walks_the_same_way():
-    kernel = Watched()
-    Local()(*(torch.randn(1, 8, 2, 8) for _ in range(3)), mask=AttentionMask(), kernel=kernel)
-    assert kernel.stacks[-1][-2:] == ["Local.forward", "BlockAttention.forward"]
+@pytest.mark.parametrize("name", METHODS)
+def test_calls_go_down(worlds, name):
+    assert worlds(4).run(climbs_of, name) == [set()] * 4
+
+
+def test_calls_of_one_rank_go_down():
+    assert climbs(Local()) == set()

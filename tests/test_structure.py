@@ -10,7 +10,9 @@ from pathlib import Path
 CYCLES = list[str]()
 SHARED_NAMES = ""
 
-DRIVER = {f"armillary.attention.{name}" for name in ("autograd", "calls", "compiled", "parallel")}
+DRIVER = {
+    f"armillary.attention.call.{name}" for name in ("attend", "autograd", "calls", "dtensors", "graph_calls", "project")
+}
 """What runs a call of any method. `Method.__call__` alone hands a call to it (`methods/base.py`)."""
 
 

@@ -96,7 +96,9 @@ def intermediates(setting: Setting, method: Method, heads: int, key_heads: int) 
     def work() -> None:
         kept.clear()
         if isinstance(method, UPipe):
-            kept.extend(method.attend(Projected(x, source), method.call_for(x, source, mask=mask, layout=layout)))
+            kept.extend(
+                method.attend(Projected(x, source), method.check_projected(x, source, mask=mask, layout=layout))
+            )
         else:
             kept.append(method.projected(x, source, mask=mask, layout=layout))
 

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
-from armillary.attention.compiled import key_of
-from armillary.attention.spec import AttentionOptions
+from armillary.attention.call.graph_key import GraphKey
+from armillary.attention.call.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 
@@ -20,7 +20,7 @@ NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
 def test_the_ops_keep_what_torch_asks_of_ops():
     """Schema, shapes as promised, and a gradient, which is traced elsewhere: here lse would be given one."""
     attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
-    key = key_of(attend, DIM, AttentionOptions(AttentionMask()))
+    key = GraphKey.of(attend, DIM, AttentionOptions(AttentionMask())).pack()
     asked = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sinks in (None, torch.randn(HEADS, requires_grad=True)):
         attention = torch.ops.armillary.attention.default

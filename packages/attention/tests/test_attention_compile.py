@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method, Ulysses, build_attention
-from armillary.attention.compiled import mask_of
+from armillary.attention.call.graph_key import read_mask
 from armillary.attention.kernels import Dense
 from armillary.attention.mask import Slice
 from armillary.core import SequenceLayout
@@ -129,13 +129,13 @@ def test_what_does_not_fit_is_refused_when_run():
 def test_a_copy_of_a_method_is_another_method():
     attend = Local()
     for other in (copy.copy(attend), copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))):
-        assert other.number != attend.number
+        assert other.registered_id != attend.registered_id
 
 
 def test_masks_and_layouts_come_back_from_what_the_op_takes():
     for mask in MASKS:
         numbers = None if mask.numbers is None else mask.numbers.numpy().tobytes()
-        assert mask_of(mask.causal, mask.window, numbers) == mask
+        assert read_mask(mask.causal, mask.window, numbers) == mask
     for layout in (SequenceLayout.zigzag(23, 4), SequenceLayout.striped(23, 4), SequenceLayout.striped(23, 2, 3)):
         assert SequenceLayout.read(layout.text) == layout
 

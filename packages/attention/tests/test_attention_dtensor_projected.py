@@ -192,7 +192,7 @@ def refused() -> list[str]:
         call(x, of([WHOLE], 8, E, on=mesh(ulysses=8)["ulysses"])),
         call(x, of([WHOLE, Shard(0)], 8, E), sinks=of(here, 2)),
         call(x.to_local(), weight, sinks=of(here, 2)),
-        lambda: ring.call_for(x, Linear(weight, weight, weight), mask=AttentionMask()),
+        lambda: ring.check_projected(x, Linear(weight, weight, weight), mask=AttentionMask()),
     ]
     return value_errors(calls)
 
@@ -202,8 +202,8 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
     parts = [
         "x is Replicate() on axis 'ring' of DTensor [2, 16, 12] over (ring Replicate(), tp Replicate()); it must be "
         "Shard(dim=1) there",
-        "x is Shard(dim=2) on axis 'tp' of DTensor [2, 16, 12] over (ring Shard(dim=1), tp Shard(dim=2)); the method "
-        "works on axes ['ring'], and on others only Shard(dim=0) and Replicate() will do",
+        "x is Shard(dim=2) on axis 'tp' of DTensor [2, 16, 12] over (ring Shard(dim=1), tp Shard(dim=2)); "
+        "the method works on axes ['ring'], and on others only Shard(dim=0) and Replicate()",
         "(3, 3, 2, 2) over axis 'ring' are not the shards of a DTensor, which cuts 10 as (3, 3, 3, 1)",
         f"{first} Shard(dim=0) on axis 'ring' of DTensor [8, 12] over (ring Shard(dim=0), tp Replicate()); it must be "
         "Replicate() there",
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
         "Replicate()); it must lie on axes of the mesh of x, Replicate() where x is sharded",
         "they must be [Replicate(), Shard(dim=0)]",
         "x is local and sinks are a DTensor",
-        "x is a DTensor; a call is checked for what this rank has of it",
+        "x is a DTensor",
     ]
     for found in worlds(8).run(refused):
         for message, part in zip(found, parts, strict=True):

@@ -14,6 +14,7 @@ from torch._meta_registrations import meta__efficient_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.attention.call.spec import AttentionSpec
 from armillary.attention.kernels import (
     EFFICIENCY,
     KERNELS,
@@ -41,7 +42,6 @@ from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.local import Local
-from armillary.attention.spec import AttentionSpec
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum, TilePart
 from armillary.attention.tiling.tiles import Tile

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from armillary.attention import AttentionMask, Local
-from armillary.attention.recent import BYTES, EACH, ENTRIES, Recent
+from armillary.attention.bounded_cache import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
 from armillary.attention.registry import build_attention
 from armillary.core.testing import mesh
 
@@ -35,7 +35,7 @@ def alive(attend) -> int:
 
 
 def test_masks_of_past_steps_are_let_go():
-    assert alive(Local()) <= ENTRIES
+    assert alive(Local()) <= MAX_ENTRIES
 
 
 def alive_by_method() -> dict[str, int]:
@@ -46,21 +46,21 @@ def alive_by_method() -> dict[str, int]:
 
 
 def test_masks_of_past_steps_are_let_go_under_every_method(worlds):
-    most = ENTRIES
+    most = MAX_ENTRIES
     for held in worlds(4).run(alive_by_method):
         assert held and all(count <= most for count in held.values()), held
 
 
 def test_masks_of_many_documents_are_fewer():
-    recent, many = Recent[int, str](), AttentionMask(documents=range(BYTES // EACH // 3))
+    recent, many = BoundedCache[int, str](), AttentionMask(documents=range(MAX_BYTES // BYTES_PER_NUMBER // 3))
     for step in range(10):
         recent.add(step, f"value {step}", AttentionMask())
-    assert len(recent.kept) == ENTRIES and recent.get(9) == "value 9" and recent.get(0) is None
+    assert len(recent.entries) == MAX_ENTRIES and recent.get(9) == "value 9" and recent.get(0) is None
     for step in range(10, 16):
         recent.add(step, f"value {step}", many)
-    assert [key for key, *_ in recent.kept] == [14, 15]
-    recent.add(16, "large", AttentionMask(documents=range(2 * BYTES // EACH)))
-    assert [key for key, *_ in recent.kept] == [16]
+    assert [key for key, *_ in recent.entries] == [14, 15]
+    recent.add(16, "large", AttentionMask(documents=range(2 * MAX_BYTES // BYTES_PER_NUMBER)))
+    assert [key for key, *_ in recent.entries] == [16]
 
 
 def test_another_pattern_is_looked_into():

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
+from armillary.attention.call import validation
 from armillary.attention.kernels import choose_kernel
-from armillary.attention.methods import base as method_module
 from armillary.core import FlatBuffer
 from armillary.core.collectives import exchange
 from armillary.core.testing import mesh
@@ -104,7 +104,7 @@ def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str
     recorder = Recorder(attend.axis.group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange.compat, "start_batch", recorder.batch(exchange.compat.start_batch))
-        patch.setattr(method_module, "choose_kernel", recorder.chooser(choose_kernel))
+        patch.setattr(validation, "choose_kernel", recorder.chooser(choose_kernel))
         out = attend(q, k, v, mask=mask, layout=layout)
         forward, recorder.events[:] = list(recorder.events), []
         recorder.counts |= dict.fromkeys(recorder.counts, 0)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask
+from armillary.attention.call.spec import AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import Moving, RingTopology
-from armillary.attention.spec import AttentionSpec, key_heads_of
 from armillary.core import Axis, SequenceLayout
 from armillary.core.token_ranges import TokenRanges
 

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.attention.call.sources import head_slices, select_heads, write_heads
+from armillary.attention.call.spec import key_heads_of
 from armillary.attention.methods.head_axis import split_heads
 from armillary.attention.methods.stages import Share, Stage, stages
-from armillary.attention.sources import place, runs, select
-from armillary.attention.spec import key_heads_of
 
 
 def plan(heads: int, key_heads: int, ranks: int, at_once: int) -> tuple[Stage, ...]:
@@ -74,8 +74,11 @@ def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
 @given(st.lists(st.integers(0, 12), unique=True, max_size=9))
 def test_heads_are_slices_in_their_order(heads):
     x = torch.arange(13.0).view(1, 1, 13, 1)
-    assert [int(head) for head in select(x, heads).flatten()] == heads
+    assert [int(head) for head in select_heads(x, heads).flatten()] == heads
     parts = torch.rand(1, 1, len(heads), 1).split(2, 2)
-    place(x, heads, parts)
-    assert torch.equal(select(x, heads), torch.cat(parts, 2))
-    assert len(runs(tuple(range(3, 13, 2)))) == 1 and runs((0, 1, 8, 9)) == (slice(0, 2, 1), slice(8, 10, 1))
+    write_heads(x, heads, parts)
+    assert torch.equal(select_heads(x, heads), torch.cat(parts, 2))
+    assert len(head_slices(tuple(range(3, 13, 2)))) == 1 and head_slices((0, 1, 8, 9)) == (
+        slice(0, 2, 1),
+        slice(8, 10, 1),
+    )

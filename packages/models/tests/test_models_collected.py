@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from armillary.attention.sources import Projected
+from armillary.attention.call.sources import Projected
 from armillary.core.accumulate import Totals
 from armillary.core.testing import mesh, relative_error
 from armillary.models.layers.projections import HeadProjections

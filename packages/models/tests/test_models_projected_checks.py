@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from armillary.attention import AttentionMask, AttentionSpec, Local, Ring
-from armillary.attention.methods import base
+from armillary.attention.call import validation
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig
 from armillary.models.layers.projections import HeadProjections
@@ -26,8 +26,8 @@ class Checks:
     """Notes when projections are run to see what they give."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.run = 0, base.one_token
-        monkeypatch.setattr(base, "one_token", self)
+        self.count, self.run = 0, validation.one_token
+        monkeypatch.setattr(validation, "one_token", self)
 
     def __call__(self, x, projections):
         self.count += 1
@@ -56,7 +56,7 @@ class Layer:
         return block.self_attn.projections(decoder.rotation(torch.arange(5), self.x.dtype), block.input_layernorm)
 
     def check(self, layer: int = 0, **options) -> AttentionSpec:
-        return self.attend.call_for(self.x, self.projections(layer), mask=MASK, **options)
+        return self.attend.check_projected(self.x, self.projections(layer), mask=MASK, **options)
 
 
 @pytest.mark.parametrize("policy", ["none", "layer", "attention_output"])
@@ -217,7 +217,7 @@ class Given:
 def test_projections_that_say_nothing_are_checked_at_every_call(checks):
     layer = Layer()
     for _ in range(2):
-        layer.attend.call_for(layer.x, Given(), mask=MASK)
+        layer.attend.check_projected(layer.x, Given(), mask=MASK)
     assert checks.made() == 2
 
 

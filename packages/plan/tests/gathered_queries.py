@@ -12,11 +12,11 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
 from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import OnSequence
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import Ring, Ulysses, UPipe, WallFacer
-from armillary.attention.sources import Projected
+from armillary.attention.call.sources import Projected
 from armillary.core.accumulate import Totals
 from armillary.models import LlamaConfig
 from armillary.models.layers.projections import HeadProjections

@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, UPipe, WallFacer
+from armillary.attention.call.spec import AttentionSpec, Saved, key_heads_of
 from armillary.attention.kernels import Scores
 from armillary.attention.memory import Sizes
-from armillary.attention.spec import AttentionSpec, Saved, key_heads_of
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate

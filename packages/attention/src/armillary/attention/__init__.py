@@ -1,5 +1,8 @@
 """Exact attention over sequences sharded across ranks: Ring, Ulysses, and their compositions."""
 
+from armillary.attention.call.projections import Projections, TokenProjections
+from armillary.attention.call.sources import Projected
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.drawing import draw_mask
 from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence
@@ -12,11 +15,8 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
-from armillary.attention.projections import Projections, TokenProjections
 from armillary.attention.reference import reference_attention
 from armillary.attention.registry import build_attention, build_comm_plan
-from armillary.attention.sources import Projected
-from armillary.attention.spec import AttentionSpec, Saved
 
 __all__ = [
     "AllGatherKV",

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.mask import AttentionMask
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 from armillary.core.accumulate import accumulation_dtype

@@ -10,7 +10,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from armillary.attention.checks import check_are_tensors, check_options
+from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.validation import are_plain_tensors, check_options
 from armillary.attention.mask import AttentionMask
 from armillary.attention.oracle_visibility import visible_pairs
 
@@ -84,8 +85,8 @@ def reference_attention(
     Raises:
         ValueError: shapes or positions that do not fit together, or arguments of other types.
     """
-    check_options(mask, None, None, scale, softcap)
-    check_are_tensors(q, k, v, sinks)
+    check_options(AttentionOptions(mask, scale=scale, softcap=softcap))
+    are_plain_tensors(q, k, v, sinks)  # raises ValueError for anything that is no dense tensor
     _check_shapes(q, k, v)
     i = _positions(query_positions, q, "query")
     j = _positions(key_positions, k, "key")

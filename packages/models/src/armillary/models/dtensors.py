@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils import _pytree as pytree
 
 from armillary.attention import Method
-from armillary.attention.parallel_checks import check_tokens, over_all_ranks
+from armillary.attention.call.dtensor_checks import check_tokens, over_all_ranks
 from armillary.core import Axis, SequenceLayout
 from armillary.core.labels import LabelTriples
 from armillary.core.placements import (

@@ -182,7 +182,7 @@ class LlamaAttention(Projecting):
             query=self.q_proj,
             key=self.k_proj,
             value=self.v_proj,
-            ticket=self.ticket,
+            projector=self.projector,
             heads=self.heads,
             key_heads=self.key_heads,
             head_dim=self.head_dim,

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
 from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method
-from armillary.attention.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
@@ -197,7 +198,7 @@ def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
             heads = (plan.heads, plan.key_heads, plan.key_heads)
             q, k, v = (torch.empty((plan.rows, tokens, n, plan.head_dim), dtype=dtype) for n in heads)
-            spec = method.check_call(q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
+            spec = check_call(method, q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
             out, saved = method.forward(q, k, v, spec)
             with phase("backward"):
                 method.backward(torch.empty_like(out), saved, spec)

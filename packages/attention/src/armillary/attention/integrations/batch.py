@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.checks import check_layout
+from armillary.attention.call.validation import check_layout
 from armillary.attention.integrations.packing import all_gather_over, gather, sum_over_ranks
 from armillary.attention.integrations.padding import IGNORED, check_padding, set_apart
 from armillary.attention.integrations.sequence import Documents, Sharding, check_method, sequence

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _pytree as pytree
 
-from armillary.attention.checks import check_layout
+from armillary.attention.call.validation import check_layout
 from armillary.attention.integrations.sdpa import Routing, unbound
 from armillary.attention.integrations.sequence import check_method
 from armillary.attention.mask import AttentionMask

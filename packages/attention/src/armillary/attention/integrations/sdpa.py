@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention.checks import as_autocast
+from armillary.attention.call.validation import cast_for_autocast
 from armillary.attention.integrations.dense_masks import REMEDY, MaskReader
 from armillary.attention.integrations.registries import Refusal, refuse_models
 from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
@@ -140,7 +140,7 @@ class Routing(TorchFunctionMode):
         if not is_dtensor(query):  # of a DTensor the method looks, for its shape is that of all shards
             check_tokens(self.attend.shard, query.shape[2], layout)
         mask = self._mask(query, attn_mask, is_causal, layout)
-        q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+        q, k, v = cast_for_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 
     def _mask(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout) -> AttentionMask:

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor
 
-from armillary.attention.checks import check_layout
+from armillary.attention.call.validation import check_layout
 from armillary.attention.mask import AttentionMask, RowMasks, Tree
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step
 from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import OnSequence, RingWalk
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
 
 

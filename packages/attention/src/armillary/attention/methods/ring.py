@@ -17,6 +17,7 @@ from typing import cast, get_args
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.memory import Sizes, rotate_keys_backward, rotate_keys_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
@@ -26,7 +27,6 @@ from armillary.attention.rotation.returns import RingReduce
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.steps import rotation_steps
 from armillary.attention.rotation.topology import Moving, RingTopology
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.checked import one_of

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
@@ -25,7 +26,6 @@ from armillary.attention.rotation.returns import DirectReduce, Returns, Shares
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.steps import Returning, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.token_ranges import TokenRanges

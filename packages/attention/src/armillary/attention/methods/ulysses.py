@@ -11,12 +11,12 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, steps
 from armillary.attention.memory import Sizes
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import InnerPlan, OnHeads
 from armillary.attention.methods.head_axis import Arriving, HeadMethod, HeadMoves, HeadShards, split_heads
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis, SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head

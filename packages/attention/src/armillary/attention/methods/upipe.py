@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.interface import StagedMethod
+from armillary.attention.call.sources import Finished, Heads, QKVSource, select_heads, write_heads
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.entry import MethodOptions, OnHeads
 from armillary.attention.methods.head_axis import Arriving, HeadMethod, checked_inner, split_heads
 from armillary.attention.methods.stages import Keys, Stage
 from armillary.attention.methods.upipe_plan import backward_memory, comm_plan, forward_memory, heads_of, stages_of
-from armillary.attention.sources import Finished, Heads, QKVSource, place, select
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import flag
@@ -94,7 +95,7 @@ class Walk(NamedTuple):
     stages: tuple[StageWork, ...]
 
 
-class UPipe(HeadMethod):
+class UPipe(HeadMethod, StagedMethod):
     """Ulysses in stages of heads, around `inner` (Local unless given).
 
     Attention intermediates (q, k, v and out of one stage, after and while they are sent) take
@@ -118,8 +119,6 @@ class UPipe(HeadMethod):
         ValueError: heads_per_stage is no multiple of U; `inner` is no method, has a head axis of its own, or works on
             this axis or on one that shares other ranks with it.
     """
-
-    projects_in_stages = True
 
     def __init__(
         self,
@@ -172,13 +171,13 @@ class UPipe(HeadMethod):
             out, lse = results
             if stage.own:
                 part, saved = self.inner.forward(q, keys.k, keys.v, stage.inside)
-                place(lse, stage.own, [saved.lse])
+                write_heads(lse, stage.own, [saved.lse])
                 del saved
             else:
                 part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
             moving = start_head_to_parts(part, self.axis, walk.tokens, stage.ranges)
-            place(out, stage.queries, moving.wait())
+            write_heads(out, stage.queries, moving.wait())
 
         with outside_autocast(source.device_type):
             self._each_stage(walk, source, [source.q], work)
@@ -192,7 +191,7 @@ class UPipe(HeadMethod):
         def work(stage: StageWork, arrived: list[Tensor], keys: OnHand) -> None:
             dq = arrived[0]
             if stage.own:
-                part_lse = select(lse, stage.own)
+                part_lse = select_heads(lse, stage.own)
                 saved = Saved(arrived[0], keys.k, keys.v, arrived[1], part_lse)
                 dq, dk, dv = self.inner.backward(arrived[2], saved, stage.inside)
                 keys.add(dk, dv)
@@ -206,7 +205,7 @@ class UPipe(HeadMethod):
                 leaving = keys if stage.last else keys.spent()
                 source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, walk.keys))
 
-        columns: list[Column] = [source.q, partial(select, out), partial(select, dout)]
+        columns: list[Column] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
         with outside_autocast(source.device_type):
             self._each_stage(walk, source, columns, work)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from armillary.attention.call.spec import key_heads_of
 from armillary.attention.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, beside, steps
 from armillary.attention.memory import HeadStages, Sizes
 from armillary.attention.methods.entry import InnerPlan
 from armillary.attention.methods.head_axis import HeadMoves, split_heads
 from armillary.attention.methods.stages import Share, Stage, stages
-from armillary.attention.spec import key_heads_of
 from armillary.core.checked import integer
 
 

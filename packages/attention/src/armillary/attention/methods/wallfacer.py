@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plan import (
     AttentionShape,
     CommPlan,
@@ -41,7 +42,6 @@ from armillary.attention.methods.ring import backward_memory as ring_backward_me
 from armillary.attention.methods.teams import Placement, Teams, fitting_teams
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import Moving
-from armillary.attention.spec import AttentionSpec, Saved
 from armillary.core import Axis, FlatBuffer, SequenceLayout, start_exchange
 from armillary.core.checked import flag
 from armillary.core.collectives.all_gather import start_all_gather

@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from armillary.attention.bounded_cache import BoundedCache
 from armillary.attention.mask import AttentionMask
-from armillary.attention.recent import Recent
 from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, areas, tile_array, united
 from armillary.attention.tiling.tiles import Tile, joined
 from armillary.core import SequenceLayout
@@ -90,7 +90,7 @@ class Grid:
         return pairs.tolist()
 
 
-GRIDS = Recent[tuple[AttentionMask, SequenceLayout, SequenceLayout], Grid]()
+GRIDS = BoundedCache[tuple[AttentionMask, SequenceLayout, SequenceLayout], Grid]()
 
 
 def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> Grid:

@@ -153,7 +153,7 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
 def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
     """Keeps what is to be kept."""
     method = cast(Method, block.attention)
-    call = method.call_for(  # of this, which knows it from the block before; the next is another one each time
+    call = method.check_projected(  # of this, which knows it from the block before; the next is another one each time
         like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
     )
     params = trained(block)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.sources import at_heads, runs, select
+from armillary.attention.call.sources import head_slices, select_heads, update_heads
 from armillary.core.accumulate import Totals, local_part
 
 
@@ -23,15 +23,15 @@ class HeadRows:
 
     def of(self, parameter: Tensor) -> Tensor:
         """[h D, ...]: a view where the heads are neighbours."""
-        return select(parameter.unflatten(0, (-1, self.dim)), self.heads, 0).flatten(0, 1)
+        return select_heads(parameter.unflatten(0, (-1, self.dim)), self.heads, 0).flatten(0, 1)
 
     def add_to(self, total: Tensor, share: Tensor) -> None:
         """Adds `share` [h D, ...] to these rows of `total` [H D, ...]."""
-        at_heads(total.unflatten(0, (-1, self.dim)), self.heads, share.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
+        update_heads(total.unflatten(0, (-1, self.dim)), self.heads, share.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
 
     def add_product(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
         """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; without a product where it can."""
-        run, *others = runs(self.heads)
+        run, *others = head_slices(self.heads)
         if others or run.step != 1:
             self.add_to(total, product(dy, x, total.dtype))
             return

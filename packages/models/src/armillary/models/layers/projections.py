@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention import compiled
-from armillary.attention.compiled import ProjectionParts
-from armillary.attention.sources import select
+from armillary.attention.call.graph_calls import ProjectionParts
+from armillary.attention.call.registered import register_as_tensor
+from armillary.attention.call.sources import select_heads
 from armillary.core import compat
 from armillary.core.accumulate import Totals
 from armillary.models.layers.collected_linear import HeadRows, collected_linear
@@ -31,7 +31,8 @@ class HeadProjections:
         rotation: of queries and keys, for the tokens of x.
         norm: of x, first.
         query_norm, key_norm: of each head, before its rotation (Qwen3).
-        ticket: of the `Projecting` module that made them, if one did: torch.compile then need not trace them.
+        projector: registered number of the `Projecting` module that made them, if one did, as a tensor: torch.compile
+            then does not trace them.
         totals: what backward adds the gradients of plain linear layers to, of which autograd then gives none.
     """
 
@@ -45,7 +46,7 @@ class HeadProjections:
     norm: nn.Module | None = None
     query_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
-    ticket: Tensor | None = None
+    projector: Tensor | None = None
     totals: Totals | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -66,7 +67,7 @@ class HeadProjections:
         """What makes them again, inside an op; None where something else (LoRA, maybe with dropout) is between."""
         modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
         known = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
-        if self.ticket is None or self.norm is not None or not known or self.key is self.value:
+        if self.projector is None or self.norm is not None or not known or self.key is self.value:
             return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
         parameters = [
@@ -77,7 +78,7 @@ class HeadProjections:
             for name, parameter in part._parameters.items()  # pyright: ignore[reportPrivateUsage]
             if parameter is not None and parameter.requires_grad
         ]
-        return ProjectionParts(self.ticket, self.head_dim, tensors, parameters)
+        return ProjectionParts(self.projector, self.head_dim, tensors, parameters)
 
     def made_of(self) -> Hashable | None:
         """Of plain linear layers and norms, their parameters' dims and dtypes; None of anything else."""
@@ -106,7 +107,7 @@ class HeadProjections:
         if tuple(wanted) == tuple(range(count)):
             return linear(x).unflatten(-1, (count, self.head_dim))
         if not isinstance(linear, nn.Linear) or not plain(linear, nn.Linear):
-            return select(linear(x).unflatten(-1, (count, self.head_dim)), wanted)
+            return select_heads(linear(x).unflatten(-1, (count, self.head_dim)), wanted)
         rows = HeadRows(tuple(wanted), self.head_dim)
         bias = cast(Tensor | None, linear.bias)
         y = F.linear(x, rows.of(linear.weight), None if bias is None else rows.of(bias))
@@ -118,11 +119,11 @@ class Projecting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ticket = compiled.ticket(self)
+        self.projector = register_as_tensor(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.ticket = compiled.ticket(self)  # a copy is another module
+        self.projector = register_as_tensor(self)  # a copy is another module
 
     @abstractmethod
     def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:

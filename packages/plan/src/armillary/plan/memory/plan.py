@@ -146,7 +146,7 @@ def plan_memory(
     job = job_of(plan, axes, length)
     if room.share(usage := estimate(job)) > SIMULATED_SHARE:
         raise DoesNotFitError(
-            f"--tokens {length:,} does not fit {cluster.name}: {room.comparison(usage)}, by formulas; "
+            f"--tokens {length:,} does not fit {cluster.name}: {room.comparison(usage)}; "
             f"{more_devices(job, cluster, room)}"
         )
     fit = longest_fit(measure, outlook, room, step=1024 * cluster.ranks, start=length) if plan.max_context else None

@@ -77,7 +77,7 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
         usage = estimate(replace(job, attention=attention, axes=axes))
         if room.share(usage) <= 1:
             return (
-                f"by formulas it would fit {cluster.ranks * factor:,} accelerators ({cluster.nodes * factor:,} nodes) "
+                f"by formulas {cluster.ranks * factor:,} accelerators ({cluster.nodes * factor:,} nodes) would suffice "
                 f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
             )
     return "by formulas no number of accelerators suffices: what does not shrink with their number is too much"

@@ -45,7 +45,9 @@ def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, k
             layout, mask = method.layout(TOKENS * prod(axes.values())), AttentionMask()
             with LiveBytes(block=1) as live:
                 if isinstance(method, UPipe):
-                    results = method.attend(Projected(x, source), method.call_for(x, source, mask=mask, layout=layout))
+                    results = method.attend(
+                        Projected(x, source), method.check_projected(x, source, mask=mask, layout=layout)
+                    )
                 else:
                     results = [method.projected(x, source, mask=mask, layout=layout)]
             # Results outlive the call, so they are no intermediates.

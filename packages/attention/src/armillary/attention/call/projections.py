@@ -1,4 +1,4 @@
-"""The seam between a model and a method: what a method may be handed instead of finished q, k and v."""
+"""The seam between a model and `Method.projected`: hidden states in, heads of q, k and v out, as they are asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armillary.core.recompute import capture_autocast
 
 
 class Projections(Protocol):
-    """From hidden states x [B, T, E] of this rank's tokens to heads, with norm, bias, RoPE and LoRA between.
+    """From local hidden states x [B, T, E] to heads, including norm, bias, RoPE and LoRA.
 
     Any heads can be asked for, in any order, so that a method need not hold all of them at once.
     """
@@ -29,49 +29,49 @@ class Projections(Protocol):
         ...
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
-        """[B, T, len(heads), D]"""
+        """Returns q [B, T, len(heads), D]."""
         ...
 
     def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[B, T, len(heads), D] and [B, T, len(heads), Dv]"""
+        """Returns k [B, T, len(heads), D] and v [B, T, len(heads), Dv]."""
         ...
 
     def parameters(self) -> Iterable[Tensor]:
-        """All that q and kv depend on besides x, as it is at the time of asking (FSDP swaps parameters)."""
+        """Everything that q and kv depend on besides x, as it is when asked: FSDP swaps parameters."""
         ...
 
 
 @runtime_checkable
 class TokenProjections(Projections, Protocol):
-    """Projections that can be had of some tokens alone, and so need not hold what lies between x and q for all."""
+    """Projections of some tokens alone, so that nothing between x and q need exist for all tokens."""
 
     def of_tokens(self, tokens: slice) -> Self:
-        """The same projections, for `x[:, tokens]`."""
+        """Returns the same projections for `x[:, tokens]`."""
         ...
 
 
 class KnowsResults(Projections, Protocol):
-    """Projections that say what the dims and dtypes of q, k and v follow from, so that calls are checked once."""
+    """Projections that know what the dims and dtypes of q, k and v depend on, so that equal calls are checked once."""
 
     def made_of(self) -> Hashable | None:
-        """All that these follow from besides x and autocast, as it is at the time of asking; None if it can't be known.
+        """Everything that these depend on besides x and autocast, as it is when asked; None if that is unknown.
 
-        Nothing that identifies data: what is equal gives results of equal dims and dtypes, and is refused alike.
+        It holds no data: equal values mean equal dims and dtypes, and equal errors.
         """
         ...
 
 
 class CollectsGradients(Projections, Protocol):
-    """Projections whose weights' gradients need not be as large as the weights for a few heads of a few tokens."""
+    """Projections whose weight gradients for a few heads of a few tokens need not be as large as the weights."""
 
     def collecting(self, totals: Totals) -> Self:
-        """The same projections, whose backward adds to `totals` itself what autograd then has no gradient for."""
+        """Returns projections whose backward adds weight gradients to `totals` instead of giving them to autograd."""
         ...
 
 
 @torch.no_grad()
 def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
-    """One head of q, k and v, of one token if the projections know single tokens: to see their dims and dtypes."""
+    """Returns one head of q, k and v, to read dims and dtypes; of one token where projections take single tokens."""
     first = slice(0, 1)
     if isinstance(projections, TokenProjections):
         x, projections = x[:, first], projections.of_tokens(first)

@@ -1,0 +1,39 @@
+"""A cache of results for the last few masks, bounded in memory because masks may be new at every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from armillary.attention.mask import AttentionMask
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+MAX_ENTRIES = 8
+MAX_BYTES = 2**28
+"""Estimated size of all entries together. The newest entry stays whatever its size."""
+ENTRY_BYTES, BYTES_PER_NUMBER = 2**14, 2**10
+"""Estimated size of an entry: for a mask without lists, and for each number in a mask's lists."""
+
+
+@dataclass
+class BoundedCache(Generic[Key, Value]):
+    """Values of the newest keys. Keys are compared one by one: there are few, and most are identical objects."""
+
+    entries: list[tuple[Key, Value, int]] = field(default_factory=list[tuple[Key, Value, int]])
+
+    def get(self, key: Key) -> Value | None:
+        for cached_key, value, _ in self.entries:
+            if cached_key == key:
+                return value
+        return None
+
+    def add(self, key: Key, value: Value, mask: AttentionMask) -> Value:
+        """Adds a value, drops the oldest entries that no longer fit, and returns the value."""
+        size = ENTRY_BYTES if mask.numbers is None else ENTRY_BYTES + BYTES_PER_NUMBER * mask.numbers.numel()
+        entries = [*self.entries[1 - MAX_ENTRIES :], (key, value, size)]
+        while len(entries) > 1 and sum(size for *_, size in entries) > MAX_BYTES:
+            entries.pop(0)
+        self.entries = entries
+        return value

@@ -1,0 +1,49 @@
+"""A call on local tensors: checked and run, or traced into a graph while torch.compile compiles its caller."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from armillary.attention.call.autograd import run_call, trace_call
+from armillary.attention.call.calls import AttentionCall
+from armillary.attention.call.graph_calls import Traceable
+from armillary.attention.call.graph_key import GraphKey, ProjectedDims, autocast_name
+from armillary.attention.call.interface import AttentionMethod
+from armillary.attention.call.project import project_eagerly
+from armillary.attention.call.projections import Projections
+from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.validation import check_call, same_dtype
+
+
+def attend(
+    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Returns (out [B, T, H, Dv], lse [B, T, H]; empty where it was not asked for and costs communication)."""
+    q, k, v = same_dtype(q, k, v)
+    if torch.compiler.is_compiling():
+        # Checks run when the graph does: under the tracer nothing may depend on Python objects.
+        key = GraphKey.of(method, q.shape[-1], options)
+        return trace_call(key, [q, k, v], sinks, options.mask.numbers)
+    call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
+    return run_call(call, q, k, v, sinks)
+
+
+def attend_projected(
+    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]."""
+    if not torch.compiler.is_compiling():
+        return project_eagerly(method, x, projections, sinks, options)
+    if not method.projects_in_stages:  # the graph holds the projections, and q, k and v
+        q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
+        return attend(method, q, k, v, sinks, options)[0]
+    parts = projections.parts() if isinstance(projections, Traceable) else None
+    if parts is not None:
+        dims = ProjectedDims(projections.heads, projections.key_heads, parts.head_dim, len(parts.tensors))
+        key = GraphKey.of(method, parts.head_dim, options, autocast_name(x), dims)
+        tensors = [x, parts.projector, *parts.tensors, *parts.parameters]
+        return trace_call(key, tensors, sinks, options.mask.numbers)[0]
+    from armillary.attention.call.eager_only import project_outside_graphs
+
+    return project_outside_graphs(method, x, projections, sinks, options)

@@ -1,0 +1,216 @@
+"""The op pair that runs every call's forward and backward: seen by autograd, selective checkpointing and torch.compile.
+
+An op inside an `autograd.Function`: selective checkpointing can keep the op's results instead of attending twice, and a
+compiled graph holds the op without a break, where the op's autograd kernel is that function. An op takes tensors,
+numbers and text only. In eager mode its key is the number of a call that exists (`calls.py`); in a graph it says the
+call itself (`graph_key.py`), and the op rebuilds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from armillary.attention.call.calls import AttentionCall, ProjectedCall, sinks_gradient
+from armillary.attention.call.graph_calls import (
+    projected_gradients,
+    rebuild_backward_call,
+    rebuild_call,
+    results_like,
+    tensor_count,
+)
+from armillary.attention.call.graph_key import OP_KEY_SCHEMA, GraphKey, OpKey
+from armillary.attention.call.registered import registered
+from armillary.attention.call.validation import check_transforms
+from armillary.core import compat
+
+# -- entries ----------------------------------------------------------------------------------------------------------
+
+
+def run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Runs a call outside of graphs. Returns (out [B, T, H, Dv], lse [B, T, H] or empty), differentiable."""
+    key = OpKey(call.registered_id)
+    if compat.transforms_on():  # torch.func would transform an autograd.Function
+        check_transforms(q, k, v, sinks)
+        out, lse, *_ = _forward([q, k, v], sinks, None, *key)
+    else:
+        out, lse, *_ = cast(Any, Attention).apply(key, call, None, sinks, q, k, v)
+    return out, lse
+
+
+def run_projected_call(call: ProjectedCall, x: Tensor, sinks: Tensor | None) -> Tensor:
+    """Runs a call on hidden states outside of graphs. Returns out [B, T, H, Dv], differentiable."""
+    return cast(Tensor, cast(Any, ProjectedAttention).apply(call, x, sinks, *call.trained_parameters()))
+
+
+def trace_call(
+    key: GraphKey, tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Runs a call while a graph is traced. `tensors` as in `rebuild_call`. Returns (out, lse) like `run_call`."""
+    out, lse, *_ = _forward(tensors, sinks, mask_numbers, *key.pack())
+    return out, lse
+
+
+# -- the op pair ------------------------------------------------------------------------------------------------------
+
+
+def _run_forward(
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *packed: Any
+) -> list[Tensor]:
+    key = OpKey(*packed)
+    call = rebuild_call(GraphKey.unpack(key), tensors, mask_numbers) if key.in_graph else registered(key.call)
+    return call.forward(tensors, sinks)
+
+
+def _forward_like(
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *packed: Any
+) -> list[Tensor]:
+    key = OpKey(*packed)
+    if key.in_graph:
+        return results_like(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
+    return registered(key.call).forward_like(tensors, sinks)
+
+
+def _run_backward(
+    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *packed: Any
+) -> list[Tensor]:
+    """Returns the gradients of q, k, v; or of x and the parameters. `key_shape`: tokens and heads of the keys."""
+    key = OpKey(*packed)
+    if not key.in_graph:
+        return registered(key.call).backward(dout, saved)
+    graph_key = GraphKey.unpack(key)
+    call = rebuild_backward_call(graph_key, dout, saved, key_shape, mask_numbers)
+    if isinstance(call, ProjectedCall):
+        return projected_gradients(graph_key, call, dout, saved)
+    return call.backward(dout, saved)
+
+
+def _backward_like(
+    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *packed: Any
+) -> list[Tensor]:
+    if not key_shape:  # a call on hidden states
+        x, _, _, _, *parts = saved
+        parameters = parts[tensor_count(GraphKey.unpack(OpKey(*packed), shapes_only=True)) :]
+        return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in parameters)]
+    q, k, v, *_ = saved
+    batch, tokens, heads, _ = dout.shape
+    return [
+        q.new_empty((batch, tokens, heads, q.shape[3])),
+        k.new_empty((batch, *key_shape, k.shape[3])),
+        v.new_empty((batch, *key_shape, v.shape[3])),
+    ]
+
+
+def _forward_with_autograd(
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *packed: Any
+) -> list[Tensor]:
+    """The op's autograd kernel: called where the op is called with autograd on, as a graph does while it is traced."""
+    if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
+        with compat.below_autograd():  # also beside a transform, which takes no autograd.Function
+            return _forward(tensors, sinks, mask_numbers, *packed)
+    key = OpKey(*packed)
+    call = None if key.in_graph else registered(key.call)
+    return list(cast(Any, Attention).apply(key, call, mask_numbers, sinks, *tensors))
+
+
+_forward = compat.define_op(
+    f"attention(Tensor[] tensors, Tensor? sinks, Tensor? mask_numbers, {OP_KEY_SCHEMA}) -> Tensor[]",
+    _run_forward,
+    _forward_like,
+    _forward_with_autograd,
+)
+_backward = compat.define_op(
+    "attention_backward(Tensor dout, Tensor[] saved, SymInt[] key_shape, Tensor? mask_numbers, "
+    f"{OP_KEY_SCHEMA}) -> Tensor[]",
+    _run_backward,
+    _backward_like,
+)
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.autograd.Function):
+    """The op pair with autograd around it: on q, k, v, or in a graph also on x and the projections' tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        key: OpKey,
+        call: AttentionCall | None,
+        mask_numbers: Tensor | None,
+        sinks: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with compat.below_autograd():
+            results = _forward(tensors, sinks, mask_numbers, *key)
+        out, lse, *redistributed = results
+        ctx.key, ctx.call = key, call  # the call's number is valid while ctx holds the call
+        ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
+        ctx.set_materialize_grads(False)
+        if ctx.projected:
+            (local_lse,) = redistributed
+            ctx.key_shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
+        else:
+            ctx.key_shape, saved, local = (
+                tensors[1].shape[1:3],
+                redistributed or (*tensors, out, lse),
+                (out, lse, sinks),
+            )
+        ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
+        ctx.saved_count = len(saved)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dout, *other_grads = grad_outputs
+        if not ctx.projected:
+            refuse_gradients(other_grads, traced=ctx.call is None)
+        if dout is None:
+            return (None,) * (4 + ctx.count)
+        mask_numbers, *tensors = ctx.saved_tensors
+        saved, local = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
+        grads = _backward(dout, saved, ctx.key_shape, mask_numbers, *ctx.key)
+        dsinks = sinks_gradient(dout, *local) if local else None
+        # In a projected call x comes first, then tensors without a gradient, then the parameters.
+        return None, None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
+
+
+def refuse_gradients(grads: Sequence[Tensor | None], traced: bool) -> None:
+    """Raises ValueError for a gradient of lse. A graph passes zeros for an unused lse, so it checks when it runs."""
+    message = "lse has no gradient here; detach it before it enters a loss"
+    for grad in grads:
+        if grad is not None and not traced:
+            raise ValueError(message)
+        if grad is not None:
+            compat.assert_later((grad == 0).all(), message)
+
+
+class ProjectedAttention(torch.autograd.Function):
+    """A call on x [B, T, E]. Saves parameters as they are: never a cast or unsharded copy, which FSDP frees.
+
+    A Function around the op, because backward runs the projections under autograd, whatever kind of parameters they
+    have. Selective checkpointing can keep the results of the op inside.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
+        ctx.call = call
+        with compat.below_autograd():
+            out, lse, local_lse = _forward([x], sinks, None, *OpKey(call.registered_id))
+        ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dout,) = grad_outputs
+        x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
+        dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
+        grads = ctx.call.backward(dout, x, dx, out, lse)
+        dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None
+        return None, dx, dsinks, *grads

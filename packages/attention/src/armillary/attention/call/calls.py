@@ -1,0 +1,154 @@
+"""A checked call as plain functions from tensors to tensors, without autograd: forward, backward and their shapes.
+
+`AttentionCall` runs a method on q, k and v. `ProjectedCall` runs a method that works in stages on hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.attention.call.interface import AttentionMethod, StagedMethod
+from armillary.attention.call.projections import Projections, one_token
+from armillary.attention.call.registered import register
+from armillary.attention.call.sources import Projected
+from armillary.attention.call.spec import AttentionSpec, Saved
+from armillary.core.accumulate import Totals, accumulation_dtype
+from armillary.core.collectives.compiled import alone
+from armillary.core.collectives.merge import pivot
+from armillary.core.observe.ledger import phase
+from armillary.core.recompute import RNGReplay, outside_autocast
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """A method on q, k and v. Its results: out, lse (empty unless needed), and the tensors that backward needs besides.
+
+    The results lie in memory of their own, as an op's must.
+
+    Args:
+        with_lse: the caller asks for lse [B, T, H].
+        prefetched: the result of `prefetch_queries`, if queries are on their way already. The forward takes it out.
+    """
+
+    method: AttentionMethod
+    spec: AttentionSpec
+    with_lse: bool
+    prefetched: list[Any] = field(default_factory=list[Any])
+
+    def __post_init__(self) -> None:
+        self.registered_id = register(self)
+
+    def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        method, spec, (q, k, v) = self.method, self.spec, tensors
+        with outside_autocast(q.device.type):
+            if self.prefetched:
+                out, saved = method.forward_prefetched(self.prefetched.pop(), q, k, v, spec)
+            else:
+                out, saved = method.forward(q, k, v, spec)
+            lse, redistributed = saved.lse, method.redistributes_inputs
+            if redistributed:  # the lse of local tokens costs communication then, so only where it is needed
+                lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else lse.new_empty(0)
+            if sinks is not None:
+                heads = method.heads(range(len(sinks)))
+                saved_out, saved_lse = add_sinks(saved.out, saved.lse, sinks[heads.start : heads.stop])
+                out, lse = add_sinks(out, lse, sinks) if redistributed else (saved_out, saved_lse)
+                saved = saved._replace(out=saved_out, lse=saved_lse)
+            return [alone(x) for x in ((out, lse, *saved) if redistributed else (out, lse))]
+
+    def needs_lse(self, sinks: Tensor | None) -> bool:
+        """Tells if the lse of the local tokens is among the results."""
+        return self.with_lse or sinks is not None or not self.method.redistributes_inputs
+
+    def forward_like(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        """Returns empty tensors shaped like the results of `forward`."""
+        q, k, v = tensors
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty(q.shape[:3] if self.needs_lse(sinks) else (0,), dtype=accumulation_dtype(q.dtype))
+        return [out, lse, *(self.method.saved_like(q, k, v, self.spec) if self.method.redistributes_inputs else ())]
+
+    def backward(self, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Returns [dq, dk, dv] in the dtypes of q, k and v."""
+        with phase("backward"), outside_autocast(dout.device.type):
+            grads = self.method.backward(dout, Saved(*saved), self.spec)
+        return [alone(dx.to(x.dtype)) for dx, x in zip(grads, saved, strict=False)]
+
+
+@dataclass(eq=False)
+class ProjectedCall:
+    """A staged method on hidden states x [B, T, E] and projections. Backward needs x, out and lse alone.
+
+    Its results: out, lse of this rank's heads, lse of the local tokens; the last is empty without sinks.
+
+    Args:
+        autocast: the caller's autocast state. The op cannot ask for it: under a dispatch mode (a selective
+            checkpoint's, or a counter's) torch has turned autocast off.
+        draws: random numbers of the projections (dropout), which backward draws again.
+    """
+
+    method: StagedMethod
+    spec: AttentionSpec
+    projections: Projections
+    autocast: Callable[[], AbstractContextManager[Any]]
+    draws: RNGReplay = field(default_factory=RNGReplay)
+
+    def __post_init__(self) -> None:
+        self.registered_id = register(self)
+
+    def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        method, spec, x = self.method, self.spec, tensors[0]
+        with self.autocast():
+            out, lse = method.attend(Projected(x, self.projections, draws=self.draws), spec)
+            local_lse = lse.new_empty(0)
+            if sinks is not None:
+                with outside_autocast(x.device.type):
+                    out, local_lse = add_sinks(out, method.lse_to_seq(lse, spec), sinks)
+                    lse = torch.logaddexp(lse, sinks[method.own_queries(spec)].to(lse.dtype))
+        return [out, lse, local_lse]
+
+    def forward_like(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        """Returns empty tensors shaped like the results of `forward`."""
+        with self.autocast():
+            q, _, v = one_token(tensors[0], self.projections)
+        return projected_results_like(self.method, self.spec, tensors[0], q, v, sinks)
+
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters that require a gradient, as they are now; each once, even if two projections share it."""
+        parameters = {id(each): each for each in self.projections.parameters() if each.requires_grad}
+        return list(parameters.values())
+
+    def backward(self, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor | None]:
+        """Adds the gradient of x to dx and returns those of `trained_parameters`."""
+        totals = Totals(self.trained_parameters())
+        with phase("backward"), self.autocast():
+            source = Projected(x, self.projections, dx=dx, totals=totals, draws=self.draws.again())
+            self.method.differentiate(dout, source, out, lse, self.spec)
+        return totals.result()
+
+
+def projected_results_like(
+    method: StagedMethod, spec: AttentionSpec, x: Tensor, q: Tensor, v: Tensor, sinks: Tensor | None
+) -> list[Tensor]:
+    """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv]."""
+    out, lse = method.results(x.shape[0], q, v, spec)
+    return [out, lse, x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))]
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) as if each query also saw a key with score `sinks` [H] and value 0 (gpt-oss).
+
+    A sink of -inf has no effect. A query that sees no key sees the sink alone: out stays 0, lse is the sink's.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * (lse - pivot(total)).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns dsinks [H] of the local tokens, to be summed over ranks like any parameter's gradient."""
+    weight = (sinks.to(lse.dtype) - pivot(lse)).exp()
+    return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)

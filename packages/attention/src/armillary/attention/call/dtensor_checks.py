@@ -1,0 +1,191 @@
+"""Checks of a call on DTensors: placements, heads and shards. Raises ValueError before any communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from operator import index
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from armillary.attention.call.graph_key import read_layout
+from armillary.attention.call.interface import AttentionMethod
+from armillary.attention.call.registered import registered
+from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.mask import AttentionMask
+from armillary.core import Axis, SequenceLayout, compat
+from armillary.core.placements import Placed, check_chunks, check_placement, chunk_sizes, describe, mesh_dim
+
+
+def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
+    """Raises ValueError, with the accepted placement, for DTensors that do not fit the method and the layouts.
+
+    While a graph is traced, the checks run outside of it, and specialize it to these meshes, placements and sizes.
+
+    Args:
+        tensors: by name: q, k and v, or x and the parameters of projections; and sinks.
+    """
+    placed = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
+    if not torch.compiler.is_compiling():
+        return _check(method, placed, options)
+    layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
+    meshes, placements = [x.device_mesh for x in placed.values()], [x.placements for x in placed.values()]
+    shapes = [[index(size) for size in x.shape] for x in placed.values()]  # numbers instead of symbols
+    error = _traced_error(index(method.registered_id), layout, key_layout, list(placed), meshes, placements, shapes)
+    if error is not None:
+        raise ValueError(error)
+    return None
+
+
+@compat.constant_when_traced
+def _traced_error(
+    method_id: int,
+    layout: str,
+    key_layout: str,
+    names: Sequence[str],
+    meshes: Sequence[DeviceMesh],
+    placements: Sequence[tuple[Placement, ...]],
+    shapes: Sequence[Sequence[int]],
+) -> str | None:
+    """The message of the error that `_check` raises, if it does."""
+    placed = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
+    options = AttentionOptions(AttentionMask(), read_layout(layout), read_layout(key_layout))
+    try:
+        _check(registered(method_id), dict(zip(names, placed, strict=True)), options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check(method: AttentionMethod, placed: Mapping[str, Placed], options: AttentionOptions) -> None:
+    if "x" in placed:
+        _check_hidden(method, placed, options.layout)
+        return
+    q, k, v = (placed[name] for name in "qkv")
+    shown = ", ".join(f"{name} {describe(placed[name])}" for name in "qkv")
+    if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
+        raise ValueError(f"{shown}: all three must be placed alike on one mesh")
+    if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
+        raise ValueError(f"{shown}: each needs 4 dims, [batch, tokens, heads, head dim]")
+    check_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
+    # Heads must be cut evenly, so that the query heads of a group stay with their key/value head.
+    head_ranks = prod(q.device_mesh.size(i) for i, placement in enumerate(q.placements) if placement == Shard(2))
+    if q.shape[2] % head_ranks or k.shape[2] % head_ranks:
+        raise ValueError(
+            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {describe(q)} are sharded over {head_ranks} "
+            f"ranks, which must divide both"
+        )
+    _check_shards(k, method, options.layout if options.key_layout is None else options.key_layout)
+    if "sinks" in placed:
+        _check_sinks(placed["sinks"], "q", q)
+
+
+def _check_hidden(method: AttentionMethod, placed: Mapping[str, Placed], layout: SequenceLayout | None) -> None:
+    """Checks x, the parameters of projections, and sinks, whose heads are sharded as the parameters are."""
+    x, parameters = placed["x"], {name: each for name, each in placed.items() if name not in ("x", "sinks")}
+    check_tokens("x", x, method, layout, (Shard(0), Replicate()))
+    for name, parameter in parameters.items():
+        _check_parameter(f"{name} of projections", parameter, x)
+    if "sinks" in placed:
+        heads = x._replace(placements=head_placements(x, parameters.values()))
+        _check_sinks(placed["sinks"], "heads", heads)
+
+
+def _check_parameter(name: str, parameter: Placed, x: Placed) -> None:
+    """A parameter lies on axes of the mesh of x: replicated where x is sharded, elsewhere replicated or cut evenly."""
+    axes = parameter.device_mesh.mesh_dim_names or ("",)
+    if not set(axes) <= set(x.device_mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"{name} is {describe(parameter)} and x is {describe(x)}; it must lie on axes of the mesh of x, "
+            f"Replicate() where x is sharded, or be a plain tensor"
+        )
+    for dim, axis in enumerate(axes):
+        placement, ranks = parameter.placements[dim], parameter.device_mesh.size(dim)
+        of_x = x.placements[mesh_dim(x, Axis.of(parameter.device_mesh[axis]))]
+        if isinstance(of_x, Shard) or not isinstance(placement, Shard):
+            check_placement(name, parameter, dim, Replicate())
+        elif parameter.shape[placement.dim] % ranks:
+            raise ValueError(f"{name} is {describe(parameter)}; its heads must be sharded evenly over {ranks} ranks")
+
+
+def head_placements(x: Placed | DTensor, parameters: Iterable[Placed | DTensor]) -> tuple[Placement, ...]:
+    """Placements of heads projected from x: those of x, and Shard(2) on the axes that parameters are sharded over."""
+    head_axes = {
+        name
+        for parameter in parameters
+        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        if isinstance(placement, Shard)
+    }
+    names = x.device_mesh.mesh_dim_names or ()
+    return tuple(
+        Shard(2) if name in head_axes and placement == Replicate() else placement
+        for name, placement in zip(names, x.placements, strict=True)
+    )
+
+
+def check_tokens(
+    name: str,
+    x: Placed | DTensor,
+    method: AttentionMethod,
+    layout: SequenceLayout | None,
+    others: Sequence[Placement],
+) -> None:
+    """Raises ValueError unless tokens [B, N, ...] are sharded over the method's axes alone, as the layout cuts them.
+
+    Args:
+        others: placements accepted on the other axes of the mesh.
+    """
+    axes = _sharding_axes(method)
+    dims = [mesh_dim(x, axis) for axis in axes]
+    for dim in dims:
+        check_placement(name, x, dim, Shard(1))
+    axis_names = [axis.name for axis in axes]
+    if dims != sorted(dims):
+        raise ValueError(
+            f"the mesh of {name} has axes {x.device_mesh.mesh_dim_names}; {axis_names} must come in this order"
+        )
+    for dim, placement in enumerate(x.placements):
+        if dim in dims or x.device_mesh.size(dim) == 1 or placement in others:
+            continue
+        axis = (x.device_mesh.mesh_dim_names or ())[dim]
+        *most, last = map(repr, others)
+        raise ValueError(
+            f"{name} is {placement!r} on axis {axis!r} of {describe(x)}; the method works on axes {axis_names}, and on "
+            f"others only {', '.join(most)} and {last} are accepted"
+        )
+    _check_shards(x, method, layout)
+
+
+def _sharding_axes(method: AttentionMethod) -> list[Axis]:
+    """The method's axes of several ranks, outermost first."""
+    return [axis for axis in method.axes if axis.size > 1]
+
+
+def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: SequenceLayout | None) -> None:
+    """Compares the layout's shards with DTensor's chunks. A layout over other ranks is left to `check_call`."""
+    if layout is None or layout.shards not in (method.shards, method.sequence_shards):
+        return
+    chunks, axes = [x.shape[1]], _sharding_axes(method)
+    for axis in axes:
+        chunks = [size for chunk in chunks for size in chunk_sizes(chunk, axis.size)]
+    shards = over_all_ranks(layout, method).sizes
+    check_chunks("the layout's shards", shards, chunks, " x ".join(axis.name for axis in axes))
+
+
+def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceLayout:
+    """Returns the layout over all ranks of the method: one over the sequence axis alone is refined."""
+    if layout.shards == method.shards or layout.shards != method.sequence_shards:
+        return layout
+    return layout.refine(method.shards // method.sequence_shards)
+
+
+def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
+    """Sinks are sharded where the heads of x are."""
+    accepted: list[Placement] = [Shard(0) if placement == Shard(2) else Replicate() for placement in x.placements]
+    if sinks.device_mesh != x.device_mesh or any(
+        placement != wanted and sinks.device_mesh.size(dim) > 1
+        for dim, (placement, wanted) in enumerate(zip(sinks.placements, accepted, strict=True))
+    ):
+        raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {accepted}")

@@ -1,0 +1,129 @@
+"""The interface between a call and a method: a pair of plain functions, forward and backward, over local tensors.
+
+`Method` in `methods/base.py` implements the public call on top of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import Any, Self
+
+from torch import Tensor
+
+from armillary.attention.bounded_cache import BoundedCache
+from armillary.attention.call.registered import register
+from armillary.attention.call.sources import QKVSource
+from armillary.attention.call.spec import AttentionOptions, AttentionSpec, Saved
+from armillary.attention.kernels import Kernel
+from armillary.core import Axis, SequenceLayout
+
+
+class AttentionMethod(ABC):
+    """Exact attention over a sequence that is sharded over the ranks of one or two mesh axes.
+
+    Required: `shards`, `shard`, `sequence_shards`, `forward` and `backward`.
+    """
+
+    shards: int
+    """Ranks that hold a part of the sequence each."""
+    shard: int
+    """Index of this rank's part."""
+    sequence_shards: int
+    """Ranks on the sequence axis (P). Fewer than `shards` where a head axis divides the shards further."""
+    redistributes_inputs: bool = False
+    """`forward` saves other tensors than the q, k, v, out and lse of this rank's own tokens."""
+    projects_in_stages: bool = False
+    """The method is a `StagedMethod`: it projects q, k and v a few heads at a time, and again in backward."""
+    head_axis: Axis | None = None
+    """The axis that divides the heads, if there is one."""
+    kernel: str | Kernel | None = None
+    """Kernel of calls that name none, or its name; None: the first kernel that takes the inputs."""
+
+    registered_id: int
+    """Key under which a compiled graph finds the method."""
+    spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
+    """Checked calls, by shapes, dtypes and options."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        method = super().__new__(cls)
+        method.registered_id, method.spec_cache = register(method), BoundedCache()
+        return method
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drops the registered id and the cache: a copy is an independent method."""
+        return {name: value for name, value in vars(self).items() if name not in ("registered_id", "spec_cache")}
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Mesh axes of the method, outermost first: those of its `inner` method, then its own `axis`."""
+        inner: AttentionMethod | None = getattr(self, "inner", None)
+        axis: Axis | None = getattr(self, "axis", None)
+        return (() if inner is None else inner.axes) + (() if axis is None else (axis,))
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
+        """Returns out [B, T, H, Dv] for the local queries, and the tensors saved for `backward`."""
+
+    @abstractmethod
+    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (dq, dk, dv) of the local tokens from dout [B, T, H, Dv], in its dtype or wider, in new memory."""
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
+        """Raises ValueError for shapes that the method does not support. Runs before any communication."""
+
+    def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
+        """Starts sending q before the keys exist; by default nothing is sent.
+
+        The result, a function that waits for what was sent, is passed to `forward_prefetched`.
+
+        Args:
+            key_heads, layout: as in `AttentionSpec`.
+        """
+        return None
+
+    def forward_prefetched(
+        self, queries: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
+    ) -> tuple[Tensor, Saved]:
+        """`forward` after `prefetch_queries`, with its result."""
+        return self.forward(q, k, v, spec)
+
+    def heads(self, heads: range) -> range:
+        """Returns the query heads that this rank attends with: all, unless a head axis divides them."""
+        return heads
+
+    def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
+        """Returns lse [B, T, H] of the local queries."""
+        return saved.lse
+
+    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+        """Returns empty tensors shaped like those `forward` saves. Required where `redistributes_inputs`."""
+        raise TypeError(f"{type(self).__name__}.redistributes_inputs needs saved_like, the shapes that it saves")
+
+
+class StagedMethod(AttentionMethod):
+    """A method that projects q, k and v a few heads at a time (UPipe) and saves hidden states, out and lse alone."""
+
+    projects_in_stages = True
+
+    @abstractmethod
+    def attend(self, source: QKVSource, spec: AttentionSpec, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns (out [B, T, H, Dv] of the local tokens, lse [B, n, h] of this rank's heads over n tokens)."""
+
+    @abstractmethod
+    def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
+        """Adds the gradients of q, k and v to `source`, from dout [B, T, H, Dv] and the results of `attend`."""
+
+    @abstractmethod
+    def lse_to_seq(self, lse: Tensor, spec: AttentionSpec) -> Tensor:
+        """Returns lse [B, T, H] of the local tokens from lse [B, n, h] of this rank's heads."""
+
+    @abstractmethod
+    def own_queries(self, spec: AttentionSpec) -> slice:
+        """Returns the query heads of this rank of the head axis."""
+
+    @abstractmethod
+    def results(
+        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns empty tensors shaped like the results of `attend`, for q [..., D] and v [..., Dv]."""

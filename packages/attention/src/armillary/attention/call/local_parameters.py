@@ -1,0 +1,93 @@
+"""Projections with DTensor parameters, computed on the local parts as if they were plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.overrides import TorchFunctionMode
+
+from armillary.attention.call.projections import Projections
+
+
+def with_local_parameters(projections: Projections, sharding_axes: frozenset[str]) -> Projections:
+    """Returns the projections on local tensors alone; known token by token if the originals are.
+
+    Args:
+        sharding_axes: axes whose ranks use a replicated parameter for different tokens or heads.
+    """
+    by_token = hasattr(projections, "of_tokens")  # a tracer cannot ask a Protocol
+    return (LocalTokenProjections if by_token else LocalProjections)(projections, sharding_axes)
+
+
+@dataclass(frozen=True)
+class LocalProjections:
+    """Projections that take local tensors, and use the local part of any DTensor."""
+
+    original: Any
+    sharding_axes: frozenset[str]
+
+    @property
+    def heads(self) -> int:
+        return self.original.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.original.key_heads
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        with LocalPartsMode(self.sharding_axes):
+            return self.original.q(x, heads)
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        with LocalPartsMode(self.sharding_axes):
+            return self.original.kv(x, heads)
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.original.parameters()
+
+    def made_of(self) -> Hashable | None:
+        made_of = self.original.made_of() if hasattr(self.original, "made_of") else None
+        return None if made_of is None else ("local parts", made_of)
+
+
+@dataclass(frozen=True)
+class LocalTokenProjections(LocalProjections):
+    """`LocalProjections` that can project some of the tokens alone."""
+
+    def of_tokens(self, tokens: slice) -> Self:
+        return replace(self, original=self.original.of_tokens(tokens))
+
+
+class LocalPartsMode(TorchFunctionMode):
+    """Passes the local part of each DTensor argument to torch's functions.
+
+    The gradient of the part returns as one of the DTensor: `Partial` on those `sharding_axes` where the DTensor is
+    replicated. So nothing is communicated, and no op needs a DTensor rule: torch's own flatten no uneven shards, index
+    no rows by number, and cannot be traced.
+    """
+
+    def __init__(self, sharding_axes: frozenset[str]) -> None:
+        super().__init__()
+        self.sharding_axes = sharding_axes
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*self.local(args), **{name: self.local(value) for name, value in (kwargs or {}).items()})
+
+    def local(self, value: Any) -> Any:
+        """Returns an argument with the local parts of the DTensors in it."""
+        if isinstance(value, DTensor):
+            names = value.device_mesh.mesh_dim_names or ()
+            gradient = [
+                Partial() if name in self.sharding_axes and placement == Replicate() else placement
+                for name, placement in zip(names, value.placements, strict=True)
+            ]
+            return value.to_local(grad_placements=gradient)
+        if type(value) in (list, tuple):
+            return type(value)(self.local(each) for each in value)
+        return value

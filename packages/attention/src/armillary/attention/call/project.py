@@ -1,0 +1,42 @@
+"""A call on hidden states outside of graphs."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from armillary.attention.call.autograd import run_call, run_projected_call
+from armillary.attention.call.calls import AttentionCall, ProjectedCall
+from armillary.attention.call.interface import AttentionMethod, StagedMethod
+from armillary.attention.call.projections import Projections
+from armillary.attention.call.spec import AttentionOptions, AttentionSpec
+from armillary.attention.call.validation import check_projected_call, check_transforms
+from armillary.core.recompute import capture_autocast
+
+
+def project_eagerly(
+    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E], differentiable."""
+    spec = check_projected_call(method, x, projections, sinks, options)
+    if method.projects_in_stages:
+        staged = cast(StagedMethod, method)
+        call = ProjectedCall(staged, spec, projections, capture_autocast(x.device.type))
+        return run_projected_call(call, x, sinks)
+    return _project_at_once(method, x, projections, sinks, spec)
+
+
+def _project_at_once(
+    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """Projects all heads. Queries start to travel while keys and values are multiplied."""
+    q = projections.q(x, range(projections.heads))
+    check_transforms(q)
+    prefetched = method.prefetch_queries(q.detach(), spec.key_heads, spec.layout)
+    k, v = projections.kv(x, range(projections.key_heads))
+    call = AttentionCall(method, spec, False, [] if prefetched is None else [prefetched])
+    out, _ = run_call(call, q, k, v, sinks)
+    while call.prefetched:  # the op did not run, because a checkpoint had its results: receive what was sent
+        call.prefetched.pop()()
+    return out

@@ -1,0 +1,223 @@
+"""Sources of q, k and v for methods that walk over stages of heads, and destinations of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
+from armillary.core.accumulate import Totals, accumulation_dtype
+from armillary.core.chunks import at_tokens, chunks
+from armillary.core.recompute import RNGReplay, capture_autocast
+
+Heads = Sequence[int]
+Project = Callable[[Projections, Tensor], Sequence[Tensor]]
+"""From projections and x to some of q, k and v."""
+
+
+class QKVSource(Protocol):
+    """q, k and v of the local tokens, a few heads at a time."""
+
+    @property
+    def device_type(self) -> str:
+        """Where they are, such as "cpu"."""
+        ...
+
+    def q(self, heads: Heads) -> Tensor:
+        """Returns q [B, T, len(heads), D]."""
+        ...
+
+    def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Returns k [B, T, len(heads), D] and v [B, T, len(heads), Dv]."""
+        ...
+
+    def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
+        """Adds the gradient of `q(heads)`, in consecutive parts [B, T, h, D]."""
+        ...
+
+    def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        """Adds the gradients of `kv(heads)`."""
+        ...
+
+
+@dataclass
+class Finished(QKVSource):
+    """q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv] that exist as a whole, as do their gradients."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    grads: tuple[Tensor, ...] = ()
+
+    @property
+    def device_type(self) -> str:
+        return self.tensors[0].device.type
+
+    def q(self, heads: Heads) -> Tensor:
+        return select_heads(self.tensors[0], heads)
+
+    def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        return select_heads(self.tensors[1], heads), select_heads(self.tensors[2], heads)
+
+    def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
+        write_heads(self.gradients()[0], heads, dq)
+
+    def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        for total, grad in zip(self.gradients()[1:], (dk, dv), strict=True):
+            update_heads(total, heads, grad, Tensor.add_)
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Returns (dq, dk, dv); dk and dv in the accumulation dtype, because shared heads arrive more than once."""
+        if not self.grads:
+            q, k, v = self.tensors
+            self.grads = (
+                torch.empty_like(q),
+                *(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v)),
+            )
+        return self.grads
+
+
+@dataclass
+class Projected(QKVSource):
+    """q, k and v that are projected from x when asked for, and again in backward: nothing is kept.
+
+    Projections run in the autocast state of the construction, whatever it is when they are called.
+
+    Args:
+        x: [B, T, E], the local tokens.
+        piece: how many tokens are projected at once, where the projections take single tokens.
+        dx: the gradient of x, added to in place; None where nobody needs it.
+        totals: gradients of the parameters, as they are now: FSDP swaps them between forward and backward.
+        draws: random numbers of the projections (dropout), which backward draws again.
+    """
+
+    x: Tensor
+    projections: Projections
+    piece: int | None = None
+    dx: Tensor | None = None
+    totals: Totals = field(default_factory=Totals)
+    draws: RNGReplay = field(default_factory=RNGReplay)
+
+    def __post_init__(self) -> None:
+        self.autocast = capture_autocast(self.device_type)
+
+    @property
+    def device_type(self) -> str:
+        return self.x.device.type
+
+    def q(self, heads: Heads) -> Tensor:
+        (q,) = self._project(("q", *heads), lambda projections, x: (projections.q(x, heads),))
+        return q
+
+    def kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        k, v = self._project(("kv", *heads), lambda projections, x: projections.kv(x, heads))
+        return k, v
+
+    def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
+        some = len(heads) < self.projections.heads
+        self._add(("q", *heads), lambda projections, x: (projections.q(x, heads),), [dq], some)
+
+    def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
+        some = len(heads) < self.projections.key_heads
+        self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)], some)
+
+    @torch.no_grad()
+    def _project(self, name: Hashable, project: Project) -> Sequence[Tensor]:
+        """Projects all tokens, piece by piece: intermediates between x and heads never exist for all tokens at once."""
+        pieces, results = self._pieces(), list[Tensor]()
+        for tokens, projections in pieces:
+            with self.autocast(), self.draws.at((name, tokens.start), self.x.device):
+                heads = project(projections, at_tokens(self.x, tokens))
+            if len(pieces) == 1:
+                return heads
+            results = results or [y.new_empty((y.shape[0], self.x.shape[1], *y.shape[2:])) for y in heads]
+            for result, y in zip(results, heads, strict=True):
+                result[:, tokens] = y
+        return results
+
+    def _add(self, name: Hashable, project: Project, grads: Sequence[Sequence[Tensor]], some: bool) -> None:
+        """Adds to dx and to the parameters' totals, from gradients of projected heads, each in parts.
+
+        Args:
+            some: these are not all heads, so that other calls add to the same parameters.
+        """
+        pieces = self._pieces() if self.dx is not None or self.totals.parameters else []
+        for tokens, projections in pieces:
+            if (some or len(pieces) > 1) and hasattr(projections, "collecting"):
+                projections = cast(CollectsGradients, projections).collecting(self.totals)
+            # Recompute the projections with autograd on, under the forward's autocast and random numbers ...
+            x = at_tokens(self.x, tokens).detach().requires_grad_(self.dx is not None)
+            with torch.enable_grad(), self.autocast(), self.draws.at((name, tokens.start), x.device):
+                heads = project(projections, x)
+            dheads = [concatenate([at_tokens(part, tokens) for part in parts]) for parts in grads]
+            pairs = [(y, dy.to(y.dtype)) for y, dy in zip(heads, dheads, strict=True) if y.requires_grad]
+            # ... and differentiate them at once, so that their graph ends with the piece.
+            if pairs:
+                self._differentiate(pairs, x, tokens)
+            del heads, dheads, pairs
+
+    def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor, tokens: slice) -> None:
+        inputs = [*([] if self.dx is None else [x]), *self.totals.parameters]
+        heads, dheads = zip(*pairs, strict=True)
+        grads: list[Tensor | None] = list(torch.autograd.grad(heads, inputs, dheads, allow_unused=True))
+        if self.dx is not None and (grad := grads.pop(0)) is not None:
+            at_tokens(self.dx, tokens).add_(grad)
+        self.totals.add(grads)
+
+    def _pieces(self) -> list[tuple[slice, Projections]]:
+        pieces = chunks(self.x.shape[1], self.piece)
+        if isinstance(self.projections, TokenProjections) and len(pieces) > 1:
+            return [(tokens, self.projections.of_tokens(tokens)) for tokens in pieces]
+        return [(slice(0, self.x.shape[1]), self.projections)]
+
+
+# -- heads of a tensor ------------------------------------------------------------------------------------------------
+
+
+def select_heads(x: Tensor, heads: Heads, dim: int = 2) -> Tensor:
+    """Returns heads of x, which are its `dim`: a view where they are evenly spaced, else a copy."""
+    return concatenate([_view(x, run, dim) for run in head_slices(tuple(heads))], dim)
+
+
+def write_heads(x: Tensor, heads: Heads, parts: Sequence[Tensor]) -> None:
+    """Writes heads of x [B, T, H, D] from consecutive parts [B, T, h, D]."""
+    start = 0
+    for part in parts:
+        update_heads(x, heads[start : start + part.shape[2]], part, Tensor.copy_)
+        start += part.shape[2]
+
+
+def update_heads(x: Tensor, heads: Heads, part: Tensor, op: Callable[[Tensor, Tensor], object], dim: int = 2) -> None:
+    """Applies `op`, `Tensor.copy_` or `Tensor.add_`, to these heads of x in place."""
+    start = 0
+    for run in head_slices(tuple(heads)):
+        target = _view(x, run, dim)
+        op(target, part if target.shape[dim] == part.shape[dim] else part.narrow(dim, start, target.shape[dim]))
+        start += target.shape[dim]
+
+
+def concatenate(parts: list[Tensor], dim: int = 2) -> Tensor:
+    """Returns parts [B, T, h, D] as one tensor; a single part as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _view(x: Tensor, run: slice, dim: int) -> Tensor:
+    return x if run == slice(0, x.shape[dim], 1) else x[(slice(None),) * dim + (run,)]
+
+
+@lru_cache(maxsize=1024)
+def head_slices(heads: tuple[int, ...]) -> tuple[slice, ...]:
+    """Heads as the fewest slices, evenly spaced and rising; an empty slice for no heads.
+
+    Indexing with a list instead would copy it to the GPU, for which the host waits.
+    """
+    if not heads:
+        return (slice(0, 0, 1),)
+    start, *others = heads
+    step = max(1, others[0] - start) if others else 1
+    stop = next((i for i in range(1, len(heads)) if heads[i] != start + i * step), len(heads))
+    first = slice(start, heads[stop - 1] + 1, step)
+    return (first, *head_slices(heads[stop:])) if stop < len(heads) else (first,)

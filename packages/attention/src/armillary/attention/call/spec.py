@@ -1,0 +1,135 @@
+"""The values of one attention call: what a caller asks for, what a method is told, and what backward is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple, NotRequired, TypedDict, TypeVar, cast
+
+from torch import Tensor
+
+from armillary.attention.kernels import Kernel, Scores
+from armillary.attention.mask import AttentionMask
+from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
+from armillary.attention.tiling.grid import Grid, grid_of
+from armillary.core import SequenceLayout
+from armillary.core.token_ranges import TokenRanges
+
+Result = TypeVar("Result")
+
+
+class Saved(NamedTuple):
+    """The tensors that a method's backward is given, as its innermost loop saw them.
+
+    q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out [B, T, H, Dv], lse [B, T, H] over all keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class AttentionOptions(NamedTuple):
+    """Everything a caller asks of a call besides its tensors: the keyword arguments of `Method.__call__`."""
+
+    mask: AttentionMask
+    layout: SequenceLayout | None = None
+    key_layout: SequenceLayout | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    kernel: str | Kernel | None = None
+    return_lse: bool = False
+
+    @classmethod
+    def of_projected(
+        cls,
+        mask: AttentionMask,
+        layout: SequenceLayout | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        kernel: str | Kernel | None = None,
+    ) -> AttentionOptions:
+        """The options of `Method.projected`, which has no `key_layout` and no `return_lse`."""
+        return cls(mask, layout, None, scale, softcap, kernel)
+
+
+class ProjectedArguments(TypedDict):
+    """The keyword arguments of `Method.projected`."""
+
+    mask: AttentionMask
+    layout: NotRequired[SequenceLayout | None]
+    scale: NotRequired[float | None]
+    softcap: NotRequired[float | None]
+    kernel: NotRequired[str | Kernel | None]
+
+
+class CallArguments(ProjectedArguments):
+    """The keyword arguments of `Method.__call__`, `return_lse` apart."""
+
+    key_layout: NotRequired[SequenceLayout | None]
+    sinks: NotRequired[Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """One checked attention call. Equal on every rank of a method, except for `key_heads`.
+
+    Equal calls share one spec, and with it everything derived from it (`once`).
+
+    Args:
+        mask: in global positions.
+        layout: of the queries over the sequence axis (one shard where there is none).
+        key_layout: of the keys and values, with as many shards; `layout` itself except in cross-attention.
+        scores: from dot products to scores.
+        key_heads: for each local query head, the local key/value head that it uses.
+        kernel: computes the tiles.
+    """
+
+    mask: AttentionMask
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    scores: Scores
+    key_heads: tuple[int, ...]
+    kernel: Kernel
+    _derived: dict[Hashable, object] = field(default_factory=dict[Hashable, object], init=False, repr=False)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Which tokens of each query shard and key shard see each other."""
+        return grid_of(self.layout, self.key_layout, self.mask)
+
+    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Returns the result of `make`, computed once for each `key`."""
+        derived = self._derived
+        if key not in derived:
+            derived[key] = make()
+        return cast("Result", derived[key])
+
+    def with_heads(self, key_heads: tuple[int, ...]) -> AttentionSpec:
+        """Returns the call as an inner method sees it, with these heads only."""
+        return self.once(("heads", key_heads), lambda: replace(self, key_heads=key_heads))
+
+    def block(
+        self, query: int, key: int, queries: TokenRanges | None = None, keys: TokenRanges | None = None
+    ) -> BlockAttention:
+        """Returns the kernel calls of query shard `query` against key shard `key`.
+
+        Args:
+            queries, keys: the local tokens of these shards, packed; by default all.
+        """
+        place = (query, key, queries, keys)
+        if (block := self._derived.get(place)) is None:
+            calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *place)
+            block = self._derived[place] = BlockAttention(
+                query, key, self.kernel, self.scores.turned, self.scores.turn, tuple(calls)
+            )
+        return cast(BlockAttention, block)
+
+
+@lru_cache(maxsize=256)
+def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
+    """The key/value head of each query head: h // (H / K)."""
+    return tuple(h * key_heads // heads for h in range(heads))

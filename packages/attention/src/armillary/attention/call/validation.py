@@ -1,0 +1,252 @@
+"""From the arguments of a call to its `AttentionSpec`. Raises ValueError on every rank alike, before communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from armillary.attention.call.interface import AttentionMethod
+from armillary.attention.call.projections import KnowsResults, Projections, one_token
+from armillary.attention.call.spec import AttentionOptions, AttentionSpec, key_heads_of
+from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_kernel
+from armillary.attention.kernels.inputs import is_deterministic
+from armillary.attention.mask import AttentionMask
+from armillary.core import SequenceLayout, compat
+from armillary.core.checked import check_tensor, number
+
+# -- a whole call -----------------------------------------------------------------------------------------------------
+
+
+def check_call(
+    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> AttentionSpec:
+    """Returns the checked call. Reads only shapes, dtypes and devices of the tensors; cached for equal calls.
+
+    Args:
+        options: checked by `check_options`.
+    """
+    if options.kernel is None:
+        options = options._replace(kernel=method.kernel)
+    key = call_properties(q, k, v, sinks)
+    return _cached(method, key, options, lambda: _check_tensors_and_layout(method, q, k, v, sinks, options, None))
+
+
+def check_projected_call(
+    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+) -> AttentionSpec:
+    """Returns the checked call on the projections of x [B, T, E]. Computes at most one head of one token.
+
+    Cached for equal calls where the projections say what the dims and dtypes of q, k and v depend on (`made_of`).
+    """
+    if options.kernel is None:
+        options = options._replace(kernel=method.kernel)
+
+    def check() -> AttentionSpec:
+        q, k, v = one_token(x, projections)
+        inputs = Inputs.of(q, v, options.softcap, options.mask)  # the device that the meta tensors stand for
+        q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
+        k, v = (
+            torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
+        )
+        return _check_tensors_and_layout(method, q, k, v, sinks, options, inputs)
+
+    made_of = cast(KnowsResults, projections).made_of() if hasattr(projections, "made_of") else None
+    if made_of is None:
+        return check()
+    autocast_dtype = torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else None
+    return _cached(method, ("projected", made_of, autocast_dtype, *call_properties(x, sinks)), options, check)
+
+
+def _cached(
+    method: AttentionMethod,
+    key: tuple[Hashable, ...],
+    options: AttentionOptions,
+    check: Callable[[], AttentionSpec],
+) -> AttentionSpec:
+    """Returns the method's spec for equal shapes and options, or that of `check`. Does not look into masks."""
+    try:
+        hash(key)
+    except TypeError:  # symbolic sizes, while a graph is traced
+        return check()
+    call = (key, options)
+    return method.spec_cache.get(call) or method.spec_cache.add(call, check(), options.mask)
+
+
+def _check_tensors_and_layout(
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    inputs: Inputs | None,
+) -> AttentionSpec:
+    check_tensors(q, k, v, sinks)
+    method.check(q, k, v)
+    layout = check_sequence_layout(method, options.layout, q.shape[1])
+    key_layout = check_sequence_layout(method, options.key_layout or layout, k.shape[1])
+    options.mask.check(layout.length, key_layout.length, q.shape[0])
+    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    return AttentionSpec(
+        options.mask,
+        layout,
+        key_layout,
+        Scores(scale, options.softcap),
+        key_heads_of(q.shape[2], k.shape[2]),
+        choose_kernel(inputs or Inputs.of(q, v, options.softcap, options.mask), options.kernel),
+    )
+
+
+def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
+    """Everything that checks and the choice of a kernel depend on: torch's settings, shapes, dtypes and devices."""
+    return is_deterministic(), *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def check_options(options: AttentionOptions) -> AttentionOptions:
+    """Returns the options; raises ValueError for wrong types and for numbers that no score can be computed with."""
+    mask, layout, key_layout, scale, softcap, _, return_lse = options
+    usual_types = type(mask) is AttentionMask and type(layout) in (SequenceLayout, type(None)) and key_layout is None
+    if usual_types and scale is softcap is None and type(return_lse) is bool:
+        return options
+    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(
+            f"mask is {_describe(mask)}; an AttentionMask is needed: AttentionMask(causal=False) for all keys, "
+            f"AttentionMask(documents=...) for packed sequences. It is in global positions; dense masks are not taken"
+        )
+    check_layout("layout", layout)
+    check_layout("key_layout", key_layout)
+    if scale is not None:
+        number("scale", scale, "; multiply q by a scale that is learned")
+    check_softcap(softcap)
+    if return_lse is not True and return_lse is not False:
+        raise ValueError(f"return_lse={return_lse!r}: True or False is needed")
+    return options
+
+
+def check_layout(name: str, layout: SequenceLayout | None) -> None:
+    """Raises ValueError for anything but a layout or None."""
+    if layout is not None and not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kind = str(layout) if type(layout) is str else "zigzag"
+        raise ValueError(
+            f'{name} is {_describe(layout)}; a SequenceLayout is needed, such as attend.layout(length, "{kind}")'
+        )
+
+
+def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None, tokens: int) -> SequenceLayout:
+    """Returns the layout over the sequence axis.
+
+    Args:
+        layout: over all ranks of the method, or over its sequence axis alone; None where there is one shard.
+        tokens: that this rank passed.
+
+    Raises:
+        ValueError: no layout for several shards, a layout over another number of ranks, or a shard of another size.
+    """
+    shards, sequence_shards = method.shards, method.sequence_shards
+    if layout is None:
+        if shards > 1:
+            raise ValueError(f"{shards} ranks hold the sequence; pass layout=, such as attend.layout(length)")
+        layout = SequenceLayout.contiguous(tokens, 1)
+    if layout.shards not in (shards, sequence_shards):
+        accepted = " or ".join(str(n) for n in sorted({shards, sequence_shards}))
+        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted}")
+    head_ranks = shards // sequence_shards
+    coarse = layout.coarsen(head_ranks) if layout.shards == shards else layout
+    fine = coarse.refine(head_ranks)
+    if layout.shards == shards and fine.sizes != layout.sizes:
+        raise ValueError(f"{layout} is not what attend.layout gives: refine a layout over {sequence_shards}")
+    if tokens != fine.sizes[method.shard]:
+        raise ValueError(
+            f"shard {method.shard} of {coarse} has {fine.sizes[method.shard]} tokens; this rank passed {tokens}. "
+            f"Tensors are [batch, tokens, heads, head dim]; transpose(1, 2) turns [batch, heads, tokens, head dim] "
+            f"into that"
+        )
+    return coarse
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def are_plain_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Tells if all are dense tensors of torch's own class; raises ValueError for anything that is no dense tensor."""
+    plain = sinks is None and type(q) is type(k) is type(v) is Tensor
+    if plain and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested):
+        return True
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if name != "sinks" or x is not None:
+            check_tensor(name, x)
+    return False
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Raises ValueError for shapes, dtypes and devices that do not fit together."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"{shapes}: each needs 4 dims, [batch, tokens, heads, head dim]")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: q, k, v must agree in batch, k and v in tokens and heads, q and k in head dim")
+    if 0 in (*q.shape[2:], *v.shape[2:]):
+        raise ValueError(f"{shapes}: at least one head is needed, and head dims of at least 1")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: K must divide H")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        raise ValueError(f"q, k, v must have one dtype and device; they are {kinds}")
+    if sinks is None:
+        return
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks {tuple(sinks.shape)}: one for each of the {q.shape[2]} query heads is needed")
+    # q is on the meta device where projections are checked by their shapes
+    elsewhere = sinks.device != q.device and "meta" not in (sinks.device.type, q.device.type)
+    if not sinks.is_floating_point() or elsewhere:
+        raise ValueError(f"sinks are {sinks.dtype} on {sinks.device}; floating-point numbers on {q.device} are needed")
+
+
+def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
+    """Raises ValueError for arguments that `Method.projected` cannot project."""
+    check_tensor("x", x)
+    if sinks is not None:
+        check_tensor("sinks", sinks)
+    if x.ndim != 3:
+        raise ValueError(f"x {tuple(x.shape)} needs 3 dims, [batch, tokens, model dim]")
+    missing = [name for name in ("heads", "key_heads", "q", "kv", "parameters") if not hasattr(projections, name)]
+    if missing:
+        raise ValueError(f"projections are {_describe(projections)} without {', '.join(missing)}; see Projections")
+
+
+def check_transforms(*tensors: Tensor | None) -> None:
+    """Raises ValueError for tensors that torch.func or forward-mode AD follows: jvp would see a tangent of 0."""
+    if compat.transforms_on() and any(x is not None and compat.transformed(x) for x in tensors):
+        raise ValueError(
+            "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "
+            "backward() or torch.autograd.grad"
+        )
+
+
+def same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v; if their dtypes differ under autocast, cast to autocast's."""
+    return (q, k, v) if q.dtype == k.dtype == v.dtype else cast_for_autocast(q, k, v)
+
+
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v as autocast passes them to scaled_dot_product_attention: in its dtype, float64 excepted."""
+    if not autocast_enabled(q) or torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    """Tells if autocast is on for the device of x; torch raises where asked about the meta device."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def _describe(value: Any) -> str:
+    """A value for a message; its type where its repr may be long."""
+    return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
