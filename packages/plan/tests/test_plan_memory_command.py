@@ -72,18 +72,25 @@ def test_defaults_of_mesh_axes():
         axes("8xh100", ring=3, ulysses=2, attention="usp")
 
 
+def by_formulas(job: Job, _progress: object) -> StepMemory:
+    """Instead of the simulation, which other tests compare with the formulas and which takes minutes."""
+    usage = estimate(job)
+    return StepMemory(usage.device, usage.device_breakdown, usage.host, usage.host_breakdown, "mlp", 0.0, 0)
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         "memory --tokens 1000G",
         "memory --model llama3-70b --tokens 2M --json",
-        "memory --model llama3-70b --tokens 4M --attention ring --max-context",
+        "memory --model llama3-70b --tokens 8k --no-on-host --max-context",
         "search --tokens 1000G",
-        "search --model llama3-70b --tokens 4M --attention ring",
+        "search --model llama3-70b --tokens 4M --attention ring --json",
         "search --tokens 64M --attention ulysses",
     ],
 )
-def test_commands_without_a_fit_name_enough_accelerators_and_exit_with_1(capsys, argv):
+def test_commands_without_a_fit_name_enough_accelerators_and_exit_with_1(capsys, monkeypatch, argv):
+    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)
     with pytest.raises(SystemExit) as stop:
         main([*argv.split(), "--cluster", "8xh100"])
     output = "".join(capsys.readouterr())
@@ -126,12 +133,6 @@ def test_the_result_as_a_table_or_json(capsys):
 
 
 def test_the_command_finds_the_longest_sequence(capsys, monkeypatch):
-    """By formulas, which other tests compare with the simulation, in a thousandth of the time."""
-
-    def by_formulas(job: Job, _progress: object) -> StepMemory:
-        usage = estimate(job)
-        return StepMemory(usage.device, usage.device_breakdown, usage.host, usage.host_breakdown, "mlp", 0.0, 0)
-
     monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)
     main(["memory", "--model", "debug", "--tokens", "64k", "--max-context", "--host-memory", "120GB"])
     assert "the longest that fits; the limit is the host's memory" in capsys.readouterr().out

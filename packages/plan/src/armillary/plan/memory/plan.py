@@ -149,7 +149,11 @@ def plan_memory(
             f"--tokens {length:,} does not fit {cluster.name}: {room.comparison(usage)}; "
             f"{more_devices(job, cluster, room)}"
         )
-    fit = longest_fit(measure, outlook, room, step=1024 * cluster.ranks, start=length) if plan.max_context else None
+    step = 1024 * cluster.ranks
+    try:
+        fit = longest_fit(measure, outlook, room, step, start=length) if plan.max_context else None
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, step), cluster, room)}") from error
     length = length if fit is None else fit.length
     return MemoryResult(
         plan=plan,

@@ -31,6 +31,8 @@ def as_dict(result: MemoryResult) -> dict[str, Any]:
         "estimate": asdict(result.estimate),
         "fits": result.fits,
     }
+    if not result.fits:
+        fields["advice"] = more_devices(result.job, result.cluster, result.room)
     if result.fit is not None:
         fields["limit"] = result.room.limit(result.fit.longer)
         fields["longer"] = {"tokens": result.fit.longer_length, "memory": asdict(result.fit.longer)}

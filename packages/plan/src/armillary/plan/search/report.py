@@ -32,7 +32,8 @@ PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time 
 
 def as_dict(result: SearchResult) -> dict[str, Any]:
     """All choices for JSON, with the parts of their times."""
-    return {
+    advice = {} if result.fitting else {"advice": more_devices(result.choices[0].job, result.cluster, result.room)}
+    return advice | {
         "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(result.plan).items()},
         "model": asdict(result.model),
         "cluster": asdict(result.cluster),
