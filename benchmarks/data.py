@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from armillary.attention import AttentionMask
 from armillary.attention.methods.teams import Teams
-from armillary.attention.methods.wallfacer import team_layout
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 from armillary.core.quantity import count_argument
@@ -272,7 +271,7 @@ def boundaries(draw: Draw) -> list[int]:
 
 def in_teams(kind: str, teams: Teams, mask: AttentionMask) -> float:
     """By the pairs of every two teams that meet in a ring of keys."""
-    layout = teams.layout(team_layout(teams, LENGTH, kind, mask))
+    layout = teams.by_teams(teams.layout(LENGTH, kind, mask))
     grid, loads = Grid(layout, layout, mask), np.zeros(teams.ranks)
     for ring in teams.rings("keys"):
         for place, rank in enumerate(ring.ranks):

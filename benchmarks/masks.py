@@ -72,7 +72,7 @@ KINDS: dict[str, Callable[[tuple[int, ...]], AttentionMask]] = {
 def derive(layout: SequenceLayout, ends: tuple[int, ...], kind: str) -> None:
     """What rank 0 of a ring finds out about a mask before its first kernel call."""
     grid = grid_of(layout, layout, KINDS[kind](ends))
-    RingTopology.of_all(layout.shards, "keys").shorter_way(grid)
+    RingTopology.of_all(layout.shards, "keys").cheaper_direction(grid)
     for shard in range(layout.shards):
         grid.tiles(0, shard, 0)
 

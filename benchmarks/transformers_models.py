@@ -1,15 +1,16 @@
-"""Tiny random models of every causal family in transformers, on 4 ranks against one: right, refused, or neither.
+"""Tiny random text models of every family in transformers, on 4 ranks against one: right, refused, or neither.
 
-    uv run python benchmarks/transformers_models.py                    # all families: about 15 minutes on two cores
-    uv run python benchmarks/transformers_models.py --families mistral gemma3_text mamba
+    uv run python benchmarks/transformers_models.py                    # all families: about 25 minutes on two cores
+    uv run python benchmarks/transformers_models.py --families mistral roberta mamba
 
-Each is run in five ways: with `register_transformers`, where logits and gradients of all ranks are compared; there with
-the loss of `shard_batch`; there with labels alone and without position ids, which must be refused; and with "sdpa"
-inside `sdpa_parallel`, which must be too.
+Causal language models, masked ones, and models without a head, in that order: the first that a family has. Each is run
+in six ways: with `register_transformers`, where logits and gradients of all ranks are compared; there with the loss of
+`shard_batch`; there with position ids from 0, whatever the model counts from; with labels alone and without position
+ids, which must be refused; and with "sdpa" inside `sdpa_parallel`, which must be too.
 
-`right`: as on one rank. `refused`: the same ValueError on all ranks. `unlike`: anything else (wrong numbers, another
-exception, ranks that disagree); the command fails if there is any. `not built`: transformers itself cannot run the
-family with the sizes below.
+`right`: as on one rank, which is given no position ids. `refused`: the same ValueError on all ranks. `unlike`: anything
+else (wrong numbers, another exception, ranks that disagree); the command fails if there is any. `not built`:
+transformers itself cannot run the family with the sizes below.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ import argparse
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto as auto
 
 from armillary.attention import Ring
-from armillary.attention.integrations import register_transformers, sdpa_parallel, shard_batch, whole_loss
+from armillary.attention.integrations import (
+    padding_idx_of,
+    register_transformers,
+    sdpa_parallel,
+    shard_batch,
+    whole_loss,
+)
 from armillary.core.testing import World, mesh, relative_error
 
 RANKS, LENGTH, VOCABULARY = 4, 64, 64
@@ -51,17 +60,47 @@ SIZES: dict[str, Any] = {
     "attention_chunk_size": 20,
     "sliding_window": 20,
 }
-UNSET = ("sliding_window", "head_dim")
+UNSET = ("sliding_window", "head_dim", "vocab_size")
 """Sizes that are set where a family's own choice is None."""
+OWN: dict[str, dict[str, Any]] = {
+    "esm": {"pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Fields without which a family cannot be built."""
 STILL = ("dropout", "pdrop", "layerdrop", "jitter")
 """What the names of fields that must be 0 contain."""
 LIMIT = 1e-4
 """Of relative errors: some models round to float32 on the way."""
-WAYS = ("armillary", "loss", "labels alone", "no positions", "sdpa")
-AFTER = ("loss", "labels alone", "no positions")
+WAYS = ("armillary", "loss", "from 0", "labels alone", "no positions", "sdpa")
+AFTER = WAYS[1:-1]
 """Not tried where the first way is refused."""
+WITH_LABELS = ("loss", "labels alone")
+"""Not tried of models without a head."""
 MOST = 50_000_000
 """Parameters of the largest model that is tried: those that these sizes do not shrink are skipped."""
+
+
+def families() -> list[str]:
+    """Returns the families whose tokens are one sequence."""
+    with_head = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    return sorted(with_head | set(filter(takes_tokens, auto.MODEL_MAPPING_NAMES)))
+
+
+def takes_tokens(family: str) -> bool:
+    try:
+        config = transformers.CONFIG_MAPPING[family]()
+    except Exception:  # a family without defaults, such as one made of two other models
+        return False
+    return hasattr(config, "vocab_size") and not getattr(config, "is_encoder_decoder", False)
+
+
+def head_of(family: str) -> Any:
+    """Returns the Auto class that the family is built by."""
+    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModel
 
 
 def config_of(family: str) -> Any:
@@ -72,19 +111,22 @@ def config_of(family: str) -> Any:
     small = {k: v for k, v in SIZES.items() if k in fields and (fields[k] is not None or k in UNSET)}
     if "kv_lora_rank" in small:  # all heads have their own keys, made from what they share
         small["num_key_value_heads"] = small["num_attention_heads"]
-    return made(**small | still)
+    return made(**small | still | OWN.get(family, {}))
 
 
 def model_of(family: str, implementation: str) -> nn.Module:
-    """The same weights wherever it is built, those that start at 0 too."""
-    config = config_of(family)
+    """The same weights wherever it is built, those that start at 0 too; without a pooler."""
+    config, head = config_of(family), head_of(family)
     with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in head.from_config(config).parameters())
     if size > MOST:
         raise NotImplementedError(f"{size:,} parameters are too many")
     torch.manual_seed(0)
     options = {"attn_implementation": implementation, "experts_implementation": "eager"}
-    built = transformers.AutoModelForCausalLM.from_config(config, **options).double()
+    built = head.from_config(config, **options).double()
+    for module in built.modules():
+        if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
+            module.pooler = None
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in built.parameters():
@@ -112,48 +154,62 @@ def ids_of() -> Tensor:
     return torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def upstream() -> Tensor:
-    return torch.randn(1, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+def upstream(width: int) -> Tensor:
+    return torch.randn(1, LENGTH, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def answered(error: Exception) -> str:
     return f"{'ValueError' if isinstance(error, ValueError) else type(error).__name__}: {error}"
 
 
+def outputs(family: str, built: nn.Module, inputs: dict[str, Any]) -> Any:
+    uncached = {"use_cache": False} if head_of(family) is transformers.AutoModelForCausalLM else {}
+    return built(**inputs, **uncached)
+
+
+def hidden_or_logits(out: Any) -> Tensor:
+    """Returns the logits, or the hidden states of a model without a head, [1, T, width]."""
+    x = out.logits if "logits" in out else out[0]
+    if x.ndim != 3:
+        raise NotImplementedError(f"an output of shape {tuple(x.shape)}")
+    return x
+
+
 def on_one_rank(family: str, how: str) -> Answer:
+    """The model's own choice of position ids."""
     try:
         built = model_of(family, "eager")
         with InFloat64():
-            found = built(ids_of(), use_cache=False).logits
+            x = hidden_or_logits(outputs(family, built, {"input_ids": ids_of()}))
             if how == "loss":
-                found = nn.functional.cross_entropy(found[0, :-1], ids_of()[0, 1:])
-        found.backward(None if how == "loss" else upstream())
+                x = nn.functional.cross_entropy(x[0, :-1], ids_of()[0, 1:])
+        x.backward(None if how == "loss" else upstream(x.shape[2]))
     except Exception as error:
         return answered(error)
-    return found.detach(), [p.grad for p in built.parameters()]
+    return x.detach(), [p.grad for p in built.parameters()]
 
 
 def on_a_shard(family: str, how: str) -> Answer:
     """This rank's logits, or the whole loss, and its share of the gradients."""
     attend = Ring(mesh(ring=RANKS)["ring"])
-    batch = shard_batch(attend, ids_of(), layout=attend.layout(LENGTH, "contiguous"))
     register_transformers(attend)
-    given = {"input_ids": batch.ids, "position_ids": batch.position_ids}
-    if how == "loss":
-        given = batch.inputs
-    elif how == "labels alone":
-        given["labels"] = batch.ids
-    elif how == "no positions":
-        del given["position_ids"]
     try:
         built = model_of(family, "sdpa" if how == "sdpa" else "armillary")
+        padding_idx = None if how == "from 0" else padding_idx_of(built)
+        layout = attend.layout(LENGTH, "contiguous")
+        batch = shard_batch(attend, ids_of(), layout=layout, padding_idx=padding_idx)
+        inputs = batch.inputs if how == "loss" else {"input_ids": batch.ids, "position_ids": batch.position_ids}
+        if how == "labels alone":
+            inputs["labels"] = batch.ids
+        elif how == "no positions":
+            del inputs["position_ids"]
         with batch.sequence(), sdpa_parallel(attend) if how == "sdpa" else nullcontext(), InFloat64():
-            out = built(**given, use_cache=False)
-            found = whole_loss(out.loss, attend) if how == "loss" else out.logits
-        found.backward(None if how == "loss" else batch.layout.take(upstream(), attend.shard))
+            out = outputs(family, built, inputs)
+            x = whole_loss(out.loss, attend) if how == "loss" else hidden_or_logits(out)
+        x.backward(None if how == "loss" else layout.take(upstream(x.shape[2]), attend.shard))
     except Exception as error:
         return answered(error)
-    return found.detach(), [p.grad for p in built.parameters()]
+    return x.detach(), [p.grad for p in built.parameters()]
 
 
 def verdict(expected: Answer, answers: list[Answer], how: str) -> tuple[str, str]:
@@ -175,23 +231,37 @@ def verdict(expected: Answer, answers: list[Answer], how: str) -> tuple[str, str
     return ("right" if right else "unlike"), f"forward {forward:.1e}, gradients {worst:.1e}"
 
 
+def verdicts(
+    run: Callable[[str, str], list[Answer]], family: str, ways: Sequence[str] = WAYS
+) -> Iterator[tuple[str, str, str]]:
+    """Yields (way, verdict, reason) for each way in which a family is tried.
+
+    Args:
+        run: calls `on_a_shard(family, way)` on each of RANKS ranks.
+    """
+    first = ""
+    for way in ways:
+        if head_of(family) is transformers.AutoModel and way in WITH_LABELS:
+            continue
+        if first == "not built" or (first == "refused" and way in AFTER):
+            continue
+        answer, reason = verdict(on_one_rank(family, way), run(family, way), way)
+        first = first or answer
+        yield way, answer, reason
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--families", nargs="+", help="default: all")
     options = parser.parse_args()
     quiet()
     counts: Counter[str] = Counter()
     with World(RANKS) as world:
         world.run(quiet)
-        for family in options.families:
-            found = first = ""
-            for how in WAYS:
-                if found == "not built" or (first == "refused" and how in AFTER):
-                    continue
-                expected = on_one_rank(family, how)
-                found, why = verdict(expected, world.run(on_a_shard, family, how), how)
-                counts[found], first = counts[found] + 1, first or found
-                print(f"{family:24} {how:14} {found:9} {why[:200]}".replace("\n", " "), flush=True)
+        for family in options.families or families():
+            for way, answer, reason in verdicts(partial(world.run, on_a_shard), family):
+                counts[answer] += 1
+                print(f"{family:24} {way:14} {answer:9} {reason[:200]}".replace("\n", " "), flush=True)
     print(dict(counts))
     sys.exit(bool(counts["unlike"]))
 

@@ -4,6 +4,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 # What is still there. Whoever removes something takes it out here too; nothing comes in.
@@ -80,3 +81,11 @@ def test_methods_do_not_import_their_driver_nor_it_them():
     assert len(methods) > 10
     assert line(m for m in methods if needs(m) & DRIVER) == "attention.methods.base"
     assert not any(methods & reached(module) for module in DRIVER)
+
+
+def test_rotation_methods_plans_and_registry_depend_one_way():
+    folders = ("rotation", "methods", "planning", "registry")
+    layers = [{module for module in sources() if f"{module}.".startswith(f"armillary.attention.{f}.")} for f in folders]
+    for lower, upper in combinations(layers, 2):
+        assert lower and upper
+        assert line(module for module in lower if reached(module) & upper) == ""

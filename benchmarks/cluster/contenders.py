@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.methods.teams import Placement
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.core import SequenceLayout
 from armillary.plan import Cluster
 from armillary.plan.memory.estimate import AttentionChoice

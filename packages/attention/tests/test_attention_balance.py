@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.teams import Teams, fitting_teams
-from armillary.attention.methods.wallfacer import team_layout
-from armillary.attention.rotation.topology import Moving
+from armillary.attention.rotation.topology import RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 
@@ -104,11 +103,11 @@ def test_shards_are_even_by_queries_and_by_keys(name, shards):
     assert layout.refine(4).coarsen(4) == layout
 
 
-def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, moving: Moving) -> list[int]:
+def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, side: RotatingSide) -> list[int]:
     """What ranks compute: pairs of every two teams that meet in a ring."""
-    by_teams = teams.layout(layout)
+    by_teams = teams.by_teams(layout)
     grid, loads = Grid(by_teams, by_teams, mask), [0] * teams.ranks
-    for ring in teams.rings(moving):
+    for ring in teams.rings(side):
         for place, rank in enumerate(ring.ranks):
             blocks = (ring.query_key_shards(place, origin) for origin in range(len(ring.ranks)))
             loads[rank] += sum(grid.pairs(*block, batch=1) for block in blocks)
@@ -119,19 +118,19 @@ def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, moving: 
 @pytest.mark.parametrize("name", MASKS)
 def test_ranks_of_teams_are_even_whatever_rotates(name, ranks, team):
     mask, teams = MASKS[name], Teams(ranks, team, "p2p_intra")
-    layout = team_layout(teams, N, "balanced", mask)
-    for moving in ("keys", "queries"):
-        loads = ranks_of(teams, layout, mask, moving)
+    layout = teams.layout(N, "balanced", mask)
+    for side in ("keys", "queries"):
+        loads = ranks_of(teams, layout, mask, side)
         assert sum(loads) == sum(mask.pairs(N, row) for row in range(mask.batch or 1))
-        assert max(loads) * ranks < 1.05 * sum(loads), moving
+        assert max(loads) * ranks < 1.05 * sum(loads), side
 
 
 def test_teams_share_documents_shorter_than_a_shard():
     """Contiguous teams would each have whole ones, whose pairs are then all of one member's."""
     teams, mask = Teams(8, 2, "collect_intra"), MASKS["chunked"]
-    contiguous = teams.seated(SequenceLayout.contiguous(N, 8))
+    contiguous = teams.in_rank_order(SequenceLayout.contiguous(N, 8))
     assert max(ranks_of(teams, contiguous, mask, "keys")) * 8 == 2 * mask.pairs(N)
-    layout = teams.layout(team_layout(teams, N, "balanced", mask))
+    layout = teams.by_teams(teams.layout(N, "balanced", mask))
     assert [layout.spans(team) for team in (0, 3)] == [(range(0, N // 2, 2),), (range(1, N // 2, 2),)]
 
 
@@ -141,15 +140,15 @@ def test_teams_share_documents_shorter_than_a_shard():
 )
 def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, more):
     teams = Teams(*world, "collect_intra")
-    dealt = [[teams.dealt_to(shard, group) for group in range(teams.team)] for shard in range(teams.ring)]
+    dealt = [[teams.dealt_team(shard, group) for group in range(teams.team)] for shard in range(teams.ring_size)]
     assert sorted(team for shard in dealt for team in shard) == list(range(teams.ranks // teams.team))
     for shard in dealt:
-        assert [team // teams.ring for team in shard] == list(range(teams.team))
+        assert [team // teams.ring_size for team in shard] == list(range(teams.team))
         assert sorted(team % teams.team for team in shard) == list(range(teams.team))
-    layout = team_layout(teams, teams.ranks + more, "balanced")
+    layout = teams.layout(teams.ranks + more, "balanced")
     assert layout.length == teams.ranks + more and max(layout.sizes) - min(layout.sizes) <= 1
 
 
 def test_fewer_tokens_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="a sequence of 7 tokens is shorter than its 8 shards"):
-        team_layout(Teams(8, 2, "collect_intra"), 7, "balanced")
+    with pytest.raises(ValueError, match=r"7 tokens .* 8 shards"):
+        Teams(8, 2, "collect_intra").layout(7, "balanced")

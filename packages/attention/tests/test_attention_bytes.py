@@ -11,12 +11,13 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, AttentionShape, CommPlan, UPipe, WallFacer
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
 from armillary.attention.conformance import METHODS, Case, Composition, cases, compositions
 from armillary.attention.conformance.case import CAUSAL
 from armillary.attention.conformance.sample import MASKS
-from armillary.attention.methods import ring, upipe
-from armillary.attention.methods import wallfacer as wall_facer
+from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.upipe import UPipePlan
+from armillary.attention.planning.wallfacer import WallFacerPlan
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import CommLedger, SequenceLayout
@@ -198,10 +199,10 @@ def test_shards_of_unequal_size(worlds):
 
 def wrong_in_stages(heads: int, key_heads: int, heads_per_stage: int | None, prefetch: bool) -> list[str]:
     axes = mesh(ring=2, ulysses=2)
-    method = UPipe(axes["ulysses"], ring.Ring(axes["ring"]), heads_per_stage, prefetch)
+    method = UPipe(axes["ulysses"], Ring(axes["ring"]), heads_per_stage, prefetch)
     case = replace(SMALL, heads=heads, kv_heads=key_heads)
     work = work_of(case, *[SequenceLayout.zigzag(64, 2)] * 2, projected=True)
-    return differences(method, work, upipe.comm_plan(work, 2, ring.comm_plan, heads_per_stage, prefetch))
+    return differences(method, work, UPipePlan(heads_per_stage, prefetch).comm_plan(work, 2, RingPlan().comm_plan))
 
 
 def wrong_in_any_stages() -> list[list[str]]:
@@ -217,7 +218,7 @@ def wrong_in_teams(placement: str, gather_keys: bool) -> list[str]:
     method = WallFacer(mesh(ring=8)["ring"], 2, placement, "queries", gather_keys)
     layout = SequenceLayout.contiguous(61, 8)  # not its own
     work = work_of(replace(SMALL, mask=AttentionMask(window=(9, None))), layout, layout, projected=True)
-    return differences(method, work, wall_facer.comm_plan(work, 2, placement, "queries", gather_keys))
+    return differences(method, work, WallFacerPlan(2, placement, "queries", gather_keys).comm_plan(work))
 
 
 def wrong_in_any_teams() -> list[list[str]]:
@@ -273,7 +274,7 @@ def test_every_token_is_sent_as_often_as_it_must_be(name):
     mask, kind = HOLES[name]
     layout = getattr(SequenceLayout, kind)(64, 4)
     shards = RingTopology.of_all(4, "keys").reach(Grid(layout, layout, mask))
-    assert any(len(shard.needed(step).runs) > 1 for shard in shards for step in (1, 2, 3))
+    assert any(len(shard.tokens_at(step).runs) > 1 for shard in shards for step in (1, 2, 3))
     for method in RINGS:
         work = work_of(replace(SMALL, mask=mask, batch=2, value_dim=16, dtype=torch.bfloat16), layout, layout, False)
         plan = Composition.of(method, ring=4).comm_plan(work)

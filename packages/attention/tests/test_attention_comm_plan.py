@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, build_attention, build_comm_plan
-from armillary.attention.comm_plan import Kind, Step
-from armillary.attention.methods import ring, ulysses, upipe
-from armillary.attention.methods import wallfacer as wf
-from armillary.attention.methods.head_axis import split_heads
+from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Teams
+from armillary.attention.planning.comm_plan import Kind, Step
+from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.ulysses import UlyssesPlan
+from armillary.attention.planning.upipe import UPipePlan
+from armillary.attention.planning.wallfacer import WallFacerPlan
 from armillary.attention.registry import names
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
@@ -61,16 +63,16 @@ def test_ring(key_heads, dtype, e, a, kind):
     forward = (P - 1) * keys * e
     rotating_keys = (P - 1) * keys * e + (P - 1) * keys * a
     rotating_queries = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a  # lse is a wide
-    assert sent(ring.comm_plan(work, "keys")) == [(forward, rotating_keys)] * P
-    assert sent(ring.comm_plan(work, "queries")) == [(forward, rotating_queries)] * P
-    assert sent(ring.comm_plan(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
+    assert sent(RingPlan("keys").comm_plan(work)) == [(forward, rotating_keys)] * P
+    assert sent(RingPlan("queries").comm_plan(work)) == [(forward, rotating_queries)] * P
+    assert sent(RingPlan().comm_plan(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
 
 
 def test_ring_takes_queries_back_for_multi_head_attention_in_16_bits():
     work = work_of(8, torch.bfloat16)
-    assert ring.comm_plan(work) == ring.comm_plan(work, "queries") != ring.comm_plan(work, "keys")
+    assert RingPlan().comm_plan(work) == RingPlan("queries").comm_plan(work) != RingPlan("keys").comm_plan(work)
     work = work_of(4, torch.bfloat16)
-    assert ring.comm_plan(work) == ring.comm_plan(work, "keys")
+    assert RingPlan().comm_plan(work) == RingPlan("keys").comm_plan(work)
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
@@ -87,7 +89,7 @@ def test_values_of_a_head_dim_of_their_own(key_heads):
     e, a, value_dim = 2, 4, 24
     work = work_of(key_heads, torch.bfloat16, value_dim=value_dim)
     keys, queries = B * T * key_heads * (D + value_dim), B * T * H
-    assert sent(ring.comm_plan(work, "keys"))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
+    assert sent(RingPlan("keys").comm_plan(work))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
     back = (P - 1) * queries * ((D + 2 * value_dim) * e + a + D * a)
     assert sent(build_comm_plan("token_ring", work, P))[0] == ((P - 1) * queries * ((D + value_dim) * e + a), back)
 
@@ -180,14 +182,14 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
     steps, queries, keys = ranks // team**2 - 1, B * T * H, 2 * B * T * key_heads * D
     back: dict[Backward, int] = {"keys": keys * (e + a), "queries": queries * (3 * D * e + a + D * a)}
     for backward, step in back.items():
-        plan = wf.comm_plan(work, team, placement, backward, gather_keys)
+        plan = WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
         for rank in range(ranks):
             t, member = teams.seat(rank)
             if gather_keys:  # the team's keys, once, and their gradients back; none for a rank that keeps its own
-                out = home = 0 if teams.keeper(t, member) == rank else team
+                out = home = 0 if teams.key_target(t, member) == rank else team
             else:  # its own, to each keeper of its team; gradients to each of the team that it keeps
-                out = sum(teams.keeper(t, mate) != rank for mate in range(team))
-                home = sum(teams.rank(teams.kept(t, member)[0], mate) != rank for mate in range(team))
+                out = sum(teams.key_target(t, mate) != rank for mate in range(team))
+                home = sum(teams.rank(teams.key_source(t, member)[0], mate) != rank for mate in range(team))
             k_gather, k_scatter = ((team - 1) * keys * n * gather_keys for n in (e, a))
             assert {(kind, phase): plan.bytes(rank, kind, phase) for kind in KINDS for phase in PHASES} == {
                 ("all_gather", "forward"): (team - 1) * queries * D * e + k_gather,
@@ -203,21 +205,21 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
 
 def test_wall_facer_in_teams_of_one_is_ring():
     work = work_of(2, mask=CAUSAL)
-    assert wf.comm_plan(work, 1) == ring.comm_plan(work)
+    assert WallFacerPlan(1).comm_plan(work) == RingPlan().comm_plan(work)
 
 
 def test_model_m_of_the_wall_facer_paper():
     """N 65,536, E 6,656, 64 ranks, teams of 4, bf16, multi-head: GiB in a block's forward (arXiv 2407.00611)."""
     layout, gib = SequenceLayout.contiguous(65536, 64), 2**30
     work = AttentionShape.of(layout, FULL, heads=52, kv_heads=52, head_dim=128, dtype=torch.bfloat16)
-    assert ring.comm_plan(work).bytes(1, phase="forward") / gib == pytest.approx(1.5996, abs=5e-5)
-    plan, teams = wf.comm_plan(work, 4), Teams(64, 4, "collect_intra")
+    assert RingPlan().comm_plan(work).bytes(1, phase="forward") / gib == pytest.approx(1.5996, abs=5e-5)
+    plan, teams = WallFacerPlan(4).comm_plan(work), Teams(64, 4, "collect_intra")
     lse = 3 * 1024 * 52 * 4
     for rank in range(64):
         collective = sum(plan.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
         assert (collective - lse) / gib == pytest.approx(0.1523, abs=5e-5)
         assert lse / gib == pytest.approx(0.0006, abs=5e-5)
-        own = teams.keeper(*teams.seat(rank)) == rank
+        own = teams.key_target(*teams.seat(rank)) == rank
         assert plan.bytes(rank, "p2p", "forward") / gib == pytest.approx(0.3047 if own else 0.40625, abs=5e-5)
 
 
@@ -227,17 +229,15 @@ def test_model_m_of_the_wall_facer_paper():
 def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it():
     """Keys of shard r are seen by ranks r and up, queries see keys of ranks r and down: half of all cells."""
     shard, work = 2 * B * T * H * D * 4, work_of(H, mask=CAUSAL, kind="contiguous")
-    keys = sent(ring.comm_plan(work, "keys"))
+    keys = sent(RingPlan("keys").comm_plan(work))
     assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r go on
-    queries = sent(ring.comm_plan(work, "queries"))
+    queries = sent(RingPlan("queries").comm_plan(work))
     going, returning = (3 * D * 4 + 4) * B * T * H, D * 4 * B * T * H
     assert sum(b for _, b in queries) == (going + returning) * P * (P - 1) // 2
     assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
 
 
-@pytest.mark.parametrize(
-    "method", [partial(ring.comm_plan, backward="keys"), partial(build_comm_plan, "token_ring", ring=P)]
-)
+@pytest.mark.parametrize("method", [RingPlan("keys").comm_plan, partial(build_comm_plan, "token_ring", ring=P)])
 def test_causal_and_zigzag_three_quarters_are_sent(method):
     """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
     for key_heads in (2, 8):
@@ -250,7 +250,7 @@ def test_with_a_window_neighbours_get_the_tokens_within_it():
     """A window of 3 back on contiguous shards: the last 3 tokens of a shard go one hop, and their gradients back."""
     token = 2 * B * H * D * 4
     window = work_of(H, mask=AttentionMask(window=(3, None)), kind="contiguous")
-    assert sent(ring.comm_plan(window, "keys")) == [
+    assert sent(RingPlan("keys").comm_plan(window)) == [
         (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
     ]
     alone = work_of(H, mask=AttentionMask(window=(0, 0)), kind="contiguous")
@@ -287,7 +287,7 @@ def test_steps_compute_every_visible_pair_once(name, call):
     for steps in (plan.forward, plan.backward):
         assert sum(sum(step.pairs) for step in steps) == pairs
         assert {len(step.pairs) for step in steps} <= {0, shards * ranks}
-        for send in (send for step in steps for move in (*step.moves, *step.leaving) for send in move.sends):
+        for send in (send for step in steps for move in (*step.moves, *step.later_moves) for send in move.sends):
             assert send.bytes > 0 and send.source != send.target
             assert {send.source, send.target} <= set(range(shards * ranks))
 
@@ -301,7 +301,7 @@ def visible(call: AttentionShape) -> int:
 
 def test_steps_of_ring():
     """Each step's exchange is under way beside its computation; gradients go on when they are there."""
-    plan = ring.comm_plan(work_of(H, mask=CAUSAL), "keys")
+    plan = RingPlan("keys").comm_plan(work_of(H, mask=CAUSAL))
     assert [(len(step.moves), bool(step.pairs)) for step in plan.forward] == [(1, True)] * (P - 1) + [(0, True)]
     assert kinds(plan.backward) == ["p2p +", "p2p + p2p", "p2p + p2p", "+ p2p"]
     for step in plan.forward[1:]:
@@ -315,14 +315,14 @@ def test_steps_of_ring():
 def kinds(steps: tuple[Step, ...]) -> list[str]:
     """What moves at each step, "+" where something is computed, and what leaves then."""
     computed = (["+"] * bool(step.pairs) for step in steps)
-    moving = ([[move.kind for move in moves] for moves in (step.moves, step.leaving)] for step in steps)
+    moving = ([[move.kind for move in moves] for moves in (step.moves, step.later_moves)] for step in steps)
     return [" ".join([*before, *plus, *after]) for (before, after), plus in zip(moving, computed, strict=True)]
 
 
 def test_steps_of_ulysses_and_all_gather():
     work = work_of(8, shards=1)
     there, back = "all_to_all all_to_all all_to_all", "all_to_all"
-    plan = ulysses.comm_plan(work, 2, partial(build_comm_plan, "local"))
+    plan = UlyssesPlan().comm_plan(work, 2, partial(build_comm_plan, "local"))
     assert kinds(plan.forward) == [there, "+", back] and kinds(plan.backward) == [back, "+", there]
     plan = build_comm_plan("all_gather", work_of(8), P)
     assert kinds(plan.forward) == ["all_gather all_gather", "+"]
@@ -330,7 +330,7 @@ def test_steps_of_ulysses_and_all_gather():
 
 
 def test_steps_of_wall_facer():
-    plan = wf.comm_plan(work_of(8, shards=16), 2, backward="keys")
+    plan = WallFacerPlan(2, backward="keys").comm_plan(work_of(8, shards=16))
     ring_steps = ["p2p +", "p2p +", "p2p +", "+"]
     assert kinds(plan.forward) == [
         "all_gather all_gather all_gather", "p2p", *ring_steps, "reduce_scatter reduce_scatter",
@@ -343,10 +343,10 @@ def test_steps_of_upipe_and_what_it_brings_early():
     """8 query heads, 4 key heads, 2 ranks, 4 heads a stage: keys come in once, and go home after the second stage."""
     work, local = work_of(4, shards=1), partial(build_comm_plan, "local")
     one = "all_to_all"
-    plain = upipe.comm_plan(work, 2, local, heads_per_stage=4)
+    plain = UPipePlan(4).comm_plan(work, 2, local)
     assert kinds(plain.forward) == [one, one, one, "+", one, one, "+", one]
     assert kinds(plain.backward) == [*[one] * 5, "+", one, *[one] * 3, "+", *[one] * 3]
-    early = upipe.comm_plan(work, 2, local, heads_per_stage=4, prefetch=True)
+    early = UPipePlan(4, prefetch=True).comm_plan(work, 2, local)
     assert kinds(early.forward) == [f"{one} {one} {one}", f"{one} +", one, "+", one]
     assert sent(early, 2) == sent(plain, 2)
 
@@ -415,9 +415,9 @@ def built() -> tuple:
     facer = build_attention("wallfacer", axes, team=1, placement="p2p_intra", backward="queries")
     return (
         facer.teams.placement,
-        facer.team_ring.backward_moves,
+        facer.team_ring.backward_side,
         facer.teams.team,
-        build_attention("ring", axes, backward="keys").backward_moves,
+        build_attention("ring", axes, backward="keys").backward_side,
     )
 
 

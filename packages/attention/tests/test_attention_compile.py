@@ -1,18 +1,23 @@
 """torch.compile: one graph with attention in it, whose results are those without the compiler, bit by bit."""
 
+from __future__ import annotations
+
 import copy
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, Local, Method, Ulysses, build_attention
+from armillary.attention import AttentionMask, Local, Method, Ulysses, UPipe, build_attention
+from armillary.attention.call.graph_calls import ProjectionParts
 from armillary.attention.call.graph_key import read_mask
+from armillary.attention.call.registered import register_as_tensor
 from armillary.attention.kernels import Dense
 from armillary.attention.mask import Slice
-from armillary.core import SequenceLayout
+from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
 
 N, H, K, D = 22, 4, 2, 8
@@ -34,13 +39,22 @@ stages; with key heads, and some masks."""
 
 
 def both_ways(
-    attend: Method, mask: AttentionMask, layout: SequenceLayout, compiled, sinks: bool, key_heads: int = K
+    attend: Method,
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    compiled,
+    sinks: tuple[int, ...] = (),
+    key_heads: int = K,
 ) -> bool:
-    """Whether out and all gradients are the same with the compiler and without."""
+    """Whether out and all gradients are the same with the compiler and without.
+
+    Args:
+        sinks: their shape; none unless given.
+    """
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, N, heads, D, generator=generator) for heads in (H, key_heads, key_heads, H)]
     *inputs, dout = (layout.take(x, attend.shard) for x in whole)
-    leaves = [x.requires_grad_() for x in (*inputs, torch.randn(H, generator=generator))]
+    leaves = [x.requires_grad_() for x in (*inputs, torch.randn(sinks, generator=generator))]
     results: list[list[Tensor]] = []
     for function in (plainly, compiled):
         out = function(attend, *leaves[:3], leaves[3] if sinks else None, mask, layout)
@@ -57,8 +71,8 @@ def compile_method(name: str, axes: Mapping[str, int], key_heads: int, masks: Se
     attend = build_attention(name, mesh(**axes))
     compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
     layout = attend.layout(N)
-    same = [both_ways(attend, mask, layout, compiled, False, key_heads) for mask in masks]
-    return [*same, both_ways(attend, MASKS[0], layout, compiled, True, key_heads)]
+    same = [both_ways(attend, mask, layout, compiled, (), key_heads) for mask in masks]
+    return [*same, *(both_ways(attend, MASKS[0], layout, compiled, sinks, key_heads) for sinks in ((H,), (3, H)))]
 
 
 def compile_methods() -> list[list[bool]]:
@@ -77,11 +91,11 @@ def test_other_documents_need_no_other_graph():
     attend, layout = Local(), SequenceLayout.contiguous(N, 1)
     compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
     for first in range(1, 4):
-        assert both_ways(attend, AttentionMask(documents=[0, first, N]), layout, compiled, sinks=False)
+        assert both_ways(attend, AttentionMask(documents=[0, first, N]), layout, compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for cuts in range(3, 12):
         mask = AttentionMask(documents=[*range(cuts), N])
-        assert both_ways(attend, mask, layout, compiled, sinks=False)
+        assert both_ways(attend, mask, layout, compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second takes any number of documents
 
 
@@ -106,7 +120,7 @@ def test_masks_of_all_kinds_share_the_graphs_of_documents():
     compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
     for parts in (2, 3, 5):
         for mask in of_kinds(parts):
-            assert both_ways(attend, mask, layout, compiled, sinks=False), mask
+            assert both_ways(attend, mask, layout, compiled), mask
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
@@ -116,6 +130,68 @@ def test_heads_that_do_not_fit_are_refused():
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises(Exception, match="3 query heads cannot share 2"):
         compiled(Local(), q, k, k, None, AttentionMask(), None)
+
+
+class Columns(nn.Module):
+    """Projections that a graph need not know, and what makes them."""
+
+    heads, key_heads = H, K
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(6, H * D), nn.Linear(6, K * D)
+        self.ticket = register_as_tensor(self)
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        return self.query(x).unflatten(-1, (H, D))[:, :, list(heads)]
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        k = self.key(x).unflatten(-1, (K, D))[:, :, list(heads)]
+        return k, 2 * k
+
+    def parts(self) -> ProjectionParts:
+        return ProjectionParts(self.ticket, D, [], list(self.parameters()))
+
+    def projections_of(self, tensors: Sequence[Tensor]) -> Columns:
+        return self
+
+
+@pytest.mark.parametrize("shape", [(H,), (3, H)])
+def test_sinks_of_projections_in_stages_are_in_the_graph(shape):
+    torch._dynamo.reset()
+    attend, columns = UPipe(Axis.alone("ulysses"), heads_per_stage=2), Columns()
+    x, sinks, dout = torch.randn(2, 7, 6), torch.randn(shape), torch.randn(2, 7, H, D)
+    leaves = [x.requires_grad_(), sinks.requires_grad_(), *columns.parameters()]
+
+    def call(x: Tensor, sinks: Tensor) -> Tensor:
+        return attend.projected(x, columns, mask=MASKS[0], sinks=sinks)
+
+    results: list[list[Tensor]] = []
+    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        out = function(x, sinks)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("projected", [False, True], ids=["q, k, v", "projected"])
+@pytest.mark.parametrize(
+    "sinks", [torch.zeros(shape) for shape in ((), (1,), (3,), (3, 1), (2, 1, H))] + [torch.zeros(H, dtype=torch.long)]
+)
+def test_sinks_that_do_not_fit_are_refused(sinks, projected):
+    torch._dynamo.reset()
+    stages, columns = UPipe(Axis.alone("ulysses"), heads_per_stage=2), Columns()
+    x, q, k = torch.zeros(2, 7, 6), torch.zeros(2, 7, H, D), torch.zeros(2, 7, K, D)
+
+    def call(sinks: Tensor) -> Tensor:
+        if projected:
+            return stages.projected(x, columns, mask=MASKS[0], sinks=sinks)
+        return Local()(q, k, k, mask=MASKS[0], sinks=sinks)
+
+    wrong = re.escape(str(tuple(sinks.shape)) if sinks.is_floating_point() else str(sinks.dtype))
+    with pytest.raises(ValueError, match=f"sinks.* {wrong}"):
+        torch.compile(call, backend="aot_eager")(sinks)
+    with pytest.raises(Exception, match=f"sinks.* {wrong}|Observed exception"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(sinks)
 
 
 def test_what_does_not_fit_is_refused_when_run():

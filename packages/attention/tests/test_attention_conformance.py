@@ -161,6 +161,26 @@ def test_all_methods_of_the_table_are_in_the_suite():
     assert found | {"wallfacer"} >= set(METHODS)
 
 
+# -- several sinks a head -------------------------------------------------------------------------------------------
+
+SINKS = Case(sinks=3, heads=8, kv_heads=2, batch=2, length=37)
+WITH_SINKS = [
+    SINKS,
+    replace(SINKS, projected=True, needs="sxw"),
+    replace(SINKS, sinks=2, needs="s", mask=AttentionMask(causal=False, window=(5, 2)), dtype=torch.bfloat16),
+]
+
+
+def every_method(ranks: int) -> list[str]:
+    some = [one for one in compositions(list(METHODS), [ranks]) if dict(one.axes).get("ulysses", 1) <= 8]
+    return conform([(composition, WITH_SINKS) for composition in some])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_each_of_several_sinks_a_head_has_its_gradient(worlds, ranks):
+    assert worlds(ranks).run(every_method, ranks) == [[]] * ranks
+
+
 # -- a search -------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +219,8 @@ WAYS = {
     "kind": LAYOUTS,
     "autocast": (None, torch.bfloat16, torch.float16),
     "beside": ("", "b", "h", "bh"),
-    **dict.fromkeys(("compiled", "dtensor", "weights", "projected", "sinks"), (False, True)),
+    "sinks": (0, 1, 3),
+    **dict.fromkeys(("compiled", "dtensor", "weights", "projected"), (False, True)),
 }
 
 
@@ -570,7 +591,7 @@ def part(q, k, v, visible, scale) -> tuple[torch.Tensor, torch.Tensor]:
     return (logits - lse).exp().nan_to_num() @ v, lse
 
 
-PLAIN = {"keys": ["own"], "sinks": [False], "softcaps": [None]}  # what the toys know
+PLAIN = {"keys": ["own"], "sinks": [0], "softcaps": [None]}  # what the toys know
 
 
 def test_a_right_method_passes():
@@ -630,14 +651,15 @@ class Tampered:
     ("flaw", "says"),
     [
         ("sinks ignored", r"float32 .* sinks .*: out off by .*, dsinks off by "),
-        ("dsinks twice as large", r"bfloat16 .* sinks .*: dsinks off by 1 \(limit 0\.0\d+\)$"),
+        ("sinks ignored", r"float32 .* sinks=3 .*: out off by .*, dsinks off by "),
+        ("dsinks twice as large", r"bfloat16 .* sinks=3 .*: dsinks off by 1 \(limit 0\.0\d+\)$"),
         ("softcap ignored", r"bfloat16 .* softcap=1\.5 .*: out off by "),
     ],
 )
 def test_a_method_that_leaves_out_what_it_was_given_is_caught(flaw, says):
     failed = failures_of(Tampered(Local(), flaw), [case for brief in range(3) for case in cases(brief=brief)])
     assert any(re.search(says, failure) for failure in failed), failed
-    assert all(" sinks " in failure or " softcap=" in failure for failure in failed)
+    assert all(" sinks" in failure or " softcap=" in failure for failure in failed)
 
 
 def tampered_rings() -> tuple[list[str], list[str]]:
@@ -786,7 +808,7 @@ def test_any_two_settings_of_any_two_factors_meet_in_a_case():
         "dtype": 3,
         "kind": 3,
         "keys": 2,
-        "sinks": 2,
+        "sinks": 3,
     }
     assert {case.head_dim for case in cases()} >= {8, 64, 128, 256}
     assert {(case.keys > case.length) - (case.keys < case.length) for case in cases()} == {-1, 0, 1}
@@ -819,7 +841,7 @@ def test_the_product_has_every_mask_layout_heads_and_dtype():
 def test_errors_are_numbers_for_what_the_case_needs():
     assert set(errors(Toy(), Case(needs="kv"))) == {"out", "lse", "dk", "dv"}
     assert set(errors(Toy(), Case(needs=""))) == {"out", "lse"}
-    assert set(errors(Local(), Case(sinks=True, needs="s"))) == {"out", "lse", "dsinks"}
+    assert set(errors(Local(), Case(sinks=1, needs="s"))) == {"out", "lse", "dsinks"}
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

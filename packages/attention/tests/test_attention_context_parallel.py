@@ -1,6 +1,8 @@
 """A module of plain torch attends over all shards by a style of `parallelize_module`: as one rank does."""
 
+from contextlib import nullcontext
 from copy import deepcopy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -59,33 +61,91 @@ def errors(found: list[Tensor], mask: AttentionMask, layout, shard: int) -> floa
     return max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def on_a_shard(how: str) -> float:
-    attend, axes = usp()
+class Setup(NamedTuple):
+    """A style, the `sequence` block around it, and how it is called.
+
+    `style`, `block`: which of layout, documents and mask each is given. `mask`: what attention must compute.
+    """
+
+    style: tuple[str, ...] = ("layout",)
+    block: tuple[str, ...] | None = None
+    mask: AttentionMask = AttentionMask()
+    call: str = "eager"
+
+
+DOCUMENTS = (0, 7, 16, N)
+PACKED = AttentionMask(documents=DOCUMENTS)
+NARROW = AttentionMask(window=(5, 0))
+SETUPS = {
+    "layout": Setup(),
+    "layout of the block": Setup((), ("layout",)),
+    "window": Setup(("layout", "mask"), None, NARROW),
+    "checkpoint": Setup(call="checkpoint"),
+    "documents of the block": Setup(("layout",), ("layout", "documents"), PACKED),
+    "documents, layout of the block": Setup((), ("layout", "documents"), PACKED),
+    "documents alone": Setup(("layout",), ("documents",), PACKED),
+    "documents by row": Setup(("layout",), ("layout", "documents"), AttentionMask(documents=[DOCUMENTS, (0, 11, N)])),
+    "documents and window": Setup(
+        ("layout", "mask"), ("layout", "documents"), AttentionMask(window=(5, 0), documents=DOCUMENTS)
+    ),
+    "documents and chunks": Setup(
+        ("layout", "mask"), ("layout", "documents"), AttentionMask.chunked(4, documents=DOCUMENTS)
+    ),
+    "documents, checkpoint": Setup(("layout",), ("layout", "documents"), PACKED, "checkpoint"),
+    "mask of the block": Setup(("layout",), ("layout", "mask"), AttentionMask(window=(5, 0), documents=DOCUMENTS)),
+}
+
+
+def arguments(names: tuple[str, ...], setup: Setup, layout, style: bool) -> dict:
+    """The named arguments of a style or of a block. A style's mask is without the documents that a block gives."""
+    mask = setup.mask
+    if style and "documents" in (setup.block or ()):
+        mask = AttentionMask(mask.causal, mask.window, pattern=mask.pattern)
+    values = {"layout": layout, "documents": setup.mask.documents, "mask": mask}
+    return {name: values[name] for name in names}
+
+
+def on_a_shard(name: str) -> float:
+    setup, (attend, axes) = SETUPS[name], usp()
     layout, model = attend.layout(N), Attention()
-    mask = AttentionMask(window=(5, 0)) if how == "window" else AttentionMask()
-    held = None if how == "sequence" else layout
-    style = ContextParallel(attend, layout=held, mask=mask if how == "window" else None)
-    parallelize_module(model, axes, style)
+    parallelize_module(model, axes, ContextParallel(attend, **arguments(setup.style, setup, layout, True)))
     x, dout = (layout.take(x, attend.shard) for x in given())
     x.requires_grad_()
-    if how == "sequence":
-        with sequence(layout=layout):
-            out = model(x)
-    else:
-        out = checkpoint(model, x, use_reentrant=False) if how == "checkpoint" else model(x)
-    return errors([out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)], mask, layout, attend.shard)
-
-
-HOW = ["layout", "sequence", "window", "checkpoint"]
+    block = nullcontext() if setup.block is None else sequence(**arguments(setup.block, setup, layout, False))
+    with block:
+        out = checkpoint(model, x, use_reentrant=False) if setup.call == "checkpoint" else model(x)
+        found = [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
+    return errors(found, setup.mask, layout, attend.shard)
 
 
 def each_on_a_shard() -> list[float]:
-    return [on_a_shard(how) for how in HOW]
+    return [on_a_shard(name) for name in SETUPS]
 
 
 def test_a_module_attends_over_all_shards(worlds):
     for rank in worlds(4).run(each_on_a_shard):
-        assert max(rank) < EXACT, dict(zip(HOW, rank, strict=True))
+        assert max(rank) < EXACT, dict(zip(SETUPS, rank, strict=True))
+
+
+def compiled() -> list[float]:
+    axis = mesh(ring=1)["ring"]
+    attend, model = Ring(axis), Attention()
+    layout = attend.layout(N)
+    parallelize_module(model, axis, ContextParallel(attend, layout=layout))
+    model.compile(fullgraph=True, backend="aot_eager")
+    answers: list[float] = []
+    for documents in (None, DOCUMENTS, (0, 3, N)):
+        x, dout = given()
+        x.requires_grad_()
+        with sequence(layout=layout, documents=documents):
+            out = model(x)
+        found = [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
+        answers.append(errors(found, AttentionMask(documents=documents), layout, 0))
+    return answers
+
+
+def test_a_compiled_module_attends_within_the_documents_of_each_block(worlds):
+    assert max(worlds(1).run(compiled)[0]) < EXACT
 
 
 def on_dtensors() -> float:
@@ -175,6 +235,16 @@ def refusals() -> list[str]:
     def styled(style: ContextParallel, module: nn.Module | None = None) -> nn.Module:
         return parallelize_module(module or Attention(), whole, style)
 
+    def within(block: dict, **style) -> Tensor:
+        with sequence(**block):
+            return styled(ContextParallel(attend, **style))(x)
+
+    def recomputed_outside() -> None:
+        model = styled(ContextParallel(attend, layout=layout))
+        with sequence(layout=layout, documents=DOCUMENTS):
+            out = checkpoint(model, x.clone().requires_grad_(), use_reentrant=False)
+        out.sum().backward()
+
     tries = [
         lambda: ContextParallel(Ring),
         lambda: ContextParallel(attend, layout=4),
@@ -184,6 +254,11 @@ def refusals() -> list[str]:
         lambda: styled(ContextParallel(attend))(x),
         lambda: styled(ContextParallel(attend, layout=layout), nn.Linear(E, E).double())(x),
         lambda: styled(ContextParallel(attend, layout=layout))(distribute_tensor(x, whole, [Shard(0), Shard(1)])),
+        lambda: within({"layout": attend.layout(N, "contiguous")}, layout=layout),
+        lambda: within({"documents": DOCUMENTS}, layout=layout, mask=AttentionMask(documents=(0, N))),
+        lambda: within({"layout": layout, "mask": NARROW}, layout=layout, mask=PACKED),
+        lambda: within({"layout": layout, "documents": DOCUMENTS, "mask": AttentionMask.chunked(4)}),
+        recomputed_outside,
     ]
     said: list[str] = []
     for wrong in tries:
@@ -204,6 +279,11 @@ REFUSED = [
     "4 ranks hold the sequence, and a shard does not tell how",
     "Linear.forward under ContextParallel ended without a call of F.scaled_dot_product_attention",
     "tokens must be Shard(1) on all of them",
+    "ContextParallel(layout=",
+    "documents=(0, 7, 16, 24)",
+    "sequence(mask=",
+    "documents=(0, 7, 16, 24)",
+    "recomputed in backward",
 ]
 
 

@@ -143,13 +143,18 @@ def test_uneven_shards_that_dtensor_would_cut_too(worlds, compiled):
         assert difference == 0.0
 
 
-def with_sinks(compiled: bool) -> float:
+def with_sinks(compiled: bool) -> list[float]:
+    return [error_of_sinks(compiled, shape) for shape in ((H,), (3, H))]
+
+
+def error_of_sinks(compiled: bool, shape: tuple[int, ...]) -> float:
     """Sinks sharded over tp: their gradient is to be summed over the axes that shard tokens."""
+    heads = Shard(len(shape) - 1)
     built = mesh(ring=2, ulysses=1 if compiled else 2, tp=2)
     over, attend = built["ring", "ulysses", "tp"], build("usp", built)
     layout, mask = attend.layout(16), AttentionMask()
     *qkv, dout = (distributed(x, layout, over, [TOKENS, TOKENS, HEADS]) for x in whole(16))
-    sinks = distribute_tensor(random(9, H), over, [Replicate(), Replicate(), Shard(0)]).requires_grad_()
+    sinks = distribute_tensor(random(9, *shape), over, [Replicate(), Replicate(), heads]).requires_grad_()
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return attend(q, k, v, mask=mask, layout=layout, sinks=sinks)
@@ -157,8 +162,8 @@ def with_sinks(compiled: bool) -> float:
     out = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*qkv, sinks)
     assert isinstance(out, DTensor)
     (dsinks,) = torch.autograd.grad(out, sinks, dout)
-    assert list(dsinks.placements) == [Partial(), Partial(), Shard(0)]
-    leaf = random(9, H).requires_grad_()
+    assert list(dsinks.placements) == [Partial(), Partial(), heads]
+    leaf = random(9, *shape).requires_grad_()
     q, k, v, up = whole(16)
     (wanted,) = torch.autograd.grad(reference_attention(q, k, v, mask=mask, sinks=leaf), leaf, up)
     return relative_error(dsinks.full_tensor(), wanted)
@@ -166,7 +171,7 @@ def with_sinks(compiled: bool) -> float:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "in one graph"])
 def test_sinks(worlds, compiled):
-    assert max(worlds(4 if compiled else 8).run(with_sinks, compiled)) <= EXACT
+    assert all(max(errors) <= EXACT for errors in worlds(4 if compiled else 8).run(with_sinks, compiled))
 
 
 def axis_names() -> list[list[str]]:
@@ -206,6 +211,10 @@ def refused() -> list[str]:
         call(build("ring", four), *[ten] * 3, length=10),
         call(usp, *[x] * 3, length=20),
         call(usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
+        call(usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(2, H), three, [Replicate(), Replicate(), Shard(0)])),
+        call(
+            usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(2, H - 2), three, [Replicate(), Replicate(), Shard(1)])
+        ),
         call(build("usp", mesh(ring=4, ulysses=2)), *[x] * 3),
         call(usp, *[x.to_local()] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
     ]
@@ -228,6 +237,8 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
         "(3, 3, 3, 1)",
         "cuts 16 as (4, 4, 4, 4)",
         "with q DTensor",
+        "must be [Replicate(), Replicate(), Shard(dim=1)]",
+        "sinks (2, 3)",
         "over other ranks than",
         "q, k, v are local, local, local; sinks are a DTensor; pass all three",
     ]

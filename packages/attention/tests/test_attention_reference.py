@@ -1,5 +1,6 @@
 """The oracle itself: against torch's attention, against loops, against finite differences, and by hand."""
 
+import re
 from dataclasses import replace
 from random import Random
 
@@ -55,17 +56,23 @@ def test_out_and_gradients_are_those_of_torch(name, scale):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+ONE_A_HEAD = torch.tensor([-1.0, 0.5, 3.0, 40.0], dtype=torch.float64)
+SEVERAL_A_HEAD = torch.stack([ONE_A_HEAD, ONE_A_HEAD.flip(0), -ONE_A_HEAD])
+
+
 @pytest.mark.parametrize("name", MASKS)
-def test_a_sink_is_one_more_key_with_value_0_and_a_score_of_its_own(name):
+@pytest.mark.parametrize("sinks", [ONE_A_HEAD, SEVERAL_A_HEAD, SEVERAL_A_HEAD[:1]], ids=["[H]", "[S, H]", "[1, H]"])
+def test_a_sink_is_one_more_key_with_value_0_and_a_score_of_its_own(name, sinks):
     q, k, v, dout = tensors()
-    sinks = torch.tensor([-1.0, 0.5, 3.0, 40.0], dtype=torch.float64)
     i = torch.arange(11)
     visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
 
     def with_torch(q, k, v, sinks):
-        q, k, v = (x.transpose(1, 2) for x in (q, F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))))
+        sinks = sinks.reshape(-1, 4)
+        more = (0, 0, 0, 0, 0, len(sinks))
+        q, k, v = (x.transpose(1, 2) for x in (q, F.pad(k, more), F.pad(v, more)))
         bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf).expand(2, 4, 11, 11)
-        bias = torch.cat([bias, sinks[None, :, None, None].expand(2, 4, 11, 1)], dim=-1)
+        bias = torch.cat([bias, sinks.T[None, :, None].expand(2, 4, 11, -1)], dim=-1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True).transpose(1, 2)
 
     def ours(q, k, v, sinks):
@@ -88,6 +95,13 @@ def test_a_sink_for_each_query_has_a_gradient_for_each_query():
         torch.autograd.grad(reference_attention(q, k, v, mask=CAUSAL, sinks=x), x, dout)[0] for x in (sinks, each)
     )
     torch.testing.assert_close(many.sum((0, 1)), shared, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 11, 4), (2, 11, 3), (1, 2, 11, 4)])
+def test_sinks_of_other_shapes_are_refused_with_their_shape(shape):
+    q, k, v, _ = tensors()
+    with pytest.raises(ValueError, match=rf"sinks {re.escape(str(shape))}.* 4 query heads"):
+        reference_attention(q, k, v, mask=CAUSAL, sinks=torch.zeros(shape))
 
 
 def test_a_sink_that_nobody_notices_changes_nothing_and_one_alone_gives_0():

@@ -161,7 +161,7 @@ def test_what_methods_cannot_be_made_of(make, message):
 
 def test_integers_of_numpy_will_do():
     assert UPipe(ALONE, heads_per_stage=np.int64(2)).heads_per_stage == 2
-    assert Teams(4, torch.tensor(2), "p2p_intra").ring == 1
+    assert Teams(4, torch.tensor(2), "p2p_intra").ring_size == 1
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -200,9 +200,14 @@ CALLS: list[tuple[dict, str]] = [
     ({"sinks": [0.0] * 4}, "sinks is a list; a tensor is needed"),
     ({"sinks": 0.5}, "sinks is a float; a tensor is needed"),
     ({"sinks": np.zeros(4)}, "sinks is a ndarray; a tensor is needed; torch.as_tensor makes one"),
-    ({"sinks": torch.zeros(3)}, r"sinks \(3,\): one for each of the 4 query heads"),
-    ({"sinks": torch.zeros(())}, r"sinks \(\): one for each"),
+    ({"sinks": torch.zeros(3)}, r"sinks \(3,\).* 4 query heads"),
+    ({"sinks": torch.zeros(1)}, r"sinks \(1,\).* 4 query heads"),
+    ({"sinks": torch.zeros(())}, r"sinks \(\).* 4 query heads"),
+    ({"sinks": torch.zeros(4, 3)}, r"sinks \(4, 3\).* 4 query heads"),
+    ({"sinks": torch.zeros(4, 1)}, r"sinks \(4, 1\).* 4 query heads"),
+    ({"sinks": torch.zeros(2, N, 4)}, r"sinks \(2, 8, 4\).* 4 query heads"),
     ({"sinks": torch.zeros(4, dtype=torch.long)}, "sinks are torch.int64 on cpu; floating-point numbers"),
+    ({"sinks": torch.zeros(2, 4, dtype=torch.long)}, "sinks are torch.int64 on cpu; floating-point numbers"),
     ({"kernel": "abacus"}, "no kernel 'abacus'; known: cpu_flash"),
     ({"kernel": 5}, "kernel=5 is no kernel, nor a name: cpu_flash"),
     ({"kernel": True}, "kernel=True is no kernel"),

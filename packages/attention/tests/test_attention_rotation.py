@@ -7,21 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention import AttentionMask
+from armillary.attention import AttentionMask, Ring, TokenRing
 from armillary.attention.call.spec import AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
-from armillary.attention.rotation.topology import Moving, RingTopology
-from armillary.core import Axis, SequenceLayout
+from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.core import Axis, SequenceLayout, start_exchange
+from armillary.core.fake_world import fake_world
 from armillary.core.token_ranges import TokenRanges
 
 
 def ring(
-    place: int, moving: Moving, spec: AttentionSpec, ranks: int = 4, topology: RingTopology | None = None
+    place: int, side: RotatingSide, spec: AttentionSpec, ranks: int = 4, topology: RingTopology | None = None
 ) -> Rotation:
     """As the rank at `place` of a topology sees it, by default of all ranks in order."""
-    topology = topology or RingTopology.of_all(ranks, moving)
+    topology = topology or RingTopology.of_all(ranks, side)
     axis = Axis("ring", topology.ranks[place], ranks, None, None)  # type: ignore[arg-type] - nothing is sent
     return Rotation.of(axis, axis, topology, spec.grid)
 
@@ -51,14 +52,40 @@ MASKS = st.builds(
 )
 
 
+def blocks(buffers: list[torch.Tensor]) -> int:
+    """Blocks of memory that some tensors, all of them alive, lie in."""
+    return len({x.untyped_storage().data_ptr() for x in buffers})
+
+
+@pytest.mark.parametrize(("name", "direct"), [("ring", 0), ("ring, queries", 0), ("token_ring", 1)])
+def test_a_ring_receives_into_the_same_memory_again(monkeypatch, name, direct):
+    """Into two blocks what goes round; into one each what comes straight back, or its sums and those of the rank."""
+    rotated, returned = list[torch.Tensor](), list[torch.Tensor]()
+    for module, buffers in (("rotate", rotated), ("returns", returned)):
+
+        def start(axis, send, receive, buffers=buffers):
+            buffers.extend(flat.buffer for flat in receive.values())
+            return start_exchange(axis, send, receive)
+
+        monkeypatch.setattr(f"armillary.attention.rotation.{module}.start_exchange", start)
+    with fake_world(0, ring=8) as mesh:
+        method = TokenRing(mesh["ring"]) if direct else Ring(mesh["ring"], "queries" if "queries" in name else "keys")
+        q, k, v = (torch.zeros(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+        out = method(q, k, v, mask=AttentionMask(causal=False), layout=method.layout(128))
+        assert (len(rotated), blocks(rotated), blocks(returned)) == (7, 2, direct)
+        out.sum().backward()
+        assert (len(rotated), blocks(rotated[7:])) == (14, 2)
+        assert blocks(returned[7 * direct :]) == (1 if direct else 3)
+
+
 def last_seen(spec: AttentionSpec, topology: RingTopology, origin: int) -> list[int]:
     """For every token of the rotating shard from `origin`: how many steps on the last rank is that sees it."""
-    layouts = (spec.layout, spec.key_layout) if topology.moving == "keys" else (spec.key_layout, spec.layout)
-    own, last = layouts[1].positions(topology.rotating[origin]), []
+    layouts = (spec.layout, spec.key_layout) if topology.rotating_side == "keys" else (spec.key_layout, spec.layout)
+    own, last = layouts[1].positions(topology.rotating_shards[origin]), []
     for step in range(len(topology.ranks)):
-        stays = layouts[0].positions(topology.stationary[(origin + step) % len(topology.ranks)])
-        pair = (stays, own) if topology.moving == "keys" else (own, stays)
-        seen = visible_pairs(spec.mask, *pair, batch=2).any(0).any(0 if topology.moving == "keys" else 1)
+        stays = layouts[0].positions(topology.stationary_shards[(origin + step) % len(topology.ranks)])
+        pair = (stays, own) if topology.rotating_side == "keys" else (own, stays)
+        seen = visible_pairs(spec.mask, *pair, batch=2).any(0).any(0 if topology.rotating_side == "keys" else 1)
         last = [step if sees else before for sees, before in zip(seen, last or [0] * len(own), strict=True)]
     return last
 
@@ -73,7 +100,7 @@ def test_every_token_goes_as_far_as_it_is_seen_and_no_further(data, mask, ranks,
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
     given = RingTopology.of_all(ranks, moving)
     hops = [sum(sum(last_seen(spec, way, origin)) for origin in range(ranks)) for way in (given, given.opposite)]
-    topology = given.shorter_way(spec.grid)
+    topology = given.cheaper_direction(spec.grid)
     assert topology == (given.opposite if hops[1] < hops[0] else given)
     assert topology.tokens_sent(spec.grid) == min(hops)
     assert [way.tokens_sent(spec.grid) for way in (given, given.opposite)] == hops
@@ -82,12 +109,14 @@ def test_every_token_goes_as_far_as_it_is_seen_and_no_further(data, mask, ranks,
         rotation = ring(place, moving, spec, ranks, topology)
         for step in rotation.steps:
             held = last[rotation.origin(step.step)]
-            assert tokens(step.held) == [token for token, steps in enumerate(held) if steps >= step.step]
-            leaving, ending = ([tokens(step.held)[i] for i in tokens(some)] for some in (step.leaving, step.ending))
+            assert tokens(step.token_ranges) == [token for token, steps in enumerate(held) if steps >= step.step]
+            leaving, ending = (
+                [tokens(step.token_ranges)[i] for i in tokens(some)] for some in (step.next_tokens, step.final_tokens)
+            )
             assert leaving == [token for token, steps in enumerate(held) if steps > step.step]
             assert ending == [token for token, steps in enumerate(held) if steps == step.step]
-            assert step.coming == sum(steps > step.step for steps in last[rotation.origin(step.step + 1)])
-            assert tokens(step.returning) == [i for i, steps in enumerate(last[place]) if steps == step.step]
+            assert step.received_count == sum(steps > step.step for steps in last[rotation.origin(step.step + 1)])
+            assert tokens(step.returned_tokens) == [i for i, steps in enumerate(last[place]) if steps == step.step]
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
@@ -96,15 +125,15 @@ def test_kernels_are_handed_what_they_see_of_what_is_at_hand(data, mask, ranks, 
     """Every visible pair once, wherever its tokens are packed."""
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
     rotation = ring(data.draw(st.integers(0, ranks - 1)), moving, spec, ranks)
-    for step, direct in zip(rotation.steps, rotation.direct, strict=True):
-        assert [tokens(step.held)[i] for i in tokens(direct.packed)] == tokens(direct.seen)
-        for held in (step.held, direct.seen):
+    for step, direct in zip(rotation.steps, rotation.direct_steps, strict=True):
+        assert [tokens(step.token_ranges)[i] for i in tokens(direct.packed_tokens)] == tokens(direct.visible_tokens)
+        for held in (step.token_ranges, direct.visible_tokens):
             sides = (None, held) if moving == "keys" else (held, None)
-            chosen = zip((spec.layout, spec.key_layout), (step.query, step.key), sides, strict=True)
+            chosen = zip((spec.layout, spec.key_layout), (step.query_shard, step.key_shard), sides, strict=True)
             q, k = (layout.positions(n)[slice(None) if some is None else tokens(some)] for layout, n, some in chosen)
             visible = visible_pairs(mask, q, k, batch=2).expand(2, -1, -1).long()
             count = torch.zeros_like(visible)
-            for rows, columns, (low, high) in spec.block(step.query, step.key, *sides).calls:
+            for rows, columns, (low, high) in spec.block(step.query_shard, step.key_shard, *sides).calls:
                 part = count[rows.rows, rows.tokens, columns.tokens]
                 apart = torch.arange(part.shape[2])[None, :] - torch.arange(part.shape[1])[:, None]
                 part += (apart >= (-99 if low is None else low)) & (apart <= (99 if high is None else high))
@@ -137,12 +166,12 @@ def test_what_lies_between_tokens_that_are_seen_stays_behind():
     assert rotation.topology == RingTopology.of_all(4, "keys")
     whole, middle, ends = (range(16),), (range(4, 12),), (range(4), range(12, 16))
     reach = rotation.topology.reach(spec.grid)[1]
-    assert [reach.needed(step).runs for step in range(5)] == [whole, whole, whole, ends, ()]
-    assert [reach.ending(step).runs for step in range(4)] == [(), (), middle, ends]
+    assert [reach.tokens_at(step).runs for step in range(5)] == [whole, whole, whole, ends, ()]
+    assert [reach.final_tokens_at(step).runs for step in range(4)] == [(), (), middle, ends]
     assert reach.counts == (16, 16, 16, 8, 0)
-    assert [step.returning.runs for step in rotation.steps] == [(), (), middle, ends]
+    assert [step.returned_tokens.runs for step in rotation.steps] == [(), (), middle, ends]
     last = ring(0, "keys", spec).steps[3]
-    assert (last.held.runs, last.leaving.runs, last.ending.runs) == (ends, (), (range(8),))
-    assert last.held.index(13) == 5
-    seen = ring(0, "queries", spec).direct[3]
-    assert (seen.seen.runs, seen.packed.runs) == (ends, (range(8),))
+    assert (last.token_ranges.runs, last.next_tokens.runs, last.final_tokens.runs) == (ends, (), (range(8),))
+    assert last.token_ranges.index(13) == 5
+    seen = ring(0, "queries", spec).direct_steps[3]
+    assert (seen.visible_tokens.runs, seen.packed_tokens.runs) == (ends, (range(8),))

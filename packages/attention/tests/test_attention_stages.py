@@ -6,13 +6,11 @@ from hypothesis import strategies as st
 
 from armillary.attention.call.sources import head_slices, select_heads, write_heads
 from armillary.attention.call.spec import key_heads_of
-from armillary.attention.methods.head_axis import split_heads
-from armillary.attention.methods.stages import Share, Stage, stages
+from armillary.attention.methods.stages import RankHeads, Stage, stages_of
 
 
 def plan(heads: int, key_heads: int, ranks: int, at_once: int) -> tuple[Stage, ...]:
-    mapping = key_heads_of(heads, key_heads)
-    return stages(mapping, split_heads(mapping, ranks).queries, ranks * at_once)
+    return stages_of(key_heads_of(heads, key_heads), ranks, ranks * at_once)
 
 
 @st.composite
@@ -29,8 +27,8 @@ def test_every_query_head_attends_once_beside_its_own_key_head(chosen):
     found = plan(*chosen)
     mapping = key_heads_of(heads, key_heads)
     assert sorted(head for stage in found for head in stage.queries) == list(range(heads))
-    assert all(len(share.queries) <= at_once for stage in found for share in stage.shares)
-    for share in (share for stage in found for share in stage.shares):
+    assert all(len(share.queries) <= at_once for stage in found for share in stage.by_rank)
+    for share in (share for stage in found for share in stage.by_rank):
         keys = [mapping[head] for head in share.queries]
         assert set(keys) <= set(share.keys) and keys == sorted(keys)  # grouped by key head, as kernels want them
 
@@ -40,10 +38,10 @@ def test_every_query_head_attends_once_beside_its_own_key_head(chosen):
 def test_keys_arrive_once_for_each_round_and_leave_after_it(chosen):
     for rank in range(chosen[2]):
         on_hand: tuple[int, ...] = ()
-        for share in (stage.shares[rank] for stage in plan(*chosen) if stage.shares[rank] != Share()):
-            assert share.first == (on_hand == ())
-            on_hand = () if share.last else share.keys
-            assert share.first or share.last or on_hand == share.keys
+        for share in (stage.by_rank[rank] for stage in plan(*chosen) if stage.by_rank[rank] != RankHeads()):
+            assert share.starts_round == (on_hand == ())
+            on_hand = () if share.ends_round else share.keys
+            assert share.starts_round or share.ends_round or on_hand == share.keys
         assert on_hand == ()
 
 
@@ -51,8 +49,8 @@ def test_keys_arrive_once_for_each_round_and_leave_after_it(chosen):
 @settings(max_examples=300)
 def test_travelling_keys_are_each_ranks_own(chosen):
     for stage in plan(*chosen):
-        for keys, flag in ((stage.arriving, "first"), (stage.leaving, "last")):
-            for share, part in zip(stage.shares, keys.ranges, strict=True):
+        for keys, flag in ((stage.received_keys, "starts_round"), (stage.returned_keys, "ends_round")):
+            for share, part in zip(stage.by_rank, keys.ranges, strict=True):
                 assert keys.heads[part.start : part.stop] == (share.keys if getattr(share, flag) else ())
 
 
@@ -60,15 +58,15 @@ def test_llama_3_8b_on_eight_ranks():
     """One round: all 8 key heads come in with query head 4 k of each group, then come 4 k + 1, 4 k + 2, 4 k + 3."""
     found = plan(32, 8, 8, 1)
     assert [stage.queries for stage in found] == [tuple(range(turn, 32, 4)) for turn in range(4)]
-    assert [stage.arriving.heads for stage in found] == [tuple(range(8)), (), (), ()]
-    assert [stage.leaving.heads for stage in found] == [(), (), (), tuple(range(8))]
+    assert [stage.received_keys.heads for stage in found] == [tuple(range(8)), (), (), ()]
+    assert [stage.returned_keys.heads for stage in found] == [(), (), (), tuple(range(8))]
 
 
 def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
     found = plan(8, 2, 4, 1)  # a stage has 4 query heads, one for each rank, and there are 2 key heads
     assert [stage.queries for stage in found] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert [[share.keys for share in stage.shares] for stage in found] == [[(0,), (0,), (1,), (1,)]] * 2
-    assert [stage.arriving.shared for stage in found] == [True, False]
+    assert [[share.keys for share in stage.by_rank] for stage in found] == [[(0,), (0,), (1,), (1,)]] * 2
+    assert [stage.received_keys.shared for stage in found] == [True, False]
 
 
 @given(st.lists(st.integers(0, 12), unique=True, max_size=9))
@@ -78,7 +76,5 @@ def test_heads_are_slices_in_their_order(heads):
     parts = torch.rand(1, 1, len(heads), 1).split(2, 2)
     write_heads(x, heads, parts)
     assert torch.equal(select_heads(x, heads), torch.cat(parts, 2))
-    assert len(head_slices(tuple(range(3, 13, 2)))) == 1 and head_slices((0, 1, 8, 9)) == (
-        slice(0, 2, 1),
-        slice(8, 10, 1),
-    )
+    assert len(head_slices(tuple(range(3, 13, 2)))) == 1
+    assert head_slices((0, 1, 8, 9)) == (slice(0, 2, 1), slice(8, 10, 1))

@@ -9,20 +9,22 @@ WORLDS = [(1, 1), (4, 1), (4, 2), (8, 2), (16, 2), (16, 4), (12, 2), (18, 3), (6
 
 @pytest.mark.parametrize("placement", ["collect_intra", "p2p_intra"])
 @pytest.mark.parametrize(("ranks", "team"), WORLDS)
-def test_seats_and_keepers(ranks, team, placement):
+def test_seats_and_targets(ranks, team, placement):
     teams = Teams(ranks, team, placement)
     seats = [teams.seat(rank) for rank in range(ranks)]
     assert sorted(seats) == [(t, a) for t in range(ranks // team) for a in range(team)]
     assert [teams.rank(*seat) for seat in seats] == list(range(ranks))
-    keepers = [teams.keeper(*seat) for seat in seats]
-    assert sorted(keepers) == list(range(ranks))  # everybody keeps one team's keys
-    for seat, keeper in zip(seats, keepers, strict=True):
-        assert teams.kept(*teams.seat(keeper)) == seat
+    targets = [teams.key_target(*seat) for seat in seats]
+    assert sorted(targets) == list(range(ranks))  # every rank is sent the keys of one team
+    for seat, target in zip(seats, targets, strict=True):
+        assert teams.key_source(*teams.seat(target)) == seat
     # Together, the members of a team see all teams: those that the rings of its members start from.
     for t in range(ranks // team):
-        group = t // teams.ring
-        kept = [teams.kept(group * teams.ring + j, b)[0] for j in range(teams.ring) for b in range(team)]
-        assert sorted(kept) == list(range(ranks // team))
+        group = t // teams.ring_size
+        sources = [
+            teams.key_source(group * teams.ring_size + j, b)[0] for j in range(teams.ring_size) for b in range(team)
+        ]
+        assert sorted(sources) == list(range(ranks // team))
 
 
 def test_neighbours_are_team_mates_or_ring_mates():

@@ -35,7 +35,11 @@ def model(implementation: str, family: str = "MistralForCausalLM", **options):
     torch.manual_seed(0)
     made = getattr(transformers, family)
     given = {"sliding_window": 9, **options, "attn_implementation": implementation}
-    return made(made.config_class(**SIZES, **HEADS, **given)).double()
+    built = made(made.config_class(**SIZES, **HEADS, **given)).double()
+    with torch.no_grad():
+        for parameter in built.parameters():  # biases of keys, whose gradient is 0, would else be relative to 0
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return built
 
 
 def rows(count: int, seed: int = 1):
@@ -71,8 +75,8 @@ def arguments(folder, **changes):
     return transformers.TrainingArguments(str(folder), **given | changes)
 
 
-def trainer(kind: type, implementation: str, folder, collator=padded, data=None, **changes):
-    built = model(implementation)
+def trainer(kind: type, implementation: str, folder, collator=padded, data=None, family=None, **changes):
+    built = model(implementation, **family or {})
     return kind(built, arguments(folder, **changes), collator, data or rows(14), eval_dataset=rows(4, seed=2))
 
 
@@ -93,7 +97,10 @@ def trained(kind: type, implementation: str, folder, resume: int = 0, **changes)
 
 SHORT = {"max_steps": 2, "eval_steps": 2, "save_strategy": "no"}
 SHORTER = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+ROBERTA = {"family": "RobertaForCausalLM", "is_decoder": True, "hidden_dropout_prob": 0.0}
+ROBERTA |= {"attention_probs_dropout_prob": 0.0}
 VARIANTS = {
+    "position ids from padding_idx": {"family": ROBERTA, "optim": "sgd"},  # AdamW would magnify a gradient of 0
     "packed": {"collator": packed, "include_num_input_tokens_seen": "all"},
     "smoothed": {"label_smoothing_factor": 0.1},
 }
@@ -279,6 +286,13 @@ def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, said):
     shifted = None if labels is None else torch.tensor([labels])
     with pytest.raises(ValueError, match=said):
         shard_batch(Local(), torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
+
+
+def test_boundaries_alone_leave_position_ids_counting_from_padding_idx():
+    ids, ends = torch.arange(5, 17)[None], torch.tensor([0, 7, 12])
+    batch, own = shard_inputs(Local(), {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}, padding_idx=3)
+    assert batch.documents == (0, 7, 12)
+    assert own["position_ids"].tolist() == [list(range(4, 16))]
 
 
 def test_packed_rows_with_a_mask_are_refused_as_transformers_would_join_them():

@@ -1,5 +1,6 @@
 """Unmodified transformers models on shards: logits and parameter gradients of the whole sequence on one rank."""
 
+import math
 from functools import partial
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +34,10 @@ MODELS = {
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "qwen3": ("Qwen3", {}),
     "gpt-bigcode, position ids for masks alone": ("GPTBigCode", {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
+    "qwen2-moe, a window of 0 that no layer has": (
+        "Qwen2Moe",
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16} | IN_FLOAT64,
+    ),
     "gemma2": ("Gemma2", {"sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"sliding_window": 7, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
     "gpt-oss": (
@@ -122,6 +128,26 @@ def on_one_rank(name: str, documents):
     logits = torch.cat(logits)
     logits.backward(dout)
     return logits.detach(), [p.grad for p in built.parameters()]
+
+
+def test_a_layer_may_have_several_sinks_a_head():
+    """Two of them weigh as much as the one whose logarithm they split."""
+    register_transformers(Local())
+    ids, dout = tokens()
+    results = []
+    for several in (False, True):
+        built = model("gpt-oss", "armillary")
+        for layer in built.model.layers if several else ():
+            sinks = layer.self_attn.sinks.detach()
+            layer.self_attn.sinks = nn.Parameter(torch.stack([sinks + math.log(0.3), sinks + math.log(0.7)]))
+        with sequence(layout=Local().layout(LENGTH)), InFloat64():
+            logits = built(ids, use_cache=False).logits
+        logits.backward(dout)
+        shares = [layer.self_attn.sinks.grad for layer in built.model.layers]
+        results.append((logits.detach(), torch.stack(shares)))
+    (logits, gradient), (same, shares) = results
+    assert relative_error(same, logits) < 1e-12
+    assert relative_error(shares, gradient[:, None] * torch.tensor([0.3, 0.7], dtype=torch.float64)[:, None]) < 1e-10
 
 
 def each_on_a_shard(todo: list[tuple]):
@@ -428,6 +454,8 @@ def refusal(wrong: str) -> str:
             given["output_attentions"] = True
         case "bias":
             given["position_bias"] = torch.zeros(1)
+        case "window without keys":
+            built = model("mistral, one token", "armillary", sliding_window=0)
         case "not causal":
             built.model.layers[0].self_attn.is_causal = False
         case _:
@@ -459,6 +487,7 @@ REFUSED = {
     "dropout": "attention_dropout=0",
     "weights": "output_attentions",
     "bias": "position_bias",
+    "window without keys": "sliding_window=0",
     "not causal": "is bidirectional, but its mask is causal",
 }
 

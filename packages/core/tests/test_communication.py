@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import time
+import weakref
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from armillary.core import AXES, Axis, CommLedger, FlatBuffer, SequenceLayout, build_mesh, start_exchange
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
 from armillary.core.collectives.collective import pack
+from armillary.core.collectives.exchange import ReceiveBuffers
 from armillary.core.collectives.merge import merge_
 from armillary.core.testing import World, mesh
 
@@ -75,6 +77,44 @@ def test_merge_of_what_one_or_both_have_not_seen():
             expected = 0.5 + torch.tensor([float(len(some))]).log() if some else nothing[1]
             assert torch.equal(out, seen[0] if some else nothing[0])
             torch.testing.assert_close(lse, expected)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("in_use", [(True,) * 7, (False,) * 7, (False, True, True, False, False, True, True)])
+def test_buffers_of_a_repeated_exchange_use_two_blocks_again(dtypes, in_use):
+    tensors = [torch.zeros(2, 9, 3, dtype=dtype) for dtype in dtypes]
+    tokens = [4, 1, 0, 9, 2, 2, 0]
+    buffers, last, blocks = ReceiveBuffers(tensors, tokens), None, list[int]()
+    alive = []
+    for count, busy in zip(tokens, in_use, strict=True):
+        flat = buffers.take(busy)
+        assert (flat is None) == (count == 0)
+        if flat is not None:
+            assert [(x.shape, x.dtype) for x in flat.tensors] == [((2, count, 3), dtype) for dtype in dtypes]
+            assert flat.buffer.is_contiguous() and flat.tokens == count
+            assert all(x.is_contiguous() and x.data_ptr() % x.element_size() == 0 for x in flat.tensors)
+            block = flat.buffer.untyped_storage()
+            assert last is None or (block.data_ptr() != last) == busy
+            last = block.data_ptr()
+            alive.append(flat)  # so that no other block can have its address
+            blocks.append(last)
+            assert block.nbytes() == 9 * sum(6 * dtype.itemsize for dtype in dtypes) or len(set(blocks)) == 2
+    assert len(set(blocks)) == (2 if any(in_use) else 1)
+
+
+def test_blocks_of_a_repeated_exchange_go_with_its_last_buffers():
+    buffers = ReceiveBuffers([torch.zeros(1, 4, 2)], [4, 4, 4, 0])
+    first, second = (buffers.take(last_in_use=True) for _ in range(2))
+    blocks = [weakref.ref(flat.buffer.untyped_storage()) for flat in (first, second)]
+    del first, second
+    gc.collect()
+    assert [block() is None for block in blocks] == [False, False], "they will be used again"
+    last = buffers.take(last_in_use=True)
+    gc.collect()
+    assert [block() is None for block in blocks] == [False, True]
+    del last
+    gc.collect()
+    assert blocks[0]() is None and buffers.take(last_in_use=True) is None
 
 
 def twins_after_other_groups() -> bool:

@@ -211,6 +211,19 @@ def test_sums_are_taken_in_float32(worlds):
     assert worlds(4).run(sums_in_order) == [True] * 4
 
 
+def sums_of_a_few_columns() -> list[bool]:
+    """Whether columns have the bits that they have in a wider tensor, by `reduce_scatter` and by torch's `sum`."""
+    axis = Axis.of(mesh(ring=8)["ring"])
+    wholes = torch.stack([random(rank, 2, 24, 125).float() for rank in range(8)])
+    wide = start_reduce_scatter(wholes[axis.rank], axis, (3,) * 8).wait()
+    few = start_reduce_scatter(wholes[axis.rank, ..., :7].contiguous(), axis, (3,) * 8).wait()
+    return [torch.equal(few, wide[..., :7]), torch.equal(wholes[..., :7].contiguous().sum(0), wholes.sum(0)[..., :7])]
+
+
+def test_sums_have_the_same_bits_in_tensors_of_other_shapes(worlds):
+    assert worlds(8).run(sums_of_a_few_columns) == [[True, False]] * 8
+
+
 def parts_apart(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
     axis = Axis.of(mesh(ring=4)["ring"])
     wholes = [random(rank, *(3, sum(sizes), 2)[1 - dim :]) for rank in range(4)]

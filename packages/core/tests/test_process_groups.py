@@ -1,5 +1,8 @@
 """Which device a rank has, and how groups are started and connected, with stand-ins for CUDA and NCCL."""
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +57,7 @@ def test_nccl_alone_is_told_the_device_and_several_backends_are_not(gpus, monkey
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append((backend, options)))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
     gpus(8, 3)
     start_process_group("cuda", timedelta(seconds=5))
     start_process_group("cuda", host_too=True)
@@ -64,11 +68,33 @@ def test_nccl_alone_is_told_the_device_and_several_backends_are_not(gpus, monkey
     assert started[0][1]["timeout"] == timedelta(seconds=5)
 
 
+@pytest.mark.parametrize("how", [{"bind": False}, {"host_too": True}])
+def test_nccl_that_binds_itself_is_told_the_callers_device(gpus, monkeypatch, how):
+    started = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(options["device_id"]))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(compat, "nccl_binds_devices", lambda: True)
+    gpus(8, 3, chosen=5)
+    start_process_group("cuda", **how)
+    assert started == [torch.device("cuda", 5)]
+
+
+NCCL_KIND = "import sys; from armillary.core import compat; sys.exit(10 + compat.nccl_binds_devices())"
+
+
+@pytest.mark.parametrize(("wanted", "code"), [("0", 10), ("1", 11)])
+def test_which_nccl_torch_has_is_known(wanted, code):
+    if not hasattr(dist.distributed_c10d, "_create_nccl2_process_group"):
+        code = 10
+    environment = {**os.environ, "TORCH_DIST_USE_NCCL2": wanted}
+    assert subprocess.run([sys.executable, "-c", NCCL_KIND], env=environment, timeout=120).returncode == code
+
+
 def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
     reduced = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: reduced.append((x.device.type, group)))
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
-    monkeypatch.setattr(compat, "new_group", lambda ranks, name, timeout, above_others: Group(ranks))
+    monkeypatch.setattr(compat, "new_group", lambda ranks, name, timeout, like: Group(ranks))
     monkeypatch.setattr(dist, "barrier", None)
     axis = Axis("ring", 1, 3, Group([4, 5, 6]), None, "meta")  # type: ignore[arg-type] - nothing is sent
     copy, part = axis.duplicate(), axis.part([0, 1])
@@ -80,8 +106,8 @@ def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
 class Options:
     """Of NCCL's groups."""
 
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
+    def __init__(self, is_high_priority_stream: bool = False, max_ctas: int | None = None) -> None:
+        self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=max_ctas)
 
 
 @pytest.fixture
@@ -90,7 +116,9 @@ def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {"Options": Options}), raising=False)
 
 
-def test_axes_of_high_priority_have_groups_of_their_own_that_are(nccl, monkeypatch):
+@pytest.fixture
+def mesh_options(nccl, monkeypatch):
+    """What `init_device_mesh` is asked for besides sizes, on 8 ranks, where no mesh is made."""
     asked = []
 
     def made(device, sizes, mesh_dim_names, **options):
@@ -101,15 +129,51 @@ def test_axes_of_high_priority_have_groups_of_their_own_that_are(nccl, monkeypat
     monkeypatch.setattr(core_mesh, "world_size", lambda: 8)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: None)
+    monkeypatch.setattr(compat, "has_several_backends", lambda: False)
+    return asked
+
+
+def test_axes_of_high_priority_have_groups_of_their_own_that_are(mesh_options):
     minute = timedelta(minutes=1)
     build_mesh("cuda", ring=4, ulysses=2, timeout=minute, high_priority=["ring", "tp"])
     build_mesh("cuda", ulysses=8, high_priority=["ring"])
     build_mesh("cpu", ring=8, high_priority=["ring"])
-    ring = asked[0]["backend_override"]
+    ring = mesh_options[0]["backend_override"]
     assert [*ring] == ["ring"] and ring["ring"].is_high_priority_stream and ring["ring"]._timeout == minute
-    assert asked[1:] == [{"backend_override": None}] * 2
+    assert ring["ring"].config.max_ctas is None
+    assert mesh_options[1:] == [{"backend_override": None}] * 2
     with pytest.raises(ValueError, match="no axis 'sequence'; known: replicate, shard, ring, ulysses, tp"):
         build_mesh("cuda", ring=8, high_priority=["sequence"])
+
+
+def test_an_axis_of_all_ranks_can_have_its_own_communicator_of_few_thread_blocks(mesh_options):
+    build_mesh("cuda", ulysses=8, high_priority=["ring", "ulysses"], max_ctas=16)
+    (asked,) = mesh_options
+    assert {name: options.config.max_ctas for name, options in asked["backend_override"].items()} == {"ulysses": 16}
+    with pytest.raises(ValueError, match="max_ctas=0"):
+        build_mesh("cuda", ulysses=8, max_ctas=0)
+
+
+def test_options_of_nccl_do_not_reach_gloo(mesh_options, monkeypatch):
+    monkeypatch.setattr(compat, "has_several_backends", lambda: True)
+    build_mesh("cuda", ring=8, high_priority=["ring"])
+    backend, options = mesh_options[0]["backend_override"]["ring"]
+    assert backend == "nccl" and options.is_high_priority_stream
+
+
+def kinds_of_default_group() -> bool:
+    return compat.has_several_backends()
+
+
+def test_a_world_of_one_backend_has_not_several(worlds):
+    assert worlds(2).run(kinds_of_default_group) == [False] * 2
+
+
+def test_a_limit_of_thread_blocks_is_one_of_torchs_own_options():
+    if not dist.is_nccl_available():
+        pytest.skip("a torch without NCCL")
+    assert compat.high_priority(timedelta(minutes=1), 16).config.max_ctas == 16
+    assert compat.high_priority(timedelta(minutes=1)).config.max_ctas not in (0, 16)
 
 
 @pytest.mark.parametrize("above", [True, False])
@@ -122,7 +186,7 @@ def test_copies_of_an_axis_have_its_priority(nccl, monkeypatch, above):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(compat, "new_group", lambda *asked: made.append(asked) or group)
     Axis("ring", 0, 2, Weakable(group), None, "cuda").duplicate()  # type: ignore[arg-type] - nothing is sent
-    assert [asked[3] for asked in made] == [above]
+    assert [asked[3] for asked in made] == [backend.options if above else None]
 
 
 def with_priority() -> list[Any]:
@@ -133,15 +197,16 @@ def with_priority() -> list[Any]:
     kind = type("ProcessGroupNCCL", (), {"Options": Options})
     was, dist.ProcessGroupNCCL = getattr(dist, "ProcessGroupNCCL", None), kind
     try:
-        for above in (True, False):
-            compat.new_group([0, 1], f"priority {above}", timedelta(seconds=30), above)
+        for like in (Options(True, max_ctas=8), None):
+            compat.new_group([0, 1], f"priority {like is not None}", timedelta(seconds=30), like)
     finally:
         c10d._new_process_group_helper, dist.ProcessGroupNCCL = helper, was
-    return [None if options["backend_options"] is None else vars(options["backend_options"]) for options in asked]
+    found = [options["backend_options"] for options in asked]
+    return [None if one is None else vars(one) | {"config": one.config.max_ctas} for one in found]
 
 
 def test_torch_is_asked_for_the_priority_of_a_group(worlds):
-    high = {"is_high_priority_stream": True, "_timeout": timedelta(seconds=30)}
+    high = {"is_high_priority_stream": True, "_timeout": timedelta(seconds=30), "config": 8}
     assert worlds(2).run(with_priority) == [[high, None]] * 2
 
 

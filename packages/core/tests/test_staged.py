@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 
 from armillary.core import Axis, FlatBuffer, start_exchange
-from armillary.core.compat import host_timeout, is_high_priority
+from armillary.core.compat import host_timeout, priority_options
 from armillary.core.testing import World, mesh, relative_error
 
 RANKS = 4
@@ -153,7 +153,7 @@ def on_cuda() -> tuple[bool, Tensor]:
     """Whether an axis of a mesh of GPUs leaves waiting to the device, and is no other priority; and what it sends."""
     axis = Axis.of(mesh(ring=RANKS, device="cuda")["ring"])
     dist.all_gather_into_tensor(into := empty(RANKS), torch.ones(1) * axis.rank, group=axis.group)
-    return axis.timeout is None and axis.device == "cuda" and not is_high_priority(axis.group, "cuda"), into
+    return axis.timeout is None and axis.device == "cuda" and priority_options(axis.group, "cuda") is None, into
 
 
 def test_meshes_of_gpus_are_made_on_it(staged):

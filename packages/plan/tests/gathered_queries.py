@@ -1,22 +1,22 @@
-"""A method that is none of ours, as whoever adds one would write it: one file, and one line of the registry.
+"""A new method, as its author would write it: a class, a plan, which is optional, and a line of the registry.
 
-Every rank gathers all queries and attends with its own keys; partial results are merged on the ranks that the queries
-are from. All-gather of keys and values the other way round.
+Every rank gathers all queries and attends with its own keys; partial results are merged on the ranks that own the
+queries. All-gather of keys and values with the sides exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
-from armillary.attention.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import OnSequence
+from armillary.attention.planning.base import SequencePlan
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
+from armillary.attention.planning.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
@@ -38,12 +38,12 @@ class GatheredQueries(Method):
         self.shard = self.axis.rank
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        (every,) = self._gather([q], spec)
-        merged = Merge.of(every, v)
-        self._block(spec).forward(every, k, v, merged)
-        partial = merged.result()
-        del every, merged
-        out, lse = start_merge_scatter(*partial, self.axis, spec.layout.sizes).wait()
+        (all_q,) = self._gather([q], spec)
+        accumulator = Merge.of(all_q, v)
+        self._block(spec).forward(all_q, k, v, accumulator)
+        partial_result = accumulator.result()
+        del all_q, accumulator
+        out, lse = start_merge_scatter(*partial_result, self.axis, spec.layout.sizes).wait()
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,53 +54,46 @@ class GatheredQueries(Method):
         return start_reduce_scatter(dq.value(), self.axis, spec.layout.sizes).wait(), dk.result(), dv.result()
 
     def _gather(self, tensors: Sequence[Tensor], spec: AttentionSpec) -> list[Tensor]:
-        """Of all ranks, in the order of the shards."""
-        return [move.wait() for move in [start_all_gather(x, self.axis, spec.layout.sizes) for x in tensors]]
+        """Returns the tensors of all ranks, in the order of the shards."""
+        return [transfer.wait() for transfer in [start_all_gather(x, self.axis, spec.layout.sizes) for x in tensors]]
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:
-        """All queries, taken as one shard, against this rank's keys."""
-        together = spec.once("together", lambda: replace(spec, layout=spec.layout.coarsen(self.axis.size)))
-        return together.block(0, self.axis.rank)
+        """Returns the block of all queries, seen as one shard, and this rank's keys."""
+        gathered = spec.once("gathered", lambda: replace(spec, layout=spec.layout.coarsen(self.axis.size)))
+        return gathered.block(0, self.axis.rank)
 
 
-def comm_plan(work: AttentionShape) -> CommPlan:
-    """What `GatheredQueries` sends and computes over the shards of `work`."""
-    every, tokens = range(work.layout.shards), work.layout.sizes
+@dataclass(frozen=True)
+class GatheredQueriesPlan(SequencePlan):
+    """Plan of `GatheredQueries`: optional, for the planner and the bytes report."""
 
-    def gather(*sizes: int) -> Step:
-        return Step(tuple(all_gather([every], tokens, size) for size in sizes))
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        ranks, tokens = range(work.layout.shards), work.layout.sizes
 
-    def scatter(*sizes: int) -> Step:
-        return Step(tuple(reduce_scatter([every], tokens, size) for size in sizes))
+        def gather(*sizes: int) -> Step:
+            return Step(tuple(all_gather([ranks], tokens, size) for size in sizes))
 
-    heads, q, out, lse = len(work.key_heads), work.q * work.e, work.out * work.e, work.lse * work.a
-    attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for r in every) for s in every))
-    return CommPlan(
-        steps(gather(q), attend, scatter(out, lse)),
-        steps(gather(q, out, out, lse), attend, scatter(work.q * work.a)),
-    )
+        def scatter(*sizes: int) -> Step:
+            return Step(tuple(reduce_scatter([ranks], tokens, size) for size in sizes))
 
+        heads, q, out, lse = len(work.key_heads), work.q * work.e, work.out * work.e, work.lse * work.a
+        attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for r in ranks) for s in ranks))
+        return CommPlan(
+            steps(gather(q), attend, scatter(out, lse)),
+            steps(gather(q, out, out, lse), attend, scatter(work.q * work.a)),
+        )
 
-def forward_memory(x: Sizes, ranks: int) -> float:
-    """All queries, and of them out and lse, summed in float32; and those of the others' queries, with a copy."""
-    if ranks == 1:
-        return kernel_forward(x)
-    merged, part = x.w * x.q + x.lse, kernel_forward(x) + x.w * x.q + 3 * x.lse
-    return ranks * (x.q + merged) + (ranks - 1) * part
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        """All queries, their out and lse summed in float32, and those of the other ranks' queries with a copy."""
+        if ranks == 1:
+            return kernel_forward(x)
+        merged, part = x.w * x.q + x.lse, kernel_forward(x) + x.w * x.q + 3 * x.lse
+        return ranks * (x.q + merged) + (ranks - 1) * part
 
-
-def backward_memory(x: Sizes, ranks: int) -> float:
-    """All q, out, dout and lse, and dq in float32; and the kernel with the others' queries, or dk and dv in float32."""
-    if ranks == 1:
-        return kernel_backward(x)
-    others = kernel_backward(x, queries=ranks - 1, keys=0.5) + 2 * x.k
-    widening = (ranks - 1) * x.q + (2 + 2 * x.w) * x.k
-    return ranks * (x.rotating + x.w * x.q) + max(others, widening)
-
-
-REGISTERED = OnSequence(
-    build=lambda axis, _: GatheredQueries(axis),
-    comm_plan=lambda work, _: comm_plan(work),
-    forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
-    backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
-)
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        """All q, out, dout and lse, dq in float32; and the kernel on the other ranks' queries, or float32 dk and dv."""
+        if ranks == 1:
+            return kernel_backward(x)
+        others = kernel_backward(x, queries=ranks - 1, keys=0.5) + 2 * x.k
+        widening = (ranks - 1) * x.q + (2 + 2 * x.w) * x.k
+        return ranks * (x.rotating + x.w * x.q) + max(others, widening)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from armillary.attention import AttentionMask, UPipe, WallFacer
 from armillary.attention.call.spec import AttentionSpec, Saved, key_heads_of
 from armillary.attention.kernels import Scores
-from armillary.attention.memory import Sizes
+from armillary.attention.planning.memory import Sizes
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
@@ -97,8 +97,8 @@ def test_the_estimate_agrees_when_blocks_store_different_checkpoints(checkpointi
 )
 def test_formula_of_each_method(name, ranks, team, heads):
     choice, x = AttentionChoice(name, team=team), sizes(*heads)
-    method, options = choice.method.sequence, choice.method.options
-    said = method.forward_memory(x, ranks, options), method.backward_memory(x, ranks, options)
+    plan = choice.method.sequence_plan(ranks)
+    said = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
     assert said == pytest.approx(measured(choice, ranks, *heads), rel=0.04)
 
 
@@ -114,8 +114,8 @@ def test_packed_documents_need_no_more_than_the_formula():
     ends = (*range(0, 8 * TOKENS, 3000), 8 * TOKENS)
     choice = AttentionChoice("ring")
     found = measured(choice, 8, 32, 8, ends)
-    x, options = sizes(32, 8), choice.method.options
-    said = (choice.method.sequence.forward_memory(x, 8, options), choice.method.sequence.backward_memory(x, 8, options))
+    x, plan = sizes(32, 8), choice.method.sequence_plan(8)
+    said = plan.forward_memory(x, 8), plan.backward_memory(x, 8)
     assert all(0.7 * most < held < 1.03 * most for held, most in zip(found, said, strict=True))
 
 

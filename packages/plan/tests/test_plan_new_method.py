@@ -1,39 +1,59 @@
-"""A new method takes one file (`gathered_queries.py`) and one line in the registry, and works in every command."""
+"""A new method takes one file (`gathered_queries.py`) and one line in the registry, and works in every command.
+
+Commands that need a plan leave out a method without one, and refuse it where it is asked for.
+"""
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import gathered_queries
 import pytest
+import torch
+from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import measured, sizes
 
+from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.conformance import cases, check
 from armillary.attention.conformance.compositions import named
-from armillary.attention.registry import SEQUENCE_METHODS, names
+from armillary.attention.drawing.shares import walk_of
+from armillary.attention.planning.base import SequencePlan
+from armillary.attention.registry import SEQUENCE_METHODS, SequenceEntry, build_comm_plan, named_method, names
+from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
+from armillary.plan.comm_volume import BytesPlan, default_methods, show
 from armillary.plan.memory import Job, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.search.candidates import candidates
+from armillary.plan.search.report import heading
+from armillary.plan.search.search import SearchPlan, search
 from armillary.plan.tune import tuner
 from armillary.plan.tune.command import read_plan
 from armillary.plan.tune.measurements import TunerState
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.config.command import read_command
 
-NEW = "gather_q"
+NEW, UNPLANNED, COUNTED = "gather_q", "gather_q_unplanned", "gather_q_counted"
+PLANNED_LINE = {NEW: SequenceEntry(GatheredQueries, GatheredQueriesPlan)}
+UNPLANNED_LINE = {UNPLANNED: SequenceEntry(GatheredQueries)}
+
+
+class CountedPlan(SequencePlan):
+    """A communication plan without memory formulas."""
+
+    comm_plan = GatheredQueriesPlan.comm_plan
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """With one more line in the registry."""
-    with patch.dict(SEQUENCE_METHODS, {NEW: gathered_queries.REGISTERED}):
+    with patch.dict(SEQUENCE_METHODS, PLANNED_LINE):
         yield
 
 
@@ -95,8 +115,10 @@ def test_bytes_equal_its_communication_plan(capsys):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_formula_of_its_memory(ranks, heads):
     x, method = sizes(*heads), AttentionChoice(NEW).method
-    said = [f(x, ranks, method.options) for f in (method.sequence.forward_memory, method.sequence.backward_memory)]
-    assert said == pytest.approx(measured(AttentionChoice(NEW), ranks, *heads), rel=0.04)
+    plan = method.sequence_plan(ranks)
+    assert [plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)] == pytest.approx(
+        measured(AttentionChoice(NEW), ranks, *heads), rel=0.04
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,6 +174,79 @@ def test_the_search_includes_it(capsys):
 def test_memory_of_its_step(command, capsys):
     found = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
     assert found["memory"]["device"] > 0
+
+
+# -- without a plan ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unplanned():
+    """Two more lines in the registry: a method without a plan, and one without memory formulas."""
+    with patch.dict(SEQUENCE_METHODS, UNPLANNED_LINE | {COUNTED: SequenceEntry(GatheredQueries, CountedPlan)}):
+        yield
+
+
+def conform_without_plan() -> None:
+    """Values and gradients need no plan."""
+    with patch.dict(SEQUENCE_METHODS, UNPLANNED_LINE):
+        (axes,) = named(f"ulysses+{UNPLANNED}").meshes(4)
+        attend = named(f"ulysses+{UNPLANNED}").build(mesh(**axes))
+        check(attend, cases(brief=0)[0])
+
+
+def test_conformance_without_a_plan(worlds):
+    worlds(4).run(conform_without_plan)
+
+
+@pytest.mark.parametrize("name", [UNPLANNED, f"ulysses+{UNPLANNED}", f"upipe+{UNPLANNED}"])
+def test_its_communication_plan_is_refused_by_name(unplanned, name):
+    work = AttentionShape.of(
+        SequenceLayout.zigzag(64, 4), AttentionMask(), heads=8, kv_heads=8, head_dim=8, dtype=torch.bfloat16
+    )
+    with pytest.raises(ValueError, match=rf"{re.escape(repr(name))}.* comm_plan"):
+        build_comm_plan(name, work, 4, 1 if name == UNPLANNED else 2)
+    assert named_method(name).missing("comm_plan", "backward_memory") == ("comm_plan", "backward_memory")
+    assert named_method(NEW).missing("comm_plan", "backward_memory") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "function"),
+    [
+        (UNPLANNED, ("bytes", "--ranks", "4", "--tokens", "4Ki", "--heads", "4", "--attention"), "comm_plan"),
+        (UNPLANNED, ("--cluster", "8xh100", "--tokens", "64Ki", "--attention"), "comm_plan"),
+        (COUNTED, ("--cluster", "8xh100", "--tokens", "64Ki", "--attention"), "forward_memory"),
+        (COUNTED, ("memory", "--model", "debug", "--tokens", "8Ki", "--attention"), "forward_memory"),
+    ],
+)
+def test_commands_asked_for_it_name_it_and_the_missing_function(unplanned, capsys, name, command, function):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, name])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2
+    assert repr(name) in line and f" {function}" in line
+
+
+def test_the_search_leaves_it_out_and_says_so(unplanned):
+    result = search(SearchPlan(cluster="8xh100", tokens="64Ki"))
+    names_of_choices = {choice.candidate.attention.name for choice in result.choices}
+    assert NEW in names_of_choices and not {UNPLANNED, COUNTED} & names_of_choices
+    lines = {name: [line for line in heading(result) if f" {name} " in line] for name in (NEW, UNPLANNED, COUNTED)}
+    assert not lines[NEW]
+    assert all(part in lines[UNPLANNED][0] for part in ("comm_plan", "forward_memory", "backward_memory"))
+    assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
+
+
+def test_the_bytes_report_leaves_it_out_and_says_so(unplanned, capsys):
+    plan = BytesPlan(ranks=4)
+    assert {NEW, COUNTED} <= set(default_methods(plan)) and UNPLANNED not in default_methods(plan)
+    show(plan, [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if f" {UNPLANNED} " in line]
+    assert lines and all("comm_plan" in line for line in lines)
+
+
+def test_its_picture_is_refused_by_name(unplanned):
+    with pytest.raises(ValueError, match=rf"'{UNPLANNED}'.* walk"):
+        walk_of(SequenceLayout.zigzag(64, 4), UNPLANNED)
 
 
 # -- the tuner --------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.comm_plan import AttentionShape, Kind, Move, Step
-from armillary.attention.methods import ring, ulysses
+from armillary.attention.planning.comm_plan import AttentionShape, Kind, Move, Step
+from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.core.network import Send
 from armillary.core.testing.examples import commands_in
@@ -20,7 +21,7 @@ from armillary.models.activation_checkpoint.keeping import segments
 from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
 from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, all_gather_seconds, plan_seconds
-from armillary.plan.comm_time.step_time import step_time
+from armillary.plan.comm_time.step_time import Passes, step_time
 from armillary.plan.dry_run import read_plan
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, Estimate
@@ -50,7 +51,7 @@ def usp_forward(cluster: Cluster, length: int, split: int) -> float:
         work = AttentionShape.of(
             layout, AttentionMask(causal), heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16
         )
-        return ulysses.comm_plan(work, split, ring.comm_plan).forward
+        return UlyssesPlan().comm_plan(work, split, RingPlan().comm_plan).forward
 
     sent, seen = steps(causal=False), steps(causal=True)
     device = cluster.accelerator
@@ -119,6 +120,46 @@ def test_a_step_takes_the_longer_of_computation_and_transfer():
     assert found.exposed == pytest.approx(1.5, rel=1e-2) and found.overhead == pytest.approx(3e-3)
     assert found.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, and has more to do then
     assert Span(1, 2, 3, 4) + Span(1, 1, 1, 1) == Span(2, 3, 4, 5)
+
+
+def test_moves_of_a_kernel_on_all_multiprocessors_start_after_it():
+    gigabyte = moved("p2p", (0, 1))
+    steps = [Step((gigabyte,), (3, 1)), Step((gigabyte,)), Step((), (1, 2), (gigabyte,)), Step((), (1, 1))]
+    cluster = replace(PLAIN, accelerator=replace(PLAIN.accelerator, step=0.0))
+    span = plan_seconds(steps, cluster, seconds_per_pair=0.5, copies=8, overlap=False)
+    # Leaving transfers still overlap with the next step.
+    assert span.seconds == pytest.approx(1.5 + 1 + 1 + 1 + 1, rel=1e-2)
+    assert plan_seconds(steps, cluster, 0.5, 8).seconds == pytest.approx(1.5 + 1 + 1 + 1, rel=1e-2)
+
+
+def flash_3(margin: int | None, ring: int = 8, kernel: str = "flash_attn_3") -> Passes:
+    candidate = Candidate(Mesh(1, ring, 8 // ring), AttentionChoice("usp"))
+    model, cluster = model_of("llama3-8b", 131072), Cluster.named("8xh100")
+    return passes_of(candidate, model, cluster, 131072, 1, kernel, margin)
+
+
+def test_the_overlap_of_flash_attention_3_follows_its_margin():
+    none, some, default = flash_3(0), flash_3(16), flash_3(None)
+    assert (none.overlap, some.overlap) == (False, True) and default == some
+    assert none.forward.exposed == pytest.approx(none.forward.exchange)
+    assert some.forward.exposed < 0.2 * some.forward.exchange
+    assert some.forward.compute == pytest.approx(none.forward.compute / (1 - 16 / 132))
+    assert some.backward == none.backward  # its blocks end one by one, and NCCL's get in between
+    assert flash_3(None, ring=1) == flash_3(0, ring=1)
+    assert flash_3(0, kernel="cudnn").overlap
+
+
+def test_attention_without_overlap_hides_no_parameters():
+    candidate = Candidate(Mesh(1, 8, 1), AttentionChoice("ring"))
+    model, cluster = model_of("llama3-8b", 131072), Cluster.named("8xh100-ethernet")
+    slow = replace(cluster, within=replace(cluster.within, bandwidth=1e9))
+    for policy in (Checkpointing("layer"), Checkpointing("none")):
+        job = Job(
+            model=model, axes=candidate.mesh.axes, attention=candidate.attention, length=131072, checkpointing=policy
+        )
+        passes = passes_of(candidate, model, cluster, 131072, 1, "flash_attn_3", 16)
+        hidden, bare = (step_time(job, replace(passes, overlap=overlap), slow).parameters for overlap in (True, False))
+        assert bare > hidden
 
 
 def test_leaving_transfers_overlap_with_the_next_step():

@@ -1,6 +1,7 @@
 """What a run asks of CUDA and NCCL, recorded where torch would be asked; and that a dry run tells it."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -15,20 +16,24 @@ from armillary.train import Config, DataConfig, OptimizerConfig, ParallelConfig,
 from armillary.train.cli import main
 from armillary.train.config import CudaConfig
 from armillary.train.config.check import check
-from armillary.train.cuda_setup import cuda_setup
+from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
 
 CONFIGS = {
     "by default": (
         Config(),
-        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), ("ring",)],
+        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), (("ring", "ulysses"), None)],
     ),
     "nothing": (
         Config(cuda=CudaConfig(expandable_segments=False, bind_device=False, high_priority=False)),
-        [(None, "nccl"), ()],
+        [(None, "nccl"), ((), None)],
+    ),
+    "few thread blocks": (
+        Config(cuda=CudaConfig(max_ctas=8)),
+        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), (("ring", "ulysses"), 8)],
     ),
     "with the host's tensors": (
         Config(optimizer=OptimizerConfig(cpu_offload=True)),
-        ["expandable_segments:True", (None, "cpu:gloo,cuda:nccl"), ("ring",)],
+        ["expandable_segments:True", (None, "cpu:gloo,cuda:nccl"), (("ring", "ulysses"), None)],
     ),
 }
 
@@ -49,14 +54,16 @@ def torch_asked(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, found)
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv(CONNECTIONS, "")  # so that what a run sets is undone
     for name in ("WORLD_SIZE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
     monkeypatch.setattr(compat, "set_allocator", asked.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **_: asked.append((device_id, backend)))
     monkeypatch.setattr(build, "check_consistent", lambda *_: None)
 
-    def mesh(*_, high_priority, **__):
-        asked.append(high_priority)
+    def mesh(*_, high_priority, max_ctas, **__):
+        asked.append((high_priority, max_ctas))
         raise Enough
 
     monkeypatch.setattr(build, "build_mesh", mesh)
@@ -71,6 +78,17 @@ def test_torch_is_asked_before_anything_is_allocated(torch_asked, name):
     assert torch_asked == expected and device == torch.device("cuda", 3)
 
 
+@pytest.mark.parametrize(("before", "asked", "queues"), [("", 32, "32"), ("", 4, "4"), ("8", 32, "8")])
+def test_the_gpu_has_its_work_queues_before_cuda_starts(torch_asked, monkeypatch, before, asked, queues):
+    monkeypatch.setenv(CONNECTIONS, before)
+    seen = []
+    choose = build.choose_device
+    monkeypatch.setattr(build, "choose_device", lambda config: seen.append(os.environ[CONNECTIONS]) or choose(config))
+    with pytest.raises(Enough), build.process_group(Config(cuda=CudaConfig(connections=asked))):
+        raise Enough
+    assert seen == [queues]
+
+
 @pytest.mark.parametrize(
     ("name", "given", "settings"),
     [
@@ -81,8 +99,8 @@ def test_torch_is_asked_before_anything_is_allocated(torch_asked, name):
 )
 def test_what_the_user_has_set_stays(torch_asked, monkeypatch, name, given, settings):
     monkeypatch.setenv(name, given)
-    assert cuda_setup(Config()).allocator == settings
-    assert cuda_setup(replace(Config(), cuda=CudaConfig(expandable_segments=False))).allocator is None
+    assert cuda_setup(Config(), 1).allocator == settings
+    assert cuda_setup(replace(Config(), cuda=CudaConfig(expandable_segments=False)), 1).allocator is None
 
 
 def test_the_allocator_takes_what_it_is_given():
@@ -91,12 +109,28 @@ def test_the_allocator_takes_what_it_is_given():
         compat.set_allocator("expandable_segment:True")
 
 
-@pytest.mark.parametrize(("found", "margin"), [(FlashAttn3(), 4), (FlashAttn3(), 0), (Dense(), 4)])
-def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, found, margin):
+@pytest.mark.parametrize(
+    ("found", "asked", "ring", "margin"),
+    [
+        (FlashAttn3(), 4, 1, 4),
+        (FlashAttn3(), 0, 8, 0),
+        (FlashAttn3(), None, 8, 16),
+        (FlashAttn3(), None, 1, 0),
+        (Dense(), 4, 8, 0),
+        (Dense(), None, 8, 0),
+    ],
+)
+def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, found, asked, ring, margin):
     monkeypatch.setattr(kernels, "choose_kernel", lambda inputs, named: found)
-    config = Config(cuda=CudaConfig(sm_margin=margin), parallel=ParallelConfig(kernel="some"))
-    given = kernels.kernel_with_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"))
-    assert given == (FlashAttn3(sm_margin=4) if margin and isinstance(found, FlashAttn3) else "some")
+    config = Config(cuda=CudaConfig(sm_margin=asked), parallel=ParallelConfig(kernel="some"))
+    given = kernels.kernel_with_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
+    assert given == (FlashAttn3(sm_margin=margin) if margin else "some")
+
+
+def test_a_compiled_graph_leaves_no_margin_by_default():
+    config = Config(parallel=ParallelConfig(compiler="eager"))
+    check(config)
+    assert kernels.sm_margin(config, ring=8) == 0 and kernels.sm_margin(Config(), ring=8) == 16
 
 
 def test_a_run_attends_with_the_kernel_that_was_found(monkeypatch, tmp_path):
@@ -118,23 +152,44 @@ def said(capsys, *flags):
     return capsys.readouterr().out
 
 
+def asked_of_cuda(capsys, *flags):
+    return json.loads(said(capsys, "--json", *flags))["cuda"]
+
+
 def test_a_dry_run_tells_what_is_asked_for(capsys, monkeypatch):
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert (
-        "on CUDA: allocator expandable_segments:True, device_id cuda:LOCAL_RANK, ring communicators of high priority, "
-        "sm_margin 0\n"
-    ) in said(capsys)
+    for name in ("PYTORCH_ALLOC_CONF", CONNECTIONS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
+    assert asked_of_cuda(capsys) == {
+        "allocator": "expandable_segments:True",
+        "device_id": "cuda:LOCAL_RANK",
+        "high_priority": ["ring", "ulysses"],
+        "max_ctas": None,
+        "sm_margin": 0,
+        "connections": 32,
+    }
+    assert asked_of_cuda(capsys, "--parallel.ring", "2")["sm_margin"] == 16
     flags = [
         "--cuda.no-expandable-segments",
         "--cuda.no-bind-device",
         "--cuda.no-high-priority",
-        "--cuda.sm-margin",
-        "4",
+        *("--cuda.sm-margin", "4", "--cuda.max-ctas", "8", "--cuda.connections", "16"),
     ]
-    changed = (
-        "on CUDA: allocator as in the environment, device_id none, no communicators of high priority, sm_margin 4\n"
-    )
-    assert changed in said(capsys, *flags)
-    found = json.loads(said(capsys, "--json"))["cuda"]
-    assert found["device_id"] == "cuda:LOCAL_RANK" and found["high_priority"] == ["ring"]
+    assert asked_of_cuda(capsys, *flags) == {
+        "allocator": None,
+        "device_id": None,
+        "high_priority": [],
+        "max_ctas": 8,
+        "sm_margin": 4,
+        "connections": 16,
+    }
+    (line,) = [line for line in said(capsys, *flags).splitlines() if line.startswith("on CUDA: ")]
+    assert all(word in line for word in ("sm_margin 4", "max_ctas 8", "16 work queues"))
     assert "CUDA" not in said(capsys, "--train.device", "cpu")
+
+
+@pytest.mark.parametrize("flags", [["--cuda.no-bind-device"], ["--optimizer.cpu-offload"]])
+def test_a_dry_run_tells_that_nccl_binds_itself(capsys, monkeypatch, flags):
+    for binds in (False, True):
+        monkeypatch.setattr(compat, "nccl_binds_devices", lambda binds=binds: binds)
+        assert asked_of_cuda(capsys, *flags)["device_id"] == ("cuda:LOCAL_RANK" if binds else None)

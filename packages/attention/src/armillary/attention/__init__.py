@@ -3,7 +3,6 @@
 from armillary.attention.call.projections import Projections, TokenProjections
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.drawing import draw_mask
 from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence
 from armillary.attention.mask import AttentionMask, Slice
@@ -15,6 +14,7 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.reference import reference_attention
 from armillary.attention.registry import build_attention, build_comm_plan
 

@@ -71,8 +71,8 @@ def reference_attention(
         v: [B, S, K, Dv].
         mask: who sees whom, in global positions.
         scale: what the logits are multiplied by; 1 / sqrt(D) if not given.
-        sinks: [H], one more logit for each query, whose value is 0. Whatever broadcasts to [B, T, H] will do: with one
-            for each query, so are its gradients.
+        sinks: more logits for each query, whose values are 0: one per head [H], S per head [S, H], or one per query
+            and head [B, T, H].
         softcap: c of c * tanh(logit / c), which takes the place of each logit but the sink.
         query_positions: [T], global positions of the queries; 0..T-1 if not given.
         key_positions: [S], likewise.
@@ -88,6 +88,7 @@ def reference_attention(
     check_options(AttentionOptions(mask, scale=scale, softcap=softcap))
     are_plain_tensors(q, k, v, sinks)  # raises ValueError for anything that is no dense tensor
     _check_shapes(q, k, v)
+    sink = _sink_logits(q, sinks)
     i = _positions(query_positions, q, "query")
     j = _positions(key_positions, k, "key")
     visible = visible_pairs(mask, i, j, q.shape[0])[:, None]
@@ -97,14 +98,12 @@ def reference_attention(
 
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = torch.full((1, 1, 1), -torch.inf, dtype=torch.float64, device=q.device)
-    sink = (hidden if sinks is None else sinks.double()).expand(q.shape[:3]).transpose(1, 2).unsqueeze(-1)
 
     # Invisible logits become 0 *before* exp and their weights 0 after it: no infinity meets a gradient, so no NaN.
     top = torch.cat([logits.detach().masked_fill(~visible, -torch.inf), sink.detach()], -1).amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (logits - top).masked_fill(~visible, 0).exp() * visible
-    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - top).exp().sum(-1, keepdim=True)
     some = total > 0
     total = torch.where(some, total, 1)
     out = torch.einsum("bhts,bshd->bthd", weights / total, values).to(q.dtype)
@@ -112,6 +111,20 @@ def reference_attention(
         return out
     lse = torch.where(some, top + total.log(), -torch.inf).squeeze(-1).transpose(1, 2)
     return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _sink_logits(q: Tensor, sinks: Tensor | None) -> Tensor:
+    """Returns the sinks' logits [B, H, T, S]; a single -inf without sinks."""
+    batch, tokens, heads, _ = q.shape
+    if sinks is None:
+        sinks = q.new_full((heads,), -torch.inf)
+    if sinks.shape == q.shape[:3]:
+        return sinks.double().transpose(1, 2).unsqueeze(-1)
+    if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
+        raise ValueError(
+            f"sinks {tuple(sinks.shape)} must be [H], [S, H] or [B, T, H] for {heads} query heads; q {tuple(q.shape)}"
+        )
+    return sinks.double().reshape(-1, heads).T[None, :, None].expand(batch, -1, tokens, -1)
 
 
 def _positions(given: Tensor | None, x: Tensor, name: str) -> Tensor:

@@ -46,27 +46,57 @@ def group_named(name: str) -> dist.ProcessGroup:
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
 
 
-def high_priority(timeout: timedelta) -> Any:
-    """Options of a group whose NCCL communicators run on streams of high priority."""
+def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
+    """Options of a group whose NCCL communicators run on streams of high priority.
+
+    Args:
+        max_ctas: thread blocks, at most, of one NCCL kernel, each on a multiprocessor of its own; None: NCCL decides.
+    """
     options: Any = cast(Any, dist).ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     return options
 
 
-def is_high_priority(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether a group was made with such options."""
+def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
+    """The options of a group that `high_priority` made them for; None of any other group."""
     if device_type != "cuda":
-        return False
+        return None
     options: Any = getattr(cast(Any, group)._get_backend(torch.device("cuda")), "options", None)
-    return bool(getattr(options, "is_high_priority_stream", False))
+    return options if getattr(options, "is_high_priority_stream", False) else None
 
 
-def new_group(
-    ranks: Sequence[int], name: str, timeout: timedelta | None, above_others: bool = False
-) -> dist.ProcessGroup:
+def nccl_binds_devices() -> bool:
+    """Whether "nccl" binds each group to a device, the one of LOCAL_RANK unless `init_process_group` names another.
+
+    True of the implementation that torch 2.15 calls nccl2, and uses for "nccl" unless TORCH_DIST_USE_NCCL2=0.
+    """
+    c10d: Any = dist.distributed_c10d
+    nccl2 = getattr(c10d, "_create_nccl2_process_group", None)
+    if nccl2 is None:
+        return False
+    c10d.Backend._ensure_backend_registered("nccl")
+    plugin = c10d.Backend._plugins.get("NCCL")
+    return plugin is not None and plugin.creator_fn is nccl2
+
+
+def backend_implementations(group: dist.ProcessGroup, device_types: Sequence[str]) -> dict[str, str]:
+    """The class that implements the group's backend, for each of some types of devices."""
+    return {kind: type(cast(Any, group)._get_backend(torch.device(kind))).__name__ for kind in device_types}
+
+
+def has_several_backends() -> bool:
+    """Whether the default process group has one backend for the host's tensors and another for the device's."""
+    c10d: Any = dist.distributed_c10d
+    backend, _ = c10d._world.pg_map[c10d._get_default_group()]
+    return "," in str(backend)
+
+
+def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
     """A process group of some ranks of the world, this one among them, which only these make, under this name.
 
-    With `above_others` its NCCL communicators run on streams of high priority.
+    With the `priority_options` of another group, `like`, its NCCL communicators have that group's priority and limit.
 
     `dist.new_group(use_local_synchronization=True)` names a group by how many this rank has made: ranks that have made
     different numbers of groups would wait for each other for ever. Where a device is bound to the default group, torch
@@ -79,7 +109,7 @@ def new_group(
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        options = high_priority(waiting) if above_others else None
+        options = None if like is None else high_priority(waiting, like.config.max_ctas)
         given = {"backend_options": options, "timeout": waiting}
         made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **given)
     finally:

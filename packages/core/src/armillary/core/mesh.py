@@ -36,6 +36,7 @@ def build_mesh(
     tp: int = 1,
     timeout: timedelta = TIMEOUT,
     high_priority: Sequence[str] = (),
+    max_ctas: int | None = None,
 ) -> DeviceMesh:
     """A `DeviceMesh` with all five axes, in the order of `AXES`.
 
@@ -46,11 +47,14 @@ def build_mesh(
         device_type: "cpu" (gloo) or "cuda" (nccl).
         timeout: how long a collective or exchange on any axis may wait before it raises.
         high_priority: axes, such as "ring", with communicators of their own on CUDA streams of high priority: of two
-            kernels that could start at once, one of theirs does, and attention does not keep it waiting. On "cpu" none.
+            kernels that could start at once, one of theirs does, and attention does not keep it waiting. Without, an
+            axis of all ranks shares the default group's communicator, and waits for FSDP's collectives. On "cpu" none.
+        max_ctas: thread blocks, at most, of one NCCL kernel on these axes; by default NCCL decides.
 
     Raises:
         ValueError: an axis below 1, axes whose product is not the number of ranks, a device type without a backend,
-            a timeout that is none, or an unknown axis of high priority. Raised before any communication.
+            a timeout that is none, an unknown axis of high priority, or max_ctas below 1. Raised before any
+            communication.
     """
     given = dict(zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True))
     sizes = {name: integer(f"axis {name}", size) for name, size in given.items()}
@@ -60,10 +64,15 @@ def build_mesh(
     unknown = [name for name in high_priority if name not in AXES]
     if unknown:
         raise ValueError(f"high_priority={tuple(high_priority)}: no axis {unknown[0]!r}; known: {', '.join(AXES)}")
+    if max_ctas is not None and integer("max_ctas", max_ctas) < 1:
+        raise ValueError(f"max_ctas={max_ctas}: at least 1, or None for as many as NCCL takes")
     if not dist.is_initialized():
         start_process_group(device_type, timeout)
     above = [name for name in high_priority if device_type == "cuda" and sizes[name] > 1]
-    override: dict[int | str, Any] = {name: compat.high_priority(timeout) for name in above}
+    override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in above}
+    if override and compat.has_several_backends():
+        # torch hands the options to each backend of a group, and gloo replaces NCCL's by defaults, timeout included.
+        override = {name: (backend_of(device_type), options) for name, options in override.items()}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES, backend_override=override or None)
     for name in AXES:
         compat.set_timeout(timeout, mesh[name].get_group())
@@ -109,7 +118,8 @@ def start_process_group(
     Args:
         host_too: collectives of tensors in the host's memory will be needed beside those of the device's.
         bind: NCCL is told this rank's GPU. Then it connects at once, and communicators are split from each other.
-            Not where `host_too`: torch cannot reliably split groups of several backends.
+            Not where `host_too`: torch cannot reliably split groups of several backends. From torch 2.15 on NCCL is
+            always told (`binds_device`).
 
     Raises:
         ValueError: a device type without a backend, or without a device here.
@@ -120,13 +130,21 @@ def start_process_group(
     device = own_device(device_type)
     both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
     backend = both if host_too and device is not None else alone
-    bound = device if bind and not host_too else None
+    bound = device if device is not None and binds_device(bind, host_too) else None
     start = partial(dist.init_process_group, backend, timeout=timeout, device_id=bound)
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         start(store=rendezvous(store, rank, ranks, timeout), rank=rank, world_size=ranks)
     else:
         start(store=dist.HashStore(), rank=0, world_size=1)
+
+
+def binds_device(bind: bool, host_too: bool) -> bool:
+    """Whether the default process group is bound to this rank's GPU: if asked for, or where NCCL binds it anyway.
+
+    Left to itself it would take the GPU of LOCAL_RANK, which is not that of a caller who has chosen another.
+    """
+    return (bind and not host_too) or compat.nccl_binds_devices()
 
 
 def own_device(device_type: str) -> torch.device | None:
@@ -246,7 +264,7 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
     which = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
     name = f"{axis.group.group_name} {which} {axis.timeout}"
-    made = compat.new_group(chosen, name, axis.timeout, compat.is_high_priority(axis.group, axis.device))
+    made = compat.new_group(chosen, name, axis.timeout, compat.priority_options(axis.group, axis.device))
     for used in (axis.group, made) if ranks is None else (made,):
         _connect(used, axis.device)
     return made

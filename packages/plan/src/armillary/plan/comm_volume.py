@@ -19,7 +19,7 @@ from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method
+from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method, unplanned
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
@@ -151,8 +151,7 @@ def plan_bytes(
 
 def choices(plan: BytesPlan) -> Iterator[Candidate]:
     """The plan's methods, or the default ones, each with its mesh and teams."""
-    by_default = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
-    for name in plan.attention or by_default:
+    for name in plan.attention or default_methods(plan):
         method = named_method(name)
         if method.axes == ("ring", "ulysses"):
             common = gcd(plan.heads, plan.key_heads, plan.ranks)
@@ -166,11 +165,18 @@ def choices(plan: BytesPlan) -> Iterator[Candidate]:
             yield Candidate(mesh, AttentionChoice(name, team=team))
 
 
+def default_methods(plan: BytesPlan) -> list[str]:
+    """Methods on one axis, if the ranks divide their heads, and USP; without those that have no communication plan."""
+    every = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+    return [name for name in every if name not in unplanned("comm_plan")]
+
+
 def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
     """Team sizes of a method: the plan's, or all that fit; [None] for a method without teams."""
-    if "team" not in method.sequence.takes:
+    if "team" not in method.sequence.options:
         return [None]
-    return plan.team or dict.fromkeys(options.team for options in method.sequence.variants(ring)) or [None]
+    fitting = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
+    return plan.team or fitting or [None]
 
 
 def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
@@ -233,8 +239,8 @@ def published(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
     method, ranks = attention.method, shape.layout.shards
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
-    formula = method.sequence.published
-    return None if formula is None else Sent(*formula(shape, method.options))
+    counted = method.sequence_plan(ranks).published_bytes(shape)
+    return None if counted is None else Sent(*counted)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -251,6 +257,8 @@ def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
     ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
     shape = f"N {amount(plan, 'tokens'):,}, H {plan.heads}, K {plan.key_heads}, D {plan.head_dim}, B {plan.rows}"
     print(f"{shape}, {plan.dtype}, {mask}, {ranks}")
+    for name in () if plan.attention else unplanned("comm_plan"):
+        print(f"left out: {name} has no comm_plan")
     print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
     print_table(COLUMNS, map(cells, rows))
 

@@ -26,6 +26,7 @@ from armillary.train.config import Config
 from armillary.train.config.command import Source, read_source
 from armillary.train.dry_run import DryRun, dry_run, report
 from armillary.train.dry_run.predict import precision_of
+from armillary.train.kernels import sm_margin
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     assert isinstance(job.attention, AttentionChoice)
     mesh = Mesh(job.axes["shard"], job.axes["ring"], job.axes["ulysses"])
     rows = job.rows * mesh.shard
-    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, config.parallel.kernel)
+    kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
+    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, kernel, margin)
     micro_batch = step_time(job, passes, cluster)
     parts = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
     return StepTime(**parts | {"optimizer": micro_batch.optimizer})

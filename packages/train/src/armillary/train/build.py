@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.allocator import set_allocator
+from armillary.core.allocator import allocator_settings, set_allocator
 from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -24,7 +24,7 @@ from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
 from armillary.train.config.overlay import by_flag
-from armillary.train.cuda_setup import cuda_setup
+from armillary.train.cuda_setup import cuda_setup, set_connections
 from armillary.train.kernels import check_kernel, kernel_with_margin
 from armillary.train.model import fill, model_config
 from armillary.train.optimizer import build_optimizer
@@ -38,10 +38,12 @@ from armillary.train.tasks import load_task, task_tokens
 def process_group(config: Config) -> Generator[torch.device]:
     """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
     check(config)
+    if config.train.device != "cpu":
+        set_connections(config.cuda)  # before anything starts CUDA
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
-        set_allocator(cuda_setup(config).allocator)
+        set_allocator(allocator_settings(config.cuda.expandable_segments))
     check_kernel(config, precision(config, device), device)
     mine = not dist.is_initialized()
     if mine:
@@ -61,13 +63,12 @@ def prepare(config: Config, device: torch.device) -> Run:
     """
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
-    above = cuda_setup(config).high_priority
-    mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config), high_priority=above)
+    mesh = mesh_of(config, device, axes)
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.bounded(vocab_size) for store in stores]
     model, attention = build_model(config, mesh, vocab_size, precision(config, device))
-    attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device)
+    attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device, axes["ring"])
     check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     task = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
@@ -82,6 +83,12 @@ def prepare(config: Config, device: torch.device) -> Run:
     optimizer = build_optimizer(model, config.optimizer)
     data = Axis.of(data_mesh(mesh))
     return Run(config, device, data, batch_mesh(mesh), model, optimizer, training, validation, tasks)
+
+
+def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
+    """The mesh with these axes, and communicators as the configuration has them. Every rank must call it."""
+    setup, timeout = cuda_setup(config, axes["ring"]), collective_timeout(config)
+    return build_mesh(device.type, **axes, timeout=timeout, high_priority=setup.high_priority, max_ctas=setup.max_ctas)
 
 
 def collective_timeout(config: Config) -> timedelta:

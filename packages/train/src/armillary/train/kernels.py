@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel
+from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, default_margin
 from armillary.attention.kernels.chosen import ChosenKernel, chosen
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
@@ -44,12 +44,27 @@ def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> No
         raise ValueError(f"--parallel.kernel {config.parallel.kernel}: {error}") from error
 
 
+def sm_margin(config: Config, ring: int) -> int:
+    """Multiprocessors that FlashAttention-3 leaves to NCCL in a run with so many ranks on its ring.
+
+    None in a compiled graph, which finds kernels by name.
+    """
+    if config.cuda.sm_margin is not None:
+        return config.cuda.sm_margin
+    return default_margin(ring) if config.parallel.compiler is None else 0
+
+
 def kernel_with_margin(
-    config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device
+    config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device, ring: int
 ) -> str | Kernel | None:
-    """What to give the method as its kernel: what the configuration names, or, where FlashAttention-3 is what would run
-    and is to leave multiprocessors to NCCL, that one."""
-    named, margin = config.parallel.kernel, config.cuda.sm_margin
+    """Returns the kernel of a run's attention method: the name in the configuration, or FlashAttention-3 with a margin.
+
+    The latter where FlashAttention-3 would run, and leaves multiprocessors to NCCL.
+
+    Args:
+        ring: ranks on the ring.
+    """
+    named, margin = config.parallel.kernel, sm_margin(config, ring)
     found = choose_kernel(inputs_of(config, model, dtype, device), named) if margin else None
     return replace(found, sm_margin=margin) if isinstance(found, FlashAttn3) else named
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call.autograd import run_call, trace_call
-from armillary.attention.call.calls import AttentionCall
+from armillary.attention.call.calls import AttentionCall, head_sinks
 from armillary.attention.call.graph_calls import Traceable
 from armillary.attention.call.graph_key import GraphKey, ProjectedDims, autocast_name
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.validation import check_call, same_dtype
+from armillary.attention.call.validation import check_call, check_sinks, same_dtype
 
 
 def attend(
@@ -22,11 +22,12 @@ def attend(
     """Returns (out [B, T, H, Dv], lse [B, T, H]; empty where it was not asked for and costs communication)."""
     q, k, v = same_dtype(q, k, v)
     if torch.compiler.is_compiling():
-        # Checks run when the graph does: under the tracer nothing may depend on Python objects.
+        # The op checks the rest when the graph runs: under the tracer nothing may depend on Python objects.
+        check_sinks(sinks, q.shape[-2], q.device)
         key = GraphKey.of(method, q.shape[-1], options)
-        return trace_call(key, [q, k, v], sinks, options.mask.numbers)
+        return trace_call(key, [q, k, v], head_sinks(sinks), options.mask.numbers)
     call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
-    return run_call(call, q, k, v, sinks)
+    return run_call(call, q, k, v, head_sinks(sinks))
 
 
 def attend_projected(
@@ -40,10 +41,11 @@ def attend_projected(
         return attend(method, q, k, v, sinks, options)[0]
     parts = projections.parts() if isinstance(projections, Traceable) else None
     if parts is not None:
+        check_sinks(sinks, projections.heads, x.device)
         dims = ProjectedDims(projections.heads, projections.key_heads, parts.head_dim, len(parts.tensors))
         key = GraphKey.of(method, parts.head_dim, options, autocast_name(x), dims)
         tensors = [x, parts.projector, *parts.tensors, *parts.parameters]
-        return trace_call(key, tensors, sinks, options.mask.numbers)[0]
+        return trace_call(key, tensors, head_sinks(sinks), options.mask.numbers)[0]
     from armillary.attention.call.eager_only import project_outside_graphs
 
     return project_outside_graphs(method, x, projections, sinks, options)

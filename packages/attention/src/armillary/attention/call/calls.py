@@ -139,6 +139,18 @@ def projected_results_like(
     return [out, lse, x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))]
 
 
+def head_sinks(sinks: Tensor | None) -> Tensor | None:
+    """Returns one sink logit per head [H]: the logsumexp over S of sinks [S, H]. Differentiable.
+
+    S keys of value 0 weigh as much as one whose exp is the sum of theirs, so the op knows one sink per head.
+    """
+    if sinks is None or sinks.ndim == 1:
+        return sinks
+    logits = sinks.to(accumulation_dtype(sinks.dtype))
+    absent = (logits == -torch.inf).all(0)  # torch's gradient of their logsumexp is NaN
+    return logits.masked_fill(absent, 0).logsumexp(0).masked_fill(absent, -torch.inf)
+
+
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) as if each query also saw a key with score `sinks` [H] and value 0 (gpt-oss).
 

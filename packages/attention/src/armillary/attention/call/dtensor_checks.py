@@ -183,7 +183,8 @@ def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceL
 
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
     """Sinks are sharded where the heads of x are."""
-    accepted: list[Placement] = [Shard(0) if placement == Shard(2) else Replicate() for placement in x.placements]
+    heads = Shard(len(sinks.shape) - 1)
+    accepted: list[Placement] = [heads if placement == Shard(2) else Replicate() for placement in x.placements]
     if sinks.device_mesh != x.device_mesh or any(
         placement != wanted and sinks.device_mesh.size(dim) > 1
         for dim, (placement, wanted) in enumerate(zip(sinks.placements, accepted, strict=True))

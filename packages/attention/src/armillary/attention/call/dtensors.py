@@ -28,8 +28,9 @@ def attend_dtensors(
     are placed like the tensors they are gradients of.
 
     Args:
-        sinks: local [H of this rank]; or a DTensor [H], `Shard(0)` where heads are sharded and `Replicate` elsewhere.
-            The gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
+        sinks: local, [H] or [S, H] of this rank's heads; or a DTensor of all heads, sharded along its last dim where
+            heads are sharded and `Replicate` elsewhere. The gradient of a DTensor is `Partial` wherever batch or tokens
+            are sharded.
         options: the mask is of this rank's rows of the batch, where rows have documents of their own. The shards of
             layouts must be as long as DTensor's own chunks, ceil(N / P) first.
 
@@ -46,7 +47,7 @@ def attend_dtensors(
     q, k, v = _all_dtensors(q, k, v, sinks)
     check_dtensors(method, {"q": q, "k": k, "v": v} | _distributed({"sinks": sinks}), options)
     if isinstance(sinks, DTensor):
-        sinks = local_of(sinks, _sinks_gradient(q.placements))
+        sinks = local_of(sinks, _sinks_gradient(sinks, q.placements))
     local_out, lse = attend(method, local_of(q), local_of(k), local_of(v), sinks, options)
     out = dtensor_like(q, local_out, (*q.shape[:3], v.shape[3]))
     return (out, dtensor_like(q, lse, q.shape[:3])) if options.return_lse else out
@@ -80,7 +81,7 @@ def project_dtensors(
     check_dtensors(method, {"x": x} | _distributed({"sinks": sinks}) | parameters, options)
     placements = head_placements(x, parameters.values())
     if isinstance(sinks, DTensor):
-        sinks = local_of(sinks, _sinks_gradient(placements))
+        sinks = local_of(sinks, _sinks_gradient(sinks, placements))
     if parameters:
         projections = with_local_parameters(projections, _sharding_axes(x, placements))
     gradient = [Partial() if placement == Shard(2) else placement for placement in placements]
@@ -108,7 +109,8 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tupl
     return q, k, v
 
 
-def _sinks_gradient(placements: Sequence[Placement]) -> list[Placement]:
-    """Placement of dsinks: a share of the sum over batch and tokens, sharded where heads are."""
-    gradients: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): Shard(0)}
+def _sinks_gradient(sinks: DTensor, placements: Sequence[Placement]) -> list[Placement]:
+    """Placements of dsinks: a share of the sum over batch and tokens, sharded where heads are."""
+    heads = Shard(sinks.ndim - 1)
+    gradients: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): heads}
     return [gradients.get(placement, Replicate()) for placement in placements]

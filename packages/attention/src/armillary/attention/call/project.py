@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor
 
 from armillary.attention.call.autograd import run_call, run_projected_call
-from armillary.attention.call.calls import AttentionCall, ProjectedCall
+from armillary.attention.call.calls import AttentionCall, ProjectedCall, head_sinks
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec
@@ -20,6 +20,7 @@ def project_eagerly(
 ) -> Tensor:
     """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E], differentiable."""
     spec = check_projected_call(method, x, projections, sinks, options)
+    sinks = head_sinks(sinks)
     if method.projects_in_stages:
         staged = cast(StagedMethod, method)
         call = ProjectedCall(staged, spec, projections, capture_autocast(x.device.type))

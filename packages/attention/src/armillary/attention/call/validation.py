@@ -198,14 +198,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise ValueError(f"q, k, v must have one dtype and device; they are {kinds}")
+    check_sinks(sinks, q.shape[2], q.device)
+
+
+def check_sinks(sinks: Tensor | None, heads: int, device: torch.device) -> None:
+    """Raises ValueError for sinks that are not floating-point numbers [H] or [S, H] on the device of the queries."""
     if sinks is None:
         return
-    if sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks {tuple(sinks.shape)}: one for each of the {q.shape[2]} query heads is needed")
-    # q is on the meta device where projections are checked by their shapes
-    elsewhere = sinks.device != q.device and "meta" not in (sinks.device.type, q.device.type)
+    if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
+        raise ValueError(f"sinks {tuple(sinks.shape)} must be [H] or [S, H] for {heads} query heads")
+    # Queries are on the meta device where projections are checked by their shapes.
+    elsewhere = sinks.device != device and "meta" not in (sinks.device.type, device.type)
     if not sinks.is_floating_point() or elsewhere:
-        raise ValueError(f"sinks are {sinks.dtype} on {sinks.device}; floating-point numbers on {q.device} are needed")
+        raise ValueError(f"sinks are {sinks.dtype} on {sinks.device}; floating-point numbers on {device} are needed")
 
 
 def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:

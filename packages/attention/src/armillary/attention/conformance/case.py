@@ -25,6 +25,8 @@ MEMORY = ("plain", "transposed", "permuted", "packed", "sliced", "expanded", "mi
 """How tensors lie: as they are; as views of [B, H, T, D]; in any other order of dims, the head dim not innermost; as
 slices of one [B, T, (H + 2K) D] projection; every other element of larger memory, and not from its start; with stride 0
 over the batch, heads or all of it; or each tensor in another one of these ways."""
+SINKS = (0, 1, 3)
+"""Sink logits per head."""
 GRADIENTS = ("plain", "transposed", "permuted", "sliced", "expanded")
 SAVING = ("autograd", "checkpoint", "reentrant", "selective")
 """Who keeps what for backward: autograd; activation checkpointing, of either kind; or a selective one that must save
@@ -52,7 +54,7 @@ class Case:
         kind: of the layout, one of `LAYOUTS`.
         key_length: how many keys there are, for cross-attention; as many as queries unless given.
         key_kind: of the layout of the keys; that of the queries unless given.
-        sinks: whether each head has a sink.
+        sinks: sink logits per head: 0 is none, 1 a tensor [H], S a tensor [S, H].
         shift: about what every logit is raised by; softmax does not feel it, a careless exp(lse) does.
         kernel: by name; the one that is preferred unless given.
         memory: how the inputs lie, one of `MEMORY`.
@@ -81,7 +83,7 @@ class Case:
     scale: float | None = None
     key_length: int | None = None
     key_kind: str | None = None
-    sinks: bool = False
+    sinks: int = 0
     softcap: float | None = None
     shift: float = 0.0
     kernel: str | None = None
@@ -124,7 +126,8 @@ class Case:
         words += [f"Dv{self.value_dim}"] * (self.value_dim != self.head_dim)
         words += [_short(self.dtype), mask_text(self.mask)]
         words += [self.kind] + [f"keys={self.keys},{self.key_kind or self.kind}"] * self.crosses
-        words += ["sinks"] * self.sinks + [f"softcap={self.softcap}"] * (self.softcap is not None)
+        words += ["sinks"] * (self.sinks == 1) + [f"sinks={self.sinks}"] * (self.sinks > 1)
+        words += [f"softcap={self.softcap}"] * (self.softcap is not None)
         words += [self.memory] + [f"dout={self.gradient}"] * (self.gradient != "plain")
         words += [f"scale={self.scale}"] * (self.scale is not None) + [f"shift={self.shift:g}"] * (self.shift != 0)
         words += [f"kernel={self.kernel}"] * (self.kernel is not None)

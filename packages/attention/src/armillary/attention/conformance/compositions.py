@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plan import AttentionShape, CommPlan
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import Backward
-from armillary.attention.methods.ring import Ring
-from armillary.attention.methods.ring import comm_plan as ring_plan
+from armillary.attention.methods.ring import Backward, Ring
 from armillary.attention.methods.teams import Placement
 from armillary.attention.methods.wallfacer import WallFacer
-from armillary.attention.methods.wallfacer import comm_plan as wallfacer_plan
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.wallfacer import WallFacerPlan
 from armillary.attention.registry import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_comm_plan, names
 from armillary.core import compat
 from armillary.core.testing import mesh
@@ -75,7 +74,7 @@ def ring(backward: Backward) -> TriedMethod:
         return Ring(mesh["ring"], backward)
 
     def comm_plan(work: AttentionShape, *_: int) -> CommPlan:
-        return ring_plan(work, backward)
+        return RingPlan(backward).comm_plan(work)
 
     return TriedMethod(line("ring"), build, comm_plan)
 
@@ -87,7 +86,7 @@ def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gath
         return WallFacer(mesh["ring"], team, placement, backward, gather_keys)
 
     def comm_plan(work: AttentionShape, *_: int) -> CommPlan:
-        return wallfacer_plan(work, team, placement, backward, gather_keys)
+        return WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
 
     return TriedMethod(teams(team), build, comm_plan)
 

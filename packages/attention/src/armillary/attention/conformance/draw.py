@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from armillary.attention.conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
+from armillary.attention.conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
 from armillary.attention.conformance.compositions import METHODS, Composition, compositions
 from armillary.attention.conformance.draw_masks import drawn_mask
 from armillary.attention.conformance.tensors import drawn_layout
@@ -150,9 +150,10 @@ def _scores(random: Random, projected: bool) -> dict[str, Any]:
     scale = random.choice((None, None, None, random.uniform(0, 1), random.uniform(-1, 0), 1e-3, 0.0))
     shift = random.choice((-100.0, 100.0)) if scale is None and not projected and random.random() < 0.05 else 0.0
     softcap = round(random.uniform(0.5, 8), 2) if not shift and random.random() < 0.15 else None
+    sinks = SINKS[max(0, 2 - int(8 * random.random()))]  # an eighth has one per head, an eighth several
     return {
         "scale": None if scale is None else round(scale, 3),
         "shift": shift,
         "softcap": softcap,
-        "sinks": random.random() < 0.25 and not shift,
+        "sinks": 0 if shift else sinks,
     }

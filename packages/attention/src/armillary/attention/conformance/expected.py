@@ -53,15 +53,15 @@ def cancelling(case: Case) -> dict[str, Tensor]:
     named = zip((name for name in leaves if name not in ("v", "wv")), shares, strict=True)
     found = {f"d{name}": share for name, share in named}
     if sinks is not None:
-        weight = (sinks - exact["lse"]).exp().unsqueeze(-1)
-        found["dsinks"] = (weight * x["dout"].double() * exact["out"]).square().sum((0, 1, 3)).sqrt()
+        weight = (sinks[..., None, None, :] - exact["lse"]).exp().unsqueeze(-1)
+        found["dsinks"] = (weight * x["dout"].double() * exact["out"]).square().sum((-4, -3, -1)).sqrt()
     return found
 
 
 def flash(case: Case) -> dict[str, Tensor]:
     """Global out and gradients, as `expected`, of torch's flash attention on one device in the case's dtypes.
 
-    A sink is one more key, with value 0 and a bias. There is no softcap: the case is taken without.
+    Each sink is one more key, with value 0 and a bias. There is no softcap: the case is taken without.
     """
     case = replace(case, softcap=None)
     x = inputs(case)
@@ -72,8 +72,8 @@ def flash(case: Case) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(out.dtype))
     found = {"out": out.detach()} | {f"d{name}": dx for name, dx in zip(leaves, gradients, strict=True)}
     if case.sinks:
-        weight = (x["sinks"].double() - expected(case)["lse"]).exp()
-        found["dsinks"] = -(weight * (x["dout"].double() * found["out"].double()).sum(-1)).sum((0, 1))
+        weight = (x["sinks"].double()[..., None, None, :] - expected(case)["lse"]).exp()
+        found["dsinks"] = -(weight * (x["dout"].double() * found["out"].double()).sum(-1)).sum((-3, -2))
     return found
 
 
@@ -86,8 +86,8 @@ def _flash(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     blind = ~visible.any(-1)  # flash would give them NaN: they see a key, and neither their out nor their dout counts
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible & ~blind[..., None], -torch.inf)
     if sinks is not None:
-        k, v = (F.pad(y, (0, 0, 0, 1)) for y in (k, v))
-        scores = sinks.to(q.dtype)[None, :, None, None].expand(len(bias), -1, case.length, 1)
+        k, v = (F.pad(y, (0, 0, 0, case.sinks)) for y in (k, v))
+        scores = sinks.to(q.dtype).reshape(-1, case.heads).T[None, :, None].expand(len(bias), -1, case.length, -1)
         bias = torch.cat([bias.expand(-1, case.heads, -1, -1), scores], dim=-1)
     scale = abs(case.scaled) or 1.0
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)

@@ -85,7 +85,7 @@ class Placing:
         if axis in TOKENS or (axis == "shard" and "b" in self.case.beside):
             return share if name in SHARED else Shard(int(axis in TOKENS))
         if axis == "tp" and "h" in self.case.beside:
-            return Shard(HEAD_DIMS[name]) if name in HEAD_DIMS else share
+            return Shard(HEAD_DIMS[name] % len(global_shape(self.case, name))) if name in HEAD_DIMS else share
         return Replicate()
 
     def _placed(self, name: str) -> bool:

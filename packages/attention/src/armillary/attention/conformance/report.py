@@ -39,7 +39,8 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "documents": lambda trial: trial.case.mask.documents is not None,
     "patterns": lambda trial: trial.case.mask.pattern is not None,
     **{name: partial(_has_mask, name) for name in PATTERNS.values()},
-    "sinks": lambda trial: trial.case.sinks,
+    "sinks": lambda trial: trial.case.sinks > 0,
+    "sinks-several": lambda trial: trial.case.sinks > 1,
     "softcap": lambda trial: trial.case.softcap is not None,
     "scale<=0": lambda trial: trial.case.scaled <= 0,
 }

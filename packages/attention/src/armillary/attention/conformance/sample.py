@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from armillary.attention.conformance.case import CAUSAL, GRADIENTS, KINDS, Case
+from armillary.attention.conformance.case import CAUSAL, GRADIENTS, KINDS, SINKS, Case
 from armillary.attention.conformance.sample_masks import ANY_KEYS, MASKS, some_masks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -39,7 +39,7 @@ def cases(
     large_head_dims: Sequence[int] = LARGE_HEAD_DIMS,
     value_dims: Sequence[int] = (0, -4, 8),
     keys: Sequence[str] = KEYS,
-    sinks: Sequence[bool] = (False, True),
+    sinks: Sequence[int] = SINKS,
     softcaps: Sequence[float | None] = SOFTCAPS,
     brief: int | None = None,
 ) -> list[Case]:
@@ -65,7 +65,7 @@ def cases(
     ]
     far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp of it overflows, and exp of its opposite vanishes
     hardest = next((case for case in made if case.mask.causal), made[0])
-    hardest = replace(hardest, dtype=dtypes[0], sinks=False, softcap=None)
+    hardest = replace(hardest, dtype=dtypes[0], sinks=0, softcap=None)
     shifted = [replace(hardest, shift=shift) for shift in (far, -far)]
     if brief is None:
         return made + subsets + large + shifted
@@ -82,7 +82,7 @@ def product_cases(seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES) -> Iter
 def _drawn(random: Random, seed: int, mask: str, kind: str, heads: tuple[int, int], dtype: torch.dtype) -> Case:
     """A case of which only this much is settled. Half of the draws have neither sinks nor softcap nor other keys."""
     plain = random.random() < 0.5
-    keys, sinks, softcap = (("own",), (False,), (None,)) if plain else (KEYS, (False, True), SOFTCAPS)
+    keys, sinks, softcap = (("own",), (0,), (None,)) if plain else (KEYS, SINKS, SOFTCAPS)
     head_dims = HEAD_DIMS if random.random() < 0.9 else LARGE_HEAD_DIMS
     dim, more, batch = random.choice(head_dims), random.choice((0, 0, -4, 8)), random.choice((1, 2, 3))
     row = (
@@ -110,7 +110,7 @@ def _case(
     more: int,
     batch: int,
     memory: str,
-    sinks: bool,
+    sinks: int,
     softcap: float | None,
     stretch: float | None,
 ) -> Case:

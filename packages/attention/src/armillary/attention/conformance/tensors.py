@@ -22,7 +22,7 @@ SHARED = ("sinks", "wq", "wk", "wv")
 """What every rank has as a whole; a gradient is its share of a sum over ranks."""
 
 
-HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": 0, "wq": 0, "wk": 0, "wv": 0}
+HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": -1, "wq": 0, "wk": 0, "wv": 0}
 """Which dim has the heads."""
 
 
@@ -124,7 +124,7 @@ def _shuffled(random: Random, length: int, pieces: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def inputs(case: Case) -> dict[str, Tensor]:
-    """Global q [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv], dout [B, N, H, Dv] and sinks [H], if any.
+    """Global q [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv], dout [B, N, H, Dv] and the case's sinks, if any.
 
     If projected, x [B, N, E], wq [H D, E], wk [K D, E] and wv [K Dv, E] in place of q, k and v. The same on every rank.
     """
@@ -166,7 +166,8 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
             "v": (case.batch, case.keys, case.kv_heads, case.value_dim),
         }
     found["dout"] = (case.batch, case.length, case.heads, case.value_dim)
-    return found | ({"sinks": (case.heads,)} if case.sinks else {})
+    several = (case.sinks,) if case.sinks > 1 else ()
+    return found | ({"sinks": (*several, case.heads)} if case.sinks else {})
 
 
 def attended(case: Case, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ from armillary.attention.drawing.draw import draw_mask
 from armillary.attention.drawing.shares import Shares, shares_of
 from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tree
-from armillary.attention.methods.entry import MethodOptions
+from armillary.attention.registry import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.commands import ending
 from armillary.core.quantity import count_argument, whole

@@ -13,7 +13,7 @@ from armillary.attention.drawing.cells import KeyCells
 from armillary.attention.drawing.colors import Colors, colors_of, text_on
 from armillary.attention.drawing.shares import computed
 from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.entry import RingWalk
+from armillary.attention.planning.base import RingWalk
 from armillary.core import SequenceLayout
 from armillary.core.slices import Integers
 

@@ -12,7 +12,7 @@ from armillary.attention.drawing.colors import blended, colors_of, light_colors
 from armillary.attention.drawing.computed_cells import ComputedCells, has_steps
 from armillary.attention.drawing.shares import Shares, shares_of, walk_of
 from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
-from armillary.attention.methods.entry import UNLESS_GIVEN, MethodOptions
+from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.optional import optional
 from armillary.core.slices import Integers, Slices
@@ -31,7 +31,7 @@ def draw_mask(
     layout: SequenceLayout | None = None,
     method: str = "ring",
     row: int = 0,
-    options: MethodOptions = UNLESS_GIVEN,
+    options: MethodOptions = DEFAULT_OPTIONS,
 ) -> Shares | None:
     """Draws who sees whom; with a layout, which rank holds which positions and which computes what at which step too.
 

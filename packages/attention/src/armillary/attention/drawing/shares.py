@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.entry import UNLESS_GIVEN, MethodOptions, RingWalk
-from armillary.attention.registry import named_method
+from armillary.attention.planning.base import RingWalk
+from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions, named_method
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
 
@@ -58,7 +58,7 @@ class Shares:
         return asdict(self) | {"by_rank": self.by_rank, "evenness": self.evenness}
 
 
-def walk_of(layout: SequenceLayout, method: str, options: MethodOptions = UNLESS_GIVEN) -> RingWalk:
+def walk_of(layout: SequenceLayout, method: str, options: MethodOptions = DEFAULT_OPTIONS) -> RingWalk:
     """Who computes what under a method, by its name; the ranks of a head axis share what stands for one rank here.
 
     Raises:
@@ -66,15 +66,13 @@ def walk_of(layout: SequenceLayout, method: str, options: MethodOptions = UNLESS
     """
     named = named_method(method, options)
     named.check_used(layout.shards, 1)
-    if named.sequence.walk is None:
-        raise ValueError(f"{method} does not say which rank computes what: its entry in the registry has no walk")
-    return named.sequence.walk(layout, options)
+    return named.sequence_plan(layout.shards).walk(layout)
 
 
 def computed(walk: RingWalk, mask: AttentionMask) -> Iterator[Computed]:
     """All blocks, those without a visible pair too."""
     grid = grid_of(walk.layout, walk.key_layout, mask)
-    for ring in (ring.shorter_way(grid) for ring in walk.rings):
+    for ring in (ring.cheaper_direction(grid) for ring in walk.rings):
         for place, rank in enumerate(ring.ranks):
             for step in range(len(ring.ranks)):
                 yield Computed(rank, step, *ring.query_key_shards(place, ring.origin(place, step)))
@@ -85,7 +83,7 @@ def shares_of(
     layout: SequenceLayout,
     method: str = "ring",
     row: int = 0,
-    options: MethodOptions = UNLESS_GIVEN,
+    options: MethodOptions = DEFAULT_OPTIONS,
 ) -> Shares:
     """What ranks compute of one row's mask in forward, in one head.
 

@@ -9,6 +9,7 @@ from armillary.attention.integrations.sdpa import sdpa_parallel
 from armillary.attention.integrations.sequence import sequence
 from armillary.attention.integrations.trainer import ContextParallelTrainer
 from armillary.attention.integrations.transformers import register_transformers
+from armillary.attention.integrations.transformers_models import padding_idx_of
 
 if TYPE_CHECKING:
     from armillary.attention.integrations.context_parallel import ContextParallel
@@ -17,6 +18,7 @@ __all__ = [
     "ContextParallel",
     "ContextParallelTrainer",
     "ShardedBatch",
+    "padding_idx_of",
     "parallelize_diffusers",
     "register_transformers",
     "sdpa_parallel",

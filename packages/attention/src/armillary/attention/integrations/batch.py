@@ -57,6 +57,7 @@ def shard_batch(
     attention_mask: Tensor | None = None,
     shift_labels: Tensor | None = None,
     labelled: int | None = None,
+    padding_idx: int | None = None,
 ) -> ShardedBatch:
     """This rank's tokens, position ids and shifted labels, of a batch that all ranks of `attend` have whole.
 
@@ -81,17 +82,22 @@ def shard_batch(
         shift_labels: [B, N], instead of labels, those that are shifted already; taken as they are.
         labelled: labels that the loss is a mean over, by default those of this batch; with several micro-batches or
             data-parallel ranks, those of all. A batch without labels has loss 0.
+        padding_idx: position ids count from padding_idx + 1 instead of 0, as in RoBERTa (`padding_idx_of(model)`).
 
     Raises:
         ValueError: shapes that differ, documents that do not end at N, a layout of another length or number of shards,
             `labelled` below 1, labels and shift_labels. An attention_mask of other numbers or that hides tokens between
-            those of one document, or before them where no position_ids are given; shift_labels of hidden tokens.
+            those of one document, or before them where no position_ids are given; shift_labels of hidden tokens; ids
+            equal to padding_idx that attention_mask does not hide.
     """
     check_method(attend)
     _check(ids, labels, layout, position_ids, labelled)
     check_padding(ids, labels, shift_labels, attention_mask)
     rows, length = ids.shape
-    told = documents if documents is not None or position_ids is None else _restarts(position_ids)
+    first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, least=0)
+    if padding_idx is not None and position_ids is None:
+        _check_padding_hidden(ids, padding_idx, attention_mask)
+    told = documents if documents is not None or position_ids is None else _restarts(position_ids - first)
     mask = AttentionMask(documents=told if told is not None else (0, length))
     mask.check(length, length, rows)
     if attention_mask is not None:
@@ -99,10 +105,10 @@ def shard_batch(
     boundaries = [mask.boundaries(row) or (0, length) for row in range(rows)]
     if position_ids is None:
         counted = [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in boundaries]
-        position_ids = torch.stack(counted).to(ids.device)
+        position_ids = torch.stack(counted).to(ids.device) + first
     shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
     if attention_mask is not None:
-        hidden, counting = attention_mask == 0, torch.arange(length, device=ids.device)
+        hidden, counting = attention_mask == 0, torch.arange(length, device=ids.device) + first
         position_ids = torch.where(hidden, counting, position_ids)  # collators pad them with anything
         shifted = shifted.masked_fill(hidden, IGNORED)
     total = int((shifted != IGNORED).sum()) if labelled is None else integer("labelled", labelled)
@@ -111,6 +117,16 @@ def shard_batch(
     seen = None if attention_mask is None else over.take(attention_mask, attend.shard)
     told = mask.documents or (0, length)
     return ShardedBatch(*mine, documents=told, layout=over, labelled=max(total, 1), attention_mask=seen)
+
+
+def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor | None) -> None:
+    """Refuses visible tokens of id padding_idx, which models that count position ids after it leave out."""
+    padding = ids == padding_idx
+    if bool((padding if attention_mask is None else padding & (attention_mask != 0)).any()):
+        raise ValueError(
+            f"ids have padding_idx={padding_idx}, which no attention_mask hides and the model would not count; give "
+            "attention_mask, or position_ids"
+        )
 
 
 def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:

@@ -17,6 +17,7 @@ class Caller(NamedTuple):
     module: str
     locals: dict[str, Any]
     globals: dict[str, Any]
+    parameters: tuple[str, ...]
 
 
 def callers() -> list[Caller]:
@@ -29,7 +30,9 @@ def callers() -> list[Caller]:
     for _ in range(2):
         frame = frame and frame.f_back
     while frame is not None and len(found) < FARTHEST:
-        caller = Caller(str(frame.f_globals.get("__name__", "")), frame.f_locals, frame.f_globals)
+        code = frame.f_code
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        caller = Caller(str(frame.f_globals.get("__name__", "")), frame.f_locals, frame.f_globals, parameters)
         outermost = model_of(found)
         if outermost is not None and caller.locals.get("self") is not outermost:
             break

@@ -43,17 +43,19 @@ class ContextParallel(ParallelStyle):
     a first shard: pass `layout.positions(attend.shard)`), and masks of its tokens alone (an `attn_mask` is of the
     whole sequence, and in a graph refused; see `mask`).
 
-    Backward that recomputes the module (activation checkpointing) attends as its forward did, where `layout` is given.
-    Else call it inside `sequence(...)`, too; on a GPU autograd's threads do not see that, so give `layout`.
+    Activation checkpointing recomputes the module in backward. With `layout` that needs no block, unless documents or
+    a mask come from `sequence(...)`: then backward must run inside of that block, and is refused on a GPU, whose
+    autograd threads do not see it (give `mask`, or use `sdpa_parallel`).
 
     Args:
         attend: the method, over axes of the mesh that `parallelize_module` is given.
-        layout: how the sequence is sharded. Unless given it is that of the `sequence(...)` around the call.
-        mask: instead of what `is_causal` and the documents of `sequence(...)` say, such as one with a window.
+        layout: how the sequence is sharded; by default that of the `sequence(...)` around the call.
+        mask: replaces `is_causal`, for example by one with a window. Documents of `sequence(...)` are added to it.
 
     Raises:
         ValueError: no method or layout; at `parallelize_module`, a mesh with other axes than those of `attend`; at a
-            call as `sdpa_parallel`, and for DTensors that are not `Shard(1)` on all of the mesh.
+            call as `sdpa_parallel`, a layout or documents that differ from those of `sequence(...)`, and DTensors that
+            are not `Shard(1)` on all of the mesh.
     """
 
     def __init__(

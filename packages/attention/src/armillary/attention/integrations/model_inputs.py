@@ -23,10 +23,15 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 """What says the documents of a packed row, and is said by `sequence` instead."""
 
 
-def shard_inputs(attend: Method, inputs: Mapping[str, Any]) -> tuple[ShardedBatch, dict[str, Any]]:
-    """This rank's batch, and its inputs to the model: without labels, where there are none.
+def shard_inputs(
+    attend: Method, inputs: Mapping[str, Any], padding_idx: int | None = None
+) -> tuple[ShardedBatch, dict[str, Any]]:
+    """Returns this rank's batch and its inputs to the model, labels among them where the batch has labels.
 
     Communicates: every rank of `attend` must call it.
+
+    Args:
+        padding_idx: of models that count position ids from padding_idx + 1 (`padding_idx_of`).
 
     Raises:
         ValueError: ranks were given different rows; inputs whose shard is unknown; what `shard_batch` refuses.
@@ -44,7 +49,8 @@ def shard_inputs(attend: Method, inputs: Mapping[str, Any]) -> tuple[ShardedBatc
     labels, packed = inputs.get("labels"), inputs.get("cu_seq_lens_q") is not None
     positions = inputs.get("position_ids")
     if positions is None and packed:
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        first = 0 if padding_idx is None else padding_idx + 1
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] + first
     batch = shard_batch(
         attend,
         ids,
@@ -52,6 +58,7 @@ def shard_inputs(attend: Method, inputs: Mapping[str, Any]) -> tuple[ShardedBatc
         position_ids=positions,
         attention_mask=inputs.get("attention_mask"),
         shift_labels=_next_labels(inputs),
+        padding_idx=padding_idx,
     )
     named = {"labels", "shift_labels"} if labels is None else set()
     flags = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}

@@ -35,21 +35,24 @@ class PackedRun(NamedTuple):
 REMEDY = "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
 
 
-def find_documents(position_ids: Tensor, layout: SequenceLayout, attend: Method) -> Documents | None:
-    """The documents that position ids [B or 1, T] of all ranks say; None where each row is one document.
+def find_documents(position_ids: Tensor, layout: SequenceLayout, attend: Method, first: int = 0) -> Documents | None:
+    """Returns the documents of position ids [B or 1, T] of all ranks; None where each row is one document.
 
     Communicates: every rank of `attend` must call it.
 
+    Args:
+        first: the position id of a document's first token.
+
     Raises:
-        ValueError: on every rank, if they neither are global positions nor restart at 0 in each document.
+        ValueError: on every rank, if they neither are global positions nor restart at `first` in each document.
     """
-    runs = gather(_runs(position_ids, layout.positions(attend.shard)), attend)
+    runs = gather(_runs(position_ids - first, layout.positions(attend.shard)), attend)
     rows = [[PackedRun(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
-    found = [_boundaries(row, layout.length) for row in rows]
-    _check_not_shards(found, layout)
-    if all(ends == (0, layout.length) for ends in found):
+    documents = [_boundaries(row, layout.length, first) for row in rows]
+    _check_not_shards(documents, layout, first)
+    if all(ends == (0, layout.length) for ends in documents):
         return None
-    return found[0] if len(set(found)) == 1 else tuple(found)
+    return documents[0] if len(set(documents)) == 1 else tuple(documents)
 
 
 def check_positions(position_ids: Tensor, layout: SequenceLayout, attend: Method, documents: Documents) -> None:
@@ -154,8 +157,8 @@ def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
             )
 
 
-def _boundaries(runs: Sequence[PackedRun], length: int) -> tuple[int, ...]:
-    """The document boundaries of one row, checked: each run of all ranks together must fill one document."""
+def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> tuple[int, ...]:
+    """Returns the document boundaries of one row; each run of all ranks together must fill one document."""
     spans: dict[int, tuple[int, int]] = {}
     for _, start, first, last in runs:
         low, high = spans.get(start, (first, last))
@@ -166,22 +169,24 @@ def _boundaries(runs: Sequence[PackedRun], length: int) -> tuple[int, ...]:
         if spans[start] != (start, end - 1):
             at = spans[start][0]
             raise ValueError(
-                f"the token at position {at} of the sequence has position id {at - start}, so that its document would "
-                f"start at {start}, which the other position ids contradict; {REMEDY}"
+                f"the token at position {at} of the sequence has position id {at - start + first_position}, so that "
+                f"its document would start at {start}, which the other position ids contradict; {REMEDY}"
             )
     if starts[0] != 0:
-        raise ValueError(f"no row starts with position id 0: the first document would start at {starts[0]}; {REMEDY}")
+        raise ValueError(
+            f"no row starts with position id {first_position}: the first document would start at {starts[0]}; {REMEDY}"
+        )
     return ends
 
 
-def _check_not_shards(found: Sequence[tuple[int, ...]], layout: SequenceLayout) -> None:
-    """Positions that start at 0 on every rank are far more often a mistake than documents as long as shards."""
+def _check_not_shards(found: Sequence[tuple[int, ...]], layout: SequenceLayout, first_position: int) -> None:
+    """Refuses position ids that restart on every rank: a mistake far more often than documents as long as shards."""
     shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])
     firsts = (*(spans[0][0] for spans in shards), layout.length)
     if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and any(ends == firsts for ends in found):
         raise ValueError(
-            f"position_ids start at 0 on each of the {layout.shards} ranks, as a model's own do; {REMEDY}. "
-            f"If the documents do end where shards do, say so with `sequence(documents={list(firsts[:4])}...)`"
+            f"position_ids start at {first_position} on each of the {layout.shards} ranks, as a model's own do; "
+            f"{REMEDY}. If the documents do end where shards do, pass `sequence(documents={list(firsts[:4])}...)`"
         )
 
 

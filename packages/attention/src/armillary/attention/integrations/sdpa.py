@@ -16,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 from armillary.attention.call.validation import cast_for_autocast
 from armillary.attention.integrations.dense_masks import REMEDY, MaskReader
 from armillary.attention.integrations.registries import Refusal, refuse_models
-from armillary.attention.integrations.sequence import Sharding, check_method, check_tokens, current
+from armillary.attention.integrations.sequence import (
+    Documents,
+    Sharding,
+    check_method,
+    check_tokens,
+    current,
+    position_restarts,
+    takes_documents,
+)
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
@@ -67,21 +75,34 @@ class Routing(TorchFunctionMode):
     """Routes calls to `attend`, and refuses attention by other means.
 
     Args:
-        layout, mask: instead of what `sequence(...)` says, and of `is_causal`.
+        layout: how the sequence is sharded; the `sequence` block around a call, if it has a layout, must have the same.
+        mask: replaces `is_causal`. Documents of the `sequence` block are added to it.
     """
 
     def __init__(self, attend: Method, layout: SequenceLayout | None = None, mask: AttentionMask | None = None) -> None:
         check_method(attend)
         super().__init__()
-        self.attend, self.mask, self.reader = attend, mask, MaskReader(attend)
-        self.sharding = None if layout is None else Sharding(layout)
+        self.attend, self.layout, self.mask, self.reader = attend, layout, mask, MaskReader(attend)
+        self.block_has_mask = False
         self.used, self.beside = False, ""
         """Whether a call was routed or refused, and the name of what attended beside. Only set, not read, in what may
         be compiled: a graph sets them each time that it runs."""
 
-    def held(self) -> Sharding:
-        """How the sequence is sharded."""
-        return self.sharding or current() or Sharding()
+    def block(self) -> Sharding:
+        """Contents of the innermost `sequence` block around the call; empty without a block.
+
+        Raises:
+            ValueError: backward recomputes the call outside of the block that masked it in forward.
+        """
+        block = current()
+        if block is None and self.block_has_mask and in_backward():
+            raise ValueError(
+                "attention whose documents or mask come from `with sequence(...)` is recomputed in backward outside of "
+                "that block: call backward inside of it. Autograd's threads (GPU) do not see the block; there, give "
+                "the mask to ContextParallel(mask=AttentionMask(documents=...)), or use sdpa_parallel"
+            )
+        self.block_has_mask = block is not None and (block.documents is not None or block.mask is not None)
+        return block or Sharding()
 
     def check_used(self, block: str = "an sdpa_parallel block") -> None:
         """Refuses a block that has ended, if not all attention in it was routed, or none."""
@@ -135,25 +156,26 @@ class Routing(TorchFunctionMode):
             raise ValueError(
                 f"{query.shape[1]} query heads, {key.shape[1]} key heads: pass enable_gqa=True to share them"
             )
-        held = self.held()
-        layout = held.layout_for(self.attend, query.shape[2])
+        block = self.block()
+        layout = block.layout_for(self.attend, query.shape[2], self.layout)
         if not is_dtensor(query):  # of a DTensor the method looks, for its shape is that of all shards
             check_tokens(self.attend.shard, query.shape[2], layout)
-        mask = self._mask(query, attn_mask, is_causal, layout)
+        mask = self._mask(query, attn_mask, is_causal, layout, block)
         q, k, v = cast_for_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 
-    def _mask(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout) -> AttentionMask:
-        """What the style says, or the call, or `sequence` around it; refused where two of them say it."""
-        held = self.held()
-        told = held.mask if self.mask is None else self.mask
-        if held.mask not in (None, told):
-            raise ValueError(f"sequence(mask={held.mask}) around a module whose style has mask={told}; leave one out")
+    def _mask(
+        self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout, block: Sharding
+    ) -> AttentionMask:
+        """Returns the mask of the style, of the `sequence` block or of the call; raises if two of them contradict."""
+        mask = block.mask if self.mask is None else with_documents(self.mask, block.documents)
+        if block.mask not in (None, mask):
+            raise ValueError(f"sequence(mask={block.mask}) around a module whose style has mask={mask}; leave one out")
         if attn_mask is None:
-            if self.mask is None and told is not None:
-                check_told(told, is_causal)
-            return told or AttentionMask(causal=is_causal, documents=held.documents)
-        beside = {"is_causal": is_causal, "mask": told is not None, "documents": held.documents is not None}
+            if self.mask is None and mask is not None:
+                check_told(mask, is_causal)
+            return mask or AttentionMask(causal=is_causal, documents=block.documents)
+        beside = {"is_causal": is_causal, "mask": mask is not None, "documents": block.documents is not None}
         if any(beside.values()):
             names = ", ".join(name for name, is_there in beside.items() if is_there)
             raise ValueError(
@@ -162,6 +184,25 @@ class Routing(TorchFunctionMode):
         if torch.compiler.is_compiling():
             raise ValueError(f"attn_mask {tuple(attn_mask.shape)} in a compiled graph, which cannot read it; {REMEDY}")
         return self.reader.read(attn_mask, 1 if is_dtensor(query) else query.shape[0], layout)
+
+
+def with_documents(mask: AttentionMask, documents: Documents | None) -> AttentionMask:
+    """Returns the mask of a style within the documents of a `sequence` block.
+
+    Raises:
+        ValueError: the mask has other documents.
+    """
+    if documents is None:
+        return mask
+    if mask.documents is None and takes_documents(mask):
+        return AttentionMask(mask.causal, mask.window, documents, mask.pattern)
+    position_restarts(mask, documents)
+    return mask
+
+
+def in_backward() -> bool:
+    """Returns whether autograd is running backward in this thread: attention called there is recomputed."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def check_told(mask: AttentionMask, is_causal: bool) -> None:
@@ -193,7 +234,7 @@ class SdpaParallel(Routing):
         self.entered_in: list[Sharding | None] = []
         self.refusals: list[Refusal] = []
 
-    def held(self) -> Sharding:
+    def block(self) -> Sharding:
         return current() or (self.entered_in[-1] if self.entered_in else None) or Sharding()
 
     def __enter__(self) -> Self:

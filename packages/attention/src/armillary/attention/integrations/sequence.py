@@ -33,25 +33,38 @@ class Sharding:
     ) -> None:
         self.layout, self.documents, self.padded, self.mask, self.asked = layout, documents, padded, mask, False
 
-    def layout_for(self, attend: Method, tokens: int) -> SequenceLayout:
-        """The layout over all ranks of `attend`; where there is one, it holds `tokens` tokens.
+    def layout_for(self, attend: Method, tokens: int, layout: SequenceLayout | None = None) -> SequenceLayout:
+        """Returns the layout over all ranks of `attend`.
+
+        Args:
+            tokens: of this rank; they make the layout where one rank needs none.
+            layout: of a style around the module (`ContextParallel`), which must agree with the block's.
 
         Raises:
-            ValueError: there is no layout, or it is for another number of ranks.
+            ValueError: no layout, one for another number of ranks, or two that differ.
         """
         self.asked = True
-        if self.layout is None:
-            if attend.shards == 1:
-                return SequenceLayout.contiguous(tokens, 1)
+        layouts = [_over_all_ranks(each, attend) for each in (self.layout, layout) if each is not None]
+        if not layouts and attend.shards > 1:
             raise ValueError(
                 f"{attend.shards} ranks hold the sequence, and a shard does not tell how: call the model inside "
                 "`with sequence(layout=attend.layout(length)):`, and its backward too where it recomputes activations"
             )
-        if self.layout.shards not in (attend.shards, attend.sequence_shards):
-            wanted = " or ".join(str(n) for n in sorted({attend.shards, attend.sequence_shards}))
-            raise ValueError(f"the layout has {self.layout.shards} shards; this method needs one over {wanted}")
-        within = attend.shards // self.layout.shards
-        return self.layout if within == 1 else self.layout.refine(within)
+        if len(layouts) == 2 and layouts[0] != layouts[1]:
+            raise ValueError(
+                f"sequence(layout={self.layout}) around ContextParallel(layout={layout}): the two layouts must be "
+                "equal; give one of them"
+            )
+        return layouts[0] if layouts else SequenceLayout.contiguous(tokens, 1)
+
+
+def _over_all_ranks(layout: SequenceLayout, attend: Method) -> SequenceLayout:
+    """Returns a layout over all ranks of `attend`, given one over these or over its sequence axis alone."""
+    if layout.shards not in (attend.shards, attend.sequence_shards):
+        wanted = " or ".join(str(n) for n in sorted({attend.shards, attend.sequence_shards}))
+        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {wanted}")
+    within = attend.shards // layout.shards
+    return layout if within == 1 else layout.refine(within)
 
 
 def check_method(attend: Method) -> None:
@@ -107,7 +120,7 @@ def sequence(
     """
     known = AttentionMask(documents=documents)
     check_layout("layout", layout)
-    restarts = known.documents if mask is None else _restarts(mask, known.documents)
+    restarts = known.documents if mask is None else position_restarts(mask, known.documents)
     if layout is not None:
         for each in (known, mask):
             if each is not None:
@@ -124,25 +137,32 @@ def sequence(
         raise ValueError(UNUSED)
 
 
-def _restarts(mask: AttentionMask, documents: Documents | None) -> Documents | None:
-    """The documents of a mask, or the segments of its tree; `documents` where it has none.
+def position_restarts(mask: AttentionMask, documents: Documents | None) -> Documents | None:
+    """Returns the boundaries at which position ids may start anew under a mask.
+
+    They are the mask's documents or the segments of its tree; `documents` for a pattern that has neither.
 
     Raises:
-        ValueError: it is no mask, or has other documents.
+        ValueError: `mask` is no mask, or `documents` are not those of the mask.
     """
     if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
     if isinstance(mask.pattern, RowMasks):
-        rows = [cast(tuple[int, ...] | None, _restarts(row, None)) for row in mask.pattern.masks]
+        rows = [cast(tuple[int, ...] | None, position_restarts(row, None)) for row in mask.pattern.masks]
         length = next((ends[-1] for ends in rows if ends), None)
         own = None if length is None else tuple(ends or (0, length) for ends in rows)
     else:
         own = mask.pattern.ends if isinstance(mask.pattern, Tree) else mask.documents
     if documents is not None and own not in (None, documents):
         raise ValueError(f"documents={documents!s:.80} beside a mask whose documents are {own!s:.80}; leave them out")
-    if documents is not None and own is None and mask.pattern is None:
+    if documents is not None and own is None and takes_documents(mask):
         raise ValueError(f"documents={documents!s:.80} beside a mask without them; give them to AttentionMask")
     return documents if own is None else own
+
+
+def takes_documents(mask: AttentionMask) -> bool:
+    """Returns whether a mask of this kind can have documents."""
+    return mask.pattern is None or mask.pattern.takes_documents
 
 
 UNUSED = (

@@ -19,14 +19,27 @@ class ShardMask:
     """Who sees whom in the layers of one kind, and how the sequence is sharded.
 
     Args:
-        rule: what the model's mask function says; None where it is not known, and `sequence(mask=...)` says it.
+        rule: the mask function of the model; None where it is not known and `sequence(mask=...)` replaces it.
         groups: [B, N], as the rule has them for the whole sequence.
         position_ids: those that the maker of masks, or its caller, knows.
-        unplaced: the model has tokens and makes positions of its own, which are those of a first shard.
+        unplaced: the model was given no position ids and would count from the first token of the shard.
+        first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
+        refusal: reason for which layers cannot use the mask. A model makes masks of kinds that no layer has
+            (Qwen2-MoE with sliding_window=0), so it is raised by the first layer that is handed the mask.
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("groups", "layout", "made", "position_ids", "rule", "sharding", "unplaced")
+    __slots__ = (
+        "first_position",
+        "groups",
+        "layout",
+        "made",
+        "position_ids",
+        "refusal",
+        "rule",
+        "sharding",
+        "unplaced",
+    )
 
     def __init__(
         self,
@@ -36,9 +49,12 @@ class ShardMask:
         groups: Tensor | None = None,
         position_ids: Tensor | None = None,
         unplaced: bool = False,
+        first_position: int = 0,
+        refusal: str | None = None,
     ) -> None:
         self.sharding, self.layout, self.rule, self.groups = sharding, layout, rule, groups
-        self.position_ids, self.unplaced = position_ids, unplaced
+        self.position_ids, self.unplaced, self.first_position = position_ids, unplaced, first_position
+        self.refusal = refusal
         self.made: tuple[Documents | None, AttentionMask] | None = None
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -15,6 +15,7 @@ from armillary.attention.integrations.model_inputs import shard_inputs
 from armillary.attention.integrations.packing import sum_over_ranks
 from armillary.attention.integrations.rows import Rows, share_rows
 from armillary.attention.integrations.trainer_checks import check_trainer, method_of
+from armillary.attention.integrations.transformers_models import padding_idx_of
 from armillary.attention.methods.base import Method
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class ContextParallelTrainer(Trainer):
         super().__init__(*args, **kwargs)
         attend = method_of(self.model)
         check_trainer(self, ContextParallelTrainer)
-        self.attend = attend
+        self.attend, self.padding_idx = attend, padding_idx_of(self.model)
         self._share_rows()
         smoother: Any = self.label_smoother
         self.label_smoother = smoother and partial(_smoothed, smoother)
@@ -94,7 +95,7 @@ class ContextParallelTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of whole rows, with the gradient of this rank's share; outputs are those of its tokens."""
-        batch, own = shard_inputs(self.attend, inputs)
+        batch, own = shard_inputs(self.attend, inputs, self.padding_idx)
         if num_items_in_batch is None:
             # Shares of a mean over this batch. The loss is multiplied by all ranks where tokens are averaged over them.
             ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
@@ -117,7 +118,7 @@ class ContextParallelTrainer(Trainer):
         if inputs.get("labels") is not None:  # then it comes back for `compute_loss`
             loss, predictions, labels = step(inputs, prediction_loss_only, ignore_keys=ignore_keys)
         else:
-            batch, own = shard_inputs(self.attend, self._prepare_inputs(inputs))
+            batch, own = shard_inputs(self.attend, self._prepare_inputs(inputs), self.padding_idx)
             with batch.sequence():
                 loss, predictions, labels = step(own, prediction_loss_only, ignore_keys=ignore_keys)
         if prediction_loss_only or predictions is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -20,8 +20,14 @@ from armillary.attention.integrations.sequence import Sharding, check_method, cu
 from armillary.attention.integrations.shard_mask import ShardMask
 from armillary.attention.integrations.transformers_documents import DocumentFinder, of_cu_seq_lens
 from armillary.attention.integrations.transformers_groups import GroupFinder
-from armillary.attention.integrations.transformers_masks import Rule, rule_of
-from armillary.attention.integrations.transformers_models import ROUTERS, check_layers, check_modules, wrap_models
+from armillary.attention.integrations.transformers_masks import rule_of
+from armillary.attention.integrations.transformers_models import (
+    ROUTERS,
+    check_layers,
+    check_modules,
+    padding_idx_of,
+    wrap_models,
+)
 from armillary.attention.methods.base import Method
 
 
@@ -88,7 +94,8 @@ class Implementation:
     def __init__(self, attend: Method) -> None:
         self.attend = attend
         self.documents, self.groups = DocumentFinder(attend), GroupFinder(attend)
-        self.checked: WeakSet[nn.Module] = WeakSet()
+        self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        """Models that have been checked, and the position id of a document's first token in each."""
 
     def mask(
         self,
@@ -112,14 +119,19 @@ class Implementation:
         around = callers()
         if any(caller.locals.get("encoder_hidden_states") is not None for caller in around[:1]):
             raise ValueError("the model asks for a mask of cross-attention, which is not done on a sharded sequence")
-        self._check_model(model_of(around))
+        first_position = self._check_model(model_of(around))
         sharding = current() or Sharding()
-        rule = _rule(mask_function, sharding)
         layout = sharding.layout_for(self.attend, q_length)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
-        groups = None if rule is None or sharding.mask is not None else self.groups.find(rule, around, layout)
-        return ShardMask(sharding, layout, rule, groups, *_placed(around))
+        position_ids, unplaced = _position_ids(around, self.attend.shards)
+        rule = groups = refusal = None
+        try:
+            rule = rule_of(mask_function)
+            groups = None if sharding.mask is not None else self.groups.find(rule, around, layout)
+        except ValueError as error:
+            refusal = None if sharding.mask is not None else str(error)
+        return ShardMask(sharding, layout, rule, groups, position_ids, unplaced, first_position, refusal)
 
     def attention(
         self,
@@ -153,6 +165,8 @@ class Implementation:
                 f"{name} comes with a mask that is not from create_causal_mask or its sliding window kin ({given}), "
                 "so that what it sees on other ranks is unknown; use another attn_implementation for this module"
             )
+        if attention_mask.refusal is not None:
+            raise ValueError(attention_mask.refusal)
         _check_layer(
             name, attention_mask, sliding_window, getattr(module, "is_causal", None) if is_causal is None else is_causal
         )
@@ -168,11 +182,15 @@ class Implementation:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.attend(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
 
-    def _check_model(self, model: Any) -> None:
-        """Looks once through the modules of a model that makes masks, where the one who does is a module."""
-        if isinstance(model, nn.Module) and model not in self.checked:
+    def _check_model(self, model: Any) -> int:
+        """Checks the modules of a model once; returns the position id of a document's first token."""
+        if not isinstance(model, nn.Module):  # masks made by a function
+            return 0
+        if model not in self.first_positions:
             check_modules(model, self.attend.shards)
-            self.checked.add(model)
+            padding_idx = padding_idx_of(model)
+            self.first_positions[model] = 0 if padding_idx is None else padding_idx + 1
+        return self.first_positions[model]
 
     def _check_padding(self, attention_mask: Tensor) -> None:
         """Refuses on every rank what only one may see."""
@@ -184,28 +202,29 @@ class Implementation:
             )
 
 
-def _rule(mask_function: Callable[..., Any] | None, sharding: Sharding) -> Rule | None:
-    """What the mask function says; None where it is not known and need not be."""
-    if sharding.mask is None:
-        return rule_of(mask_function)
-    try:
-        return rule_of(mask_function)
-    except ValueError:
-        return None
+def _position_ids(around: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
+    """Returns (the model's position ids as far as callers know them, whether the model was given none and needs some).
 
+    Some models give position ids to the maker of masks and not to layers, some to neither. A model without tokens, such
+    as a tower of images, is sharded behind the module that adds its positions.
 
-def _placed(around: list[Caller]) -> tuple[Tensor | None, bool]:
-    """(position ids that callers know, whether the model has tokens and will make positions for them).
-
-    Some models give position ids to the maker of masks and not to layers, some to neither. What has no tokens, such as
-    a tower of images, is sharded after it has added its positions.
+    Raises:
+        ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
+            whatever position ids its layers are handed.
     """
+    methods = [caller for caller in around if isinstance(caller.locals.get("self"), nn.Module)]
+    takes = any("position_ids" in method.parameters for method in methods)
+    tokens = [method.locals.get(name) for method in methods for name in ("input_ids", "inputs_embeds")]
+    has_tokens = any(isinstance(x, Tensor) for x in tokens)
+    if shards > 1 and has_tokens and not takes:
+        raise ValueError(
+            f"{type(model_of(around)).__name__}.forward takes no position_ids: it counts positions from the first "
+            "token of each shard; models whose forward takes position_ids can be sharded"
+        )
     known = [ids for caller in around if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
     if known:
         return known[0] if known[0].ndim > 1 else known[0][None], False
-    of_model = [caller.locals for caller in around if isinstance(caller.locals.get("self"), nn.Module)]
-    tokens = [its.get(name) for its in of_model for name in ("input_ids", "inputs_embeds")]
-    return None, any("position_ids" in its for its in of_model) or any(isinstance(its, Tensor) for its in tokens)
+    return None, takes or has_tokens
 
 
 def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_causal: bool | None) -> None:

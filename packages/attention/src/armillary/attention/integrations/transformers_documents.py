@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention.integrations.batch import whole_sequence
-from armillary.attention.integrations.packing import REMEDY, check_positions, check_shards, find_documents
+from armillary.attention.integrations.packing import REMEDY, check_positions, check_shards, find_documents, gather
 from armillary.attention.integrations.sequence import Documents, check_tokens
 from armillary.attention.integrations.shard_mask import ShardMask
 from armillary.attention.mask import AttentionMask
@@ -45,17 +45,20 @@ class DocumentFinder:
         if known is not None and version is not None and known[0] == key:
             return known[1]
         check_shards(tokens, position_ids.shape[-1], mask.layout, self.attend)
-        documents = self._look(position_ids, mask.layout, told, bidirectional)
+        if mask.first_position:
+            check_least(name, position_ids, mask.first_position, self.attend)
+        documents = self._look(position_ids, mask, told, bidirectional)
         self.found[position_ids] = (key, documents)
         return documents
 
-    def _look(self, position_ids: Tensor, layout: SequenceLayout, told: Documents | None, bidirectional: bool) -> Any:
+    def _look(self, position_ids: Tensor, mask: ShardMask, told: Documents | None, bidirectional: bool) -> Any:
+        layout = mask.layout
         if position_ids.ndim == 3:
             if told is None:
                 check_multimodal(position_ids, layout, self.attend)
             return told
         if told is None and not bidirectional:
-            return find_documents(position_ids, layout, self.attend)
+            return find_documents(position_ids, layout, self.attend, mask.first_position)
         try:
             check_positions(position_ids, layout, self.attend, told or (0, layout.length))
         except ValueError as refused:
@@ -80,6 +83,19 @@ class DocumentFinder:
                 f"`with sequence(layout=..., documents=...)`: [0, {mask.layout.length}] if there is only one"
             )
         return told
+
+
+def check_least(name: str, position_ids: Tensor, first: int, attend: Method) -> None:
+    """Refuses, on every rank, position ids below those that a model gives to tokens (RoBERTa: padding_idx + 1).
+
+    Communicates: every rank of `attend` must call it.
+    """
+    least = min(least for (least,) in gather([[int(position_ids.min())]], attend))
+    if least < first:
+        raise ValueError(
+            f"{name} is given position id {least}, but the model counts tokens from {first} (padding_idx + 1): "
+            f"shard_batch(attend, ids, padding_idx={first - 1}) makes its position ids"
+        )
 
 
 def of_cu_seq_lens(queries: Tensor, keys: Tensor | None, layout: SequenceLayout) -> Documents | None:

@@ -59,12 +59,12 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     found by other means.
 
     Raises:
-        ValueError: part of it is not known, or cannot be joined with the rest.
+        ValueError: part of it is not known, or cannot be joined with the rest; sliding_window below 1.
     """
     try:
         rule = _read(mask_function)
         if rule.apart is None and rule.within is None:
-            raise UnknownMaskError("parts that hide everything")
+            raise UnknownMaskError("parts that hide every key")
     except UnknownMaskError as unknown:
         raise ValueError(
             f"the model asks for a mask made of {unknown}, which is not known; masks made of "
@@ -150,17 +150,25 @@ def _banded(low: int, high: int, *, bidirectional: bool = False) -> Rule:
     return Rule((low, high), (low, high), bidirectional=bidirectional)
 
 
+def _window(held: dict[str, Any]) -> int:
+    """Returns the sliding window of a closure, in keys up to and including the query's own."""
+    window = int(held["sliding_window"])
+    if window < 1:
+        raise ValueError(f"sliding_window={window} hides every key; a window of at least 1, or None, is accepted")
+    return window
+
+
 MODELS_OWN = "_bidirectional_window_overlay"
 """Gemma 3's, in the files of several models."""
 
 MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "causal_mask_function": lambda held: _banded(-FAR, 0),
     "bidirectional_mask_function": lambda held: _banded(*EVERYTHING, bidirectional=True),
-    "sliding_window_overlay": lambda held: _banded(1 - int(held["sliding_window"]), FAR),
+    "sliding_window_overlay": lambda held: _banded(1 - _window(held), FAR),
     "sliding_window_bidirectional_overlay": lambda held: _banded(
         -int(held["sliding_window"]), int(held["sliding_window"])
     ),
-    MODELS_OWN: lambda held: _banded(1 - int(held["sliding_window"]), int(held["sliding_window"]) - 1),
+    MODELS_OWN: lambda held: _banded(1 - _window(held), _window(held) - 1),
     "blockwise_overlay": lambda held: Rule(None, EVERYTHING, groups=held["block_sequence_ids"]),
     "chunked_overlay": lambda held: Rule(EVERYTHING, EVERYTHING, chunk=int(held["chunk_size"])),
 }

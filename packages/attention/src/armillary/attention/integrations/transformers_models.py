@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from inspect import getsource, signature, unwrap
 from typing import Any
 
+import torch
 from torch import nn
 
 from armillary.attention.integrations.registries import Registries, is_own
@@ -26,6 +27,18 @@ LAYERS = frozenset(
 
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
 """In the names of modules that do so without a module of torch's."""
+
+MIXING_SETTINGS = {
+    "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
+    "token_dropout": "scales embeddings by the count of masked tokens",  # ESM
+}
+"""Attributes of modules that are True where these use other tokens of the sequence, and how."""
+
+POSITION_MODULES = re.compile("Rotary|Position|Sinus")
+"""In the names of modules that compute embeddings of positions."""
+
+POSITION_RULE = "create_position_ids_from_input_ids"
+"""Name of the function by which RoBERTa and its kin number tokens: from padding_idx + 1, without padding."""
 
 MARK = "armillary_checks_sharding"
 
@@ -93,21 +106,70 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
     Parts with an implementation of their own that is none of ours, such as the tower of images, are left out.
     """
-    others = [name for name, module in model.named_modules() if module is not model and _is_elsewhere(module)]
-    for name, module in model.named_modules():
-        if any(name == other or name.startswith(f"{other}.") for other in others):
-            continue
+    for name, module in sharded_modules(model):
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
         if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise ValueError(
                 f"{type(model).__name__}.{name} ({type(module).__name__}) lets tokens see each other without "
                 "attention, within each shard only; such a model cannot be sharded so"
             )
-        if shards > 1 and type(module).__name__.endswith("Pooler"):
-            raise ValueError(
-                f"{type(model).__name__}.{name} ({type(module).__name__}) takes the first token of each shard for that "
-                "of the sequence: make the model with add_pooling_layer=False"
-            )
+        if shards > 1:
+            _check_sharded(f"{type(model).__name__}.{name} ({type(module).__name__})", module)
+
+
+def _check_sharded(name: str, module: nn.Module) -> None:
+    """Refuses a module that is right on one rank only."""
+    if type(module).__name__.endswith("Pooler"):
+        raise ValueError(
+            f"{name} takes the first token of each shard for that of the sequence: make the model with "
+            "add_pooling_layer=False"
+        )
+    for setting, use in MIXING_SETTINGS.items():
+        if getattr(module, setting, False) is True:
+            raise ValueError(f"{name} {use}, within each shard only: set {setting}=False in the config")
+    if POSITION_MODULES.search(type(module).__name__) and "position_ids" not in signature(module.forward).parameters:
+        raise ValueError(
+            f"{name} takes no position_ids: it counts positions from the first token of each shard; modules that take "
+            "them can be sharded"
+        )
+
+
+def padding_idx_of(model: nn.Module) -> int | None:
+    """Returns the padding_idx after which a model counts position ids (RoBERTa and its kin); None if it counts from 0.
+
+        batch = shard_batch(attend, ids, padding_idx=padding_idx_of(model))
+
+    Raises:
+        ValueError: the model makes position ids by a rule that is not known.
+    """
+    values = {padding_idx for _, module in sharded_modules(model) if (padding_idx := _padding_idx(module)) is not None}
+    if len(values) > 1:
+        raise ValueError(
+            f"{type(model).__name__} counts position ids after padding_idx {sorted(values)}; one is needed"
+        )
+    return values.pop() if values else None
+
+
+def _padding_idx(module: nn.Module) -> int | None:
+    """Returns the padding_idx after which a module counts position ids; None if it makes none."""
+    forward, padding_idx = unwrap(type(module).forward), getattr(module, "padding_idx", None)
+    calls_rule = POSITION_RULE in getattr(getattr(forward, "__code__", None), "co_names", ())
+    # ESM with rotary embeddings calls the function and does not use its result.
+    if padding_idx is None or not calls_rule or getattr(module, "position_embedding_type", "absolute") != "absolute":
+        return None
+    rule = getattr(module, POSITION_RULE, None) or forward.__globals__[POSITION_RULE]
+    other = padding_idx + 1
+    if rule(torch.tensor([[other, padding_idx, other]]), padding_idx).tolist() != [[other, padding_idx, other + 1]]:
+        raise ValueError(f"{type(module).__name__}.{POSITION_RULE} does not count tokens from padding_idx + 1")
+    return padding_idx
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the named modules of a model, without parts that attend by an implementation that is none of ours."""
+    names = [name for name, module in model.named_modules() if module is not model and _is_elsewhere(module)]
+    for name, module in model.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in names):
+            yield name, module
 
 
 def _is_elsewhere(module: nn.Module) -> bool:

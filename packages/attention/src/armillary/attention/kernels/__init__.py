@@ -15,7 +15,7 @@ from armillary.attention.kernels.cpu_flash import CpuFlash
 from armillary.attention.kernels.cuda_flash import CudaFlash
 from armillary.attention.kernels.cudnn import Cudnn
 from armillary.attention.kernels.dense import Dense
-from armillary.attention.kernels.efficiency import EFFICIENCY, Efficiency, efficiency
+from armillary.attention.kernels.efficiency import EFFICIENCY, Efficiency, default_margin, efficiency
 from armillary.attention.kernels.efficient import Efficient
 from armillary.attention.kernels.flash_attn_2 import FlashAttn2
 from armillary.attention.kernels.flash_attn_3 import FlashAttn3
@@ -43,6 +43,7 @@ __all__ = [
     "Scores",
     "check_softcap",
     "choose_kernel",
+    "default_margin",
     "efficiency",
     "in_rows",
     "rulings",

@@ -55,6 +55,21 @@ EFFICIENCY = {
 }
 """By kernel, and by major number of the compute capability. What is not here has no published figures."""
 
+PERSISTENT = frozenset({"flash_attn_3"})
+"""Kernels whose forward starts one thread block for each multiprocessor, and keeps them until all is computed: FA3's
+`hopper/flash_fwd_launch_template.h` on Hopper. NCCL's kernels then start after it, unless it leaves a margin. Its
+backward starts one block for each tile, so that NCCL's get in between."""
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200, on which those kernels run."""
+SM_MARGIN = 16
+"""Multiprocessors left to NCCL by default. Chosen, not measured: NCCL takes up to 32 thread blocks for an exchange over
+NVLink, and works with fewer."""
+
+
+def default_margin(ring: int) -> int:
+    """Multiprocessors that a persistent kernel leaves to NCCL by default, in a ring of so many ranks."""
+    return SM_MARGIN if ring > 1 else 0
+
 
 def efficiency(kernel: str, capability: tuple[int, int] | None) -> Efficiency | None:
     """What a kernel attains there; None: not known."""

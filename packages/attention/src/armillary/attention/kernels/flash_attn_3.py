@@ -24,7 +24,8 @@ class FlashAttn3(Flash):
     """The fastest on an H100 or H200, and only there; with softcap.
 
     Args:
-        sm_margin: multiprocessors that it leaves to others: to NCCL, whose kernel may otherwise wait for it.
+        sm_margin: multiprocessors that it leaves to others. Its forward is persistent: as many thread blocks as there
+            are multiprocessors less these, which stay until all is computed. At 0 NCCL's kernels begin after it.
     """
 
     name: str = "flash_attn_3"

@@ -1,1 +1,1 @@
-"""One file per method: what it sends and what it computes, in the order of its paper."""
+"""Context-parallel attention methods, one file each."""

@@ -2,7 +2,7 @@
 
 A method is a pair of plain functions, forward and backward, over local tensors (`call/interface.py`). Calling it checks
 the arguments and runs the pair under autograd (`call/attend.py`). To add a method, write a subclass with `forward` and
-`backward`, and give it a line in `registry.py`.
+`backward`, and give it a line in `registry/table.py`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Method(AttentionMethod):
             layout: how the sequence is sharded: over all ranks of the method, or over its sequence axis alone. Optional
                 where there is one shard.
             scale: softmax scale, any finite number; 1 / sqrt(D) by default.
-            sinks: [H], a learned score for each head that takes part in the softmax and has value 0 (gpt-oss). Its
-                gradient is this rank's share, to be summed over ranks as that of any parameter.
+            sinks: [H] or [S, H], one or S learned scores per head that take part in the softmax and have value 0
+                (gpt-oss; MagiAttention's have S). Their gradient is this rank's share, to be summed over ranks as that
+                of any parameter.
             softcap: c of c * tanh(score / c), where a kernel has it; finite and above 0.
             key_layout: how the keys are sharded, for cross-attention: as many shards as `layout`.
             kernel: a kernel, or the name of one, such as "dense"; by default the first that takes the inputs.

@@ -1,113 +1,143 @@
-"""Which heads meet in which stage of UPipe (arXiv 2602.21196): a pure function of head counts.
+"""The heads of each UPipe stage (arXiv 2602.21196), a pure function of head counts.
 
 With 8 query heads, 4 key/value heads, 2 ranks and 4 heads a stage (G = 2 query heads share a key/value head):
 
     stage   rank 0             rank 1
-    0       q 0 2   k 0 1      q 4 6   k 2 3       a round begins: as many different key/value heads as possible
-    1       q 1 3   (on hand)  q 5 7   (on hand)   the next query head of each group meets the same keys
+    0       q 0 2   k 0 1      q 4 6   k 2 3       a round starts with as many different key/value heads as possible
+    1       q 1 3   (reused)   q 5 7   (reused)    the next query head of each group uses the same keys
 
-Query head h belongs to key/value head h // G in whatever stage it comes: weights of a trained model keep their meaning.
+A round has G stages. Query head h uses key/value head h // G in whichever stage it comes, so that weights of a trained
+model keep their meaning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
+from armillary.attention.methods.head_shards import split_heads
+from armillary.core.checked import integer
 
-class Share(NamedTuple):
-    """What one rank does in a stage.
+
+class RankHeads(NamedTuple):
+    """Heads of one rank in a stage.
 
     Args:
-        queries: its query heads, grouped by key/value head.
-        keys: the key/value heads on hand.
-        first, last: whether these have just arrived, and whether they are done with afterwards.
+        queries: query heads, grouped by key/value head.
+        keys: key/value heads that these use.
+        starts_round: True if `keys` are received before the stage.
+        ends_round: True if gradients of `keys` are returned after the stage.
     """
 
     queries: tuple[int, ...] = ()
     keys: tuple[int, ...] = ()
-    first: bool = False
-    last: bool = False
+    starts_round: bool = False
+    ends_round: bool = False
 
     def key_heads(self, key_heads: tuple[int, ...]) -> tuple[int, ...]:
-        """For each query head, which of the heads on hand it uses; given the key/value head of all query heads."""
+        """Returns, for each of `queries`, the index of its key/value head in `keys`.
+
+        Args:
+            key_heads: for each of all query heads, its key/value head.
+        """
         return tuple(self.keys.index(key_heads[head]) for head in self.queries)
 
 
-class Stage(NamedTuple):
-    """The shares of all ranks of the head axis."""
+class KeyHeads(NamedTuple):
+    """Key/value heads in one all-to-all.
 
-    shares: tuple[Share, ...]
-
-    @property
-    def queries(self) -> tuple[int, ...]:
-        """Query heads of all ranks, in rank order."""
-        return tuple(head for share in self.shares for head in share.queries)
-
-    @property
-    def query_ranges(self) -> tuple[range, ...]:
-        """Where each rank's are in `queries`."""
-        return _ranges([len(share.queries) for share in self.shares])
-
-    @property
-    def arriving(self) -> Keys:
-        """Key/value heads that are sent before the stage."""
-        return Keys.of([share.keys if share.first else () for share in self.shares])
-
-    @property
-    def leaving(self) -> Keys:
-        """Key/value heads whose gradients are sent back after the stage."""
-        return Keys.of([share.keys if share.last else () for share in self.shares])
-
-
-class Keys(NamedTuple):
-    """Key/value heads that travel together: each once, in rising order, and which of them are each rank's."""
+    Args:
+        heads: each head once, in rising order.
+        ranges: by rank, its heads as indices into `heads`.
+    """
 
     heads: tuple[int, ...]
     ranges: tuple[range, ...]
 
     @classmethod
-    def of(cls, by_rank: Sequence[tuple[int, ...]]) -> Keys:
-        """Each rank's are consecutive heads, and several ranks may have the same ones."""
-        heads = tuple(sorted({head for mine in by_rank for head in mine}))
-        starts = [heads.index(mine[0]) if mine else 0 for mine in by_rank]
-        return cls(heads, tuple(range(start, start + len(mine)) for start, mine in zip(starts, by_rank, strict=True)))
+    def of(cls, by_rank: Sequence[tuple[int, ...]]) -> KeyHeads:
+        """Returns the heads of all ranks: consecutive ones on each, possibly the same ones on several."""
+        heads = tuple(sorted({head for keys in by_rank for head in keys}))
+        starts = [heads.index(keys[0]) if keys else 0 for keys in by_rank]
+        return cls(heads, tuple(range(start, start + len(keys)) for start, keys in zip(starts, by_rank, strict=True)))
 
     @property
     def shared(self) -> bool:
-        """Whether a head goes to several ranks."""
+        """True if a head goes to several ranks."""
         return sum(map(len, self.ranges)) > len(self.heads)
 
 
-@lru_cache(maxsize=256)
-def stages(key_heads: tuple[int, ...], queries: tuple[range, ...], heads_per_stage: int) -> tuple[Stage, ...]:
-    """The stages of an attention call, each with at most `heads_per_stage` query heads over all ranks.
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a call, on all ranks of the head axis."""
+
+    by_rank: tuple[RankHeads, ...]
+
+    @cached_property
+    def queries(self) -> tuple[int, ...]:
+        """Query heads of all ranks, in rank order."""
+        return tuple(head for heads in self.by_rank for head in heads.queries)
+
+    @cached_property
+    def query_ranges(self) -> tuple[range, ...]:
+        """By rank, its query heads as indices into `queries`."""
+        counts = [len(heads.queries) for heads in self.by_rank]
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+    @cached_property
+    def received_keys(self) -> KeyHeads:
+        """Key/value heads that are sent before the stage."""
+        return KeyHeads.of([heads.keys if heads.starts_round else () for heads in self.by_rank])
+
+    @cached_property
+    def returned_keys(self) -> KeyHeads:
+        """Key/value heads whose gradients are sent back after the stage."""
+        return KeyHeads.of([heads.keys if heads.ends_round else () for heads in self.by_rank])
+
+
+@lru_cache(maxsize=256, typed=True)
+def stages_of(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | None = None) -> tuple[Stage, ...]:
+    """Returns the stages of a call, each of at most `heads_per_stage` query heads over all ranks.
 
     Args:
         key_heads: for each query head, its key/value head.
-        queries: the query heads of each rank.
-        heads_per_stage: a multiple of the number of ranks.
+        heads_per_stage: None: all heads in one stage.
+
+    Raises:
+        ValueError: `heads_per_stage` is not a positive multiple of `ranks`.
     """
-    at_once = heads_per_stage // len(queries)
-    walks = zip_longest(*(_walk(mine, key_heads, at_once) for mine in queries), fillvalue=Share())
-    return tuple(Stage(shares) for shares in walks)
+    per_rank = -(-len(key_heads) // ranks)
+    if heads_per_stage is not None:
+        per_rank = min(check_heads_per_stage(heads_per_stage, ranks) // ranks, per_rank)
+    schedules = (_rank_stages(queries, key_heads, per_rank) for queries in split_heads(key_heads, ranks).queries)
+    # A rank with fewer heads has no heads in the last stages, but takes part in their collectives.
+    return tuple(Stage(by_rank) for by_rank in zip_longest(*schedules, fillvalue=RankHeads()))
 
 
-def _walk(queries: range, key_heads: tuple[int, ...], at_once: int) -> Iterator[Share]:
-    """One rank's stages: rounds over its key/value heads, and in each the query heads of their groups by turns."""
+def _rank_stages(queries: range, key_heads: tuple[int, ...], per_stage: int) -> Iterator[RankHeads]:
+    """Yields one rank's stages: rounds over its key/value heads, each with the query heads of their groups in turn."""
     keys = range(key_heads[queries[0]], key_heads[queries[-1]] + 1)
-    for start in range(0, len(keys), at_once):
-        on_hand = keys[start : start + at_once]
-        groups = [[head for head in queries if key_heads[head] == key] for key in on_hand]
-        each = at_once // len(on_hand)
-        turns = range(0, max(map(len, groups)), each)
+    for start in range(0, len(keys), per_stage):
+        round_keys = keys[start : start + per_stage]
+        groups = [[head for head in queries if key_heads[head] == key] for key in round_keys]
+        per_group = per_stage // len(round_keys)
+        turns = range(0, max(map(len, groups)), per_group)
         for turn in turns:
-            chosen = tuple(head for group in groups for head in group[turn : turn + each])
-            yield Share(chosen, tuple(on_hand), turn == 0, turn == turns[-1])
+            heads = tuple(head for group in groups for head in group[turn : turn + per_group])
+            yield RankHeads(heads, tuple(round_keys), turn == 0, turn == turns[-1])
 
 
-def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+def check_heads_per_stage(heads_per_stage: int, ranks: int) -> int:
+    """Returns the number of query heads of a stage.
+
+    Raises:
+        ValueError: it is not a positive multiple of `ranks`.
+    """
+    count = integer("heads_per_stage", heads_per_stage)
+    if count < 1 or count % ranks:
+        raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {ranks} ranks")
+    return count

@@ -1,4 +1,13 @@
-"""Who sits where in WallFacer (arXiv 2407.00611): pure arithmetic."""
+"""The arrangement of ranks in WallFacer (arXiv 2407.00611): teams, team groups and rings. Pure.
+
+P ranks form P / C teams of C members, and R = P / C^2 consecutive teams form a team group; there are C groups. For
+P = 8, C = 2 (R = 2), with the ranks of placement "collect_intra":
+
+                      group 0             group 1
+                  team 0   team 1     team 2   team 3
+    member 0         0        2          4        6         the ring of member 0 in group 0 is ranks 0, 2
+    member 1         1        3          5        7         the ring of member 1 in group 0 is ranks 1, 3
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,9 @@ from itertools import accumulate
 from math import gcd, isqrt
 from typing import Literal, get_args
 
-from armillary.attention.rotation.topology import Moving, RingTopology
+from armillary.attention.layouts import layout_of
+from armillary.attention.mask import AttentionMask
+from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core import SequenceLayout
 from armillary.core.checked import integer, one_of
 from armillary.core.layout import Spans
@@ -16,16 +27,22 @@ Placement = Literal["collect_intra", "p2p_intra"]
 
 
 def fitting_teams(ranks: int) -> list[int]:
-    """Each C whose square divides the number of ranks."""
+    """Returns each team size C whose square divides the number of ranks."""
     return [c for c in range(1, isqrt(ranks) + 1) if ranks % c**2 == 0]
 
 
 @dataclass(frozen=True)
 class Teams:
-    """Who is who: P ranks of an axis as P / C teams of C members, R consecutive teams to a group, C groups.
+    """Teams of the ranks of one axis.
 
-    `collect_intra` makes the members of a team neighbours on the axis, so that gathers stay within a node; `p2p_intra`
-    makes the ranks of a ring neighbours.
+    Args:
+        ranks: P.
+        team: C, the members of a team (d_a in the paper).
+        placement: "collect_intra" makes the members of a team neighbours on the axis, so that gathers stay within a
+            node; "p2p_intra" does so with the ranks of a ring.
+
+    Raises:
+        ValueError: C^2 does not divide P, or an unknown placement.
     """
 
     ranks: int
@@ -42,89 +59,109 @@ class Teams:
             )
 
     @property
-    def ring(self) -> int:
-        """R, ranks in a ring: teams in a group."""
+    def ring_size(self) -> int:
+        """R = P / C^2, the ranks of a ring and the teams of a group (the paper's team group size)."""
         return self.ranks // self.team**2
 
     def rank(self, team: int, member: int) -> int:
-        """The rank on the axis of one member of one team."""
+        """Returns the rank on the axis of a member (r_a in the paper) of a team (r_t)."""
         if self.placement == "collect_intra":
             return team * self.team + member
-        group, place = divmod(team, self.ring)
-        return (group * self.team + member) * self.ring + place
+        group, place = divmod(team, self.ring_size)
+        return (group * self.team + member) * self.ring_size + place
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """(team, member) of a rank."""
+        """Returns the (team, member) of a rank."""
         if self.placement == "collect_intra":
             return divmod(rank, self.team)
-        rest, place = divmod(rank, self.ring)
-        group, member = divmod(rest, self.team)
-        return group * self.ring + place, member
+        ring, place = divmod(rank, self.ring_size)
+        group, member = divmod(ring, self.team)
+        return group * self.ring_size + place, member
 
-    def dealt(self, layout: SequenceLayout) -> SequenceLayout:
-        """Teams as shards, from a layout over R shards: the tokens of each go to C teams by turns.
+    def team_ranks(self, team: int) -> tuple[int, ...]:
+        """Returns the ranks of a team, in member order."""
+        return tuple(self.rank(team, member) for member in range(self.team))
 
-        Member a of a team computes its queries against the keys of teams a, a + C, ...; where queries rotate, keys of
-        these against the queries of its group. The C teams of a shard differ in group and in t % C, so that each query
-        sees as many keys at every member, to one, and each key is seen by as many queries of every group: ranks have as
-        even work as the R shards have, whatever the mask.
+    # -- algorithms 2 and 3 of the paper ------------------------------------------------------------------------------
+
+    def key_target(self, team: int, member: int) -> int:
+        """Returns the rank to which a member sends its team's keys (get_init_send, algorithm 2)."""
+        return self.rank(member * self.ring_size + team // self.team, team % self.team)
+
+    def key_source(self, team: int, member: int) -> tuple[int, int]:
+        """Returns the (team, member) that sends its team's keys to this member: the inverse of `key_target`."""
+        group, place = divmod(team, self.ring_size)
+        return place * self.team + member, group
+
+    def ring_of(self, group: int, member: int, rotating_side: RotatingSide) -> RingTopology:
+        """Returns the ring of one member of each team of a group (algorithm 3). Shards are those of `by_teams`."""
+        teams = tuple(group * self.ring_size + place for place in range(self.ring_size))
+        key_teams = tuple(self.key_source(team, member)[0] for team in teams)
+        stationary, rotating = (teams, key_teams) if rotating_side == "keys" else (key_teams, teams)
+        return RingTopology(tuple(self.rank(team, member) for team in teams), stationary, rotating, rotating_side)
+
+    def rings(self, rotating_side: RotatingSide) -> list[RingTopology]:
+        """Returns all C^2 rings."""
+        return [self.ring_of(group, member, rotating_side) for group in range(self.team) for member in range(self.team)]
+
+    # -- layouts ------------------------------------------------------------------------------------------------------
+
+    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+        """Returns the layout over P ranks in which each team's tokens are a shard of layout `kind`.
+
+        "balanced" deals the tokens of a balanced layout over R shards to teams (`deal`).
+
+        Raises:
+            ValueError: an unknown kind, or fewer tokens than ranks.
+        """
+        if kind == "balanced":
+            teams = self.deal(layout_of(kind, length, self.ring_size, mask))
+        else:
+            teams = layout_of(kind, length, self.ranks // self.team, mask)
+        return self.in_rank_order(teams.refine(self.team))
+
+    def by_teams(self, layout: SequenceLayout) -> SequenceLayout:
+        """Returns a layout over P ranks as one over P / C teams."""
+        teams = map(self.team_ranks, range(self.ranks // self.team))
+        return SequenceLayout([[span for rank in ranks for span in layout.spans(rank)] for ranks in teams])
+
+    def member_sizes(self, layout: SequenceLayout, team: int) -> tuple[int, ...]:
+        """Returns the number of tokens of each member of a team."""
+        return tuple(layout.sizes[rank] for rank in self.team_ranks(team))
+
+    def in_rank_order(self, members: SequenceLayout) -> SequenceLayout:
+        """Returns the layout over ranks of one whose shards are the first team's members, then the second team's..."""
+        seats = map(self.seat, range(self.ranks))
+        return SequenceLayout([members.spans(team * self.team + member) for team, member in seats])
+
+    def deal(self, layout: SequenceLayout) -> SequenceLayout:
+        """Returns the layout over teams in which C teams take the tokens of one of R shards in turn.
+
+        Member a of a team computes its queries against the keys of teams a, a + C, ...; where queries rotate, the keys
+        of these teams against the queries of its group. The C teams of a shard are in different groups and differ in
+        t % C. So every member has the same number of keys for each query, within one, and every group the same number
+        of queries for each key: ranks are balanced as well as the R shards are, under any mask.
 
         Raises:
             ValueError: fewer tokens than ranks.
         """
         if layout.length < self.ranks:
             raise ValueError(f"a sequence of {layout.length} tokens is shorter than its {self.ranks} shards")
-        turns = [_by_turns(layout.spans(shard), self.team) for shard in range(self.ring)]
-        held = {self.dealt_to(shard, n): spans for shard, dealt in enumerate(turns) for n, spans in enumerate(dealt)}
-        return SequenceLayout([held[team] for team in range(self.ranks // self.team)])
+        team_spans = dict[int, list[range]]()
+        for shard in range(self.ring_size):
+            for group, spans in enumerate(_interleaved(layout.spans(shard), self.team)):
+                team_spans[self.dealt_team(shard, group)] = spans
+        return SequenceLayout([team_spans[team] for team in range(self.ranks // self.team)])
 
-    def dealt_to(self, shard: int, group: int) -> int:
-        """The team of a group that gets tokens of one of R shards: of all groups together, one for each t % C."""
-        both = gcd(self.ring, self.team)  # the first teams of groups are multiples of it, modulo C
-        first = shard - shard % both
-        return group * self.ring + first + (shard + group * both // self.team) % both
-
-    def seated(self, cut: SequenceLayout) -> SequenceLayout:
-        """The same shards in the order of ranks: `cut` has those of the first team's members first, and so on."""
-        seats = (self.seat(rank) for rank in range(self.ranks))
-        return SequenceLayout([cut.spans(team * self.team + member) for team, member in seats])
-
-    def keeper(self, team: int, member: int) -> int:
-        """The rank to which this member of a team sends the team's keys (step 2)."""
-        return self.rank(member * self.ring + team // self.team, team % self.team)
-
-    def kept(self, team: int, member: int) -> tuple[int, int]:
-        """(team, member) whose keys this member of a team is sent: the inverse of `keeper`."""
-        group, place = divmod(team, self.ring)
-        return place * self.team + member, group
-
-    def mates(self, team: int) -> tuple[int, ...]:
-        """The ranks of a team."""
-        return tuple(self.rank(team, member) for member in range(self.team))
-
-    def sizes(self, layout: SequenceLayout, team: int) -> tuple[int, ...]:
-        """Tokens of each member of a team."""
-        return tuple(layout.sizes[rank] for rank in self.mates(team))
-
-    def layout(self, layout: SequenceLayout) -> SequenceLayout:
-        """That of the ranks, with teams as shards."""
-        teams = range(self.ranks // self.team)
-        return SequenceLayout([[span for rank in self.mates(team) for span in layout.spans(rank)] for team in teams])
-
-    def ring_of(self, group: int, member: int, moving: Moving) -> RingTopology:
-        """A ring: one member of each team of a group. Shards are teams."""
-        teams = tuple(group * self.ring + j for j in range(self.ring))
-        keys = tuple(j * self.team + member for j in range(self.ring))
-        stationary, rotating = (teams, keys) if moving == "keys" else (keys, teams)
-        return RingTopology(tuple(self.rank(team, member) for team in teams), stationary, rotating, moving)
-
-    def rings(self, moving: Moving) -> list[RingTopology]:
-        """All rings."""
-        each = range(self.team)
-        return [self.ring_of(group, member, moving) for group in each for member in each]
+    def dealt_team(self, shard: int, group: int) -> int:
+        """Returns the team of a group that takes tokens of one of R shards. Over all groups, t % C takes each value."""
+        # Group g starts at team g R; modulo C these are the multiples of gcd(R, C), each as often as the others.
+        divisor = gcd(self.ring_size, self.team)
+        first = shard - shard % divisor
+        return group * self.ring_size + first + (shard + group * divisor // self.team) % divisor
 
 
-def _by_turns(spans: Spans, n: int) -> list[list[range]]:
-    """The tokens of a shard for each of `n`: the first has tokens 0, n, 2 n, ..."""
+def _interleaved(spans: Spans, n: int) -> list[list[range]]:
+    """Deals the tokens of a shard to `n` shards in turn: the first gets tokens 0, n, 2 n, ..."""
     starts = list(accumulate(map(len, spans), initial=0))
-    return [[span[(turn - at) % n :: n] for span, at in zip(spans, starts, strict=False)] for turn in range(n)]
+    return [[span[(turn - start) % n :: n] for span, start in zip(spans, starts, strict=False)] for turn in range(n)]

@@ -1,30 +1,26 @@
-"""TokenRing (arXiv 2412.20501): queries go round one way, partial results come straight back the other way.
+"""TokenRing (arXiv 2412.20501): queries rotate one way around the ring, partial results return the other way.
 
     step          0    1    2    3
-    rank 0 holds  q0   q3   q2   q1        each step: send the queries in hand to rank r + 1, compute with them,
-    rank 1 holds  q1   q0   q3   q2        and return the partial (out, lse) of the step before to its owner
-    rank 2 holds  q2   q1   q0   q3
-    rank 3 holds  q3   q2   q1   q0
+    rank 0 has    q0   q3   q2   q1        each step: send the current queries to rank r + 1 while computing with them,
+    rank 1 has    q1   q0   q3   q2        and return block_out and block_lse of the previous step to their owner
+    rank 2 has    q2   q1   q0   q3
+    rank 3 has    q3   q2   q1   q0
 
-Both directions of each link are busy. The paper is about inference; here backward passes queries on too, with their
-dout, out and lse, and shares of dq return straight to their owners.
+Both directions of each link are busy. The paper covers inference only; in backward queries rotate too, with their dout,
+out and lse, and partial sums of dq return directly to their owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.comm_plan import AttentionShape, CommPlan, Steps
-from armillary.attention.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import OnSequence, RingWalk
-from armillary.attention.rotation.returns import DirectReduce, Returns, Shares
+from armillary.attention.rotation.returns import DirectReduce, Partials, Reduction
 from armillary.attention.rotation.rotate import Rotation
-from armillary.attention.rotation.steps import Returning, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
@@ -32,15 +28,18 @@ from armillary.core.token_ranges import TokenRanges
 
 
 class TokenRing(Method):
-    """TokenRing over one mesh axis of P ranks. Wins where K = H and links carry both directions at once.
+    """TokenRing over one mesh axis of P ranks. Fastest for K = H on links that carry both directions at once.
+
+    The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
+    S / P tokens of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
-        axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is made for what returns, so every rank of the
-            axis must construct the method; construct it once and share it between layers.
+        axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is created on it for the results that return,
+            so every rank of the axis must construct the method. Construct it once and share it between layers.
 
-    Bytes sent, for e bytes an element and a an accumulated gradient element, all p2p: forward (P - 1) B T H D e one way
-    and (P - 1) B T H (D e + a) the other; backward (P - 1) B T H (3 D e + a) and (P - 1) B T H D a. Less under
-    a mask: a token goes no further than to the last rank that sees it.
+    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D:
+    forward (P - 1) B T H D e one way and (P - 1) B T H (D e + a) the other; backward (P - 1) B T H (3 D e + a) and
+    (P - 1) B T H D a. Less under a mask, as a token travels no further than to the last rank that sees it.
     """
 
     def __init__(self, axis: DeviceMesh) -> None:
@@ -50,100 +49,65 @@ class TokenRing(Method):
         self.shard = self.axis.rank
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        ring, merged = self.ring(spec), Merge.of(q, v)
+        ring, accumulator = self.rotation(spec), Merge.of(q, v)
 
-        def merge(tokens: TokenRanges, share: Shares) -> None:
-            merged.add_tokens(tokens, *share)
+        def merge(tokens: TokenRanges, partial_result: Partials) -> None:
+            accumulator.add_tokens(tokens, *partial_result)
 
         returns = DirectReduce(ring, merge)
-        for hand in ring.rotate(q):  # the next queries are under way meanwhile
-            (tokens, packed), share = returns.wanted(hand.step), ()
+        for current in ring.rotate(q):  # sends the current queries while their block is computed
+            (tokens, packed_tokens), partial_result = returns.result_tokens(current.step), ()
             if tokens.runs:
-                (queries,) = hand.part(packed)
-                into = Merge.of(queries, v) if hand.step else merged
-                spec.block(hand.query, hand.key, queries=tokens).forward(queries, k, v, into)
-                share = into.result()
-                del queries, into
-            returns.push(hand.step, share)  # straight to the owner of these queries
+                (queries,) = current.take(packed_tokens)
+                # Step 0 has this rank's own queries, so their block starts the accumulator.
+                block_result = Merge.of(queries, v) if current.step else accumulator
+                block = spec.block(current.query_shard, current.key_shard, queries=tokens)
+                block.forward(queries, k, v, block_result)
+                partial_result = block_result.result()  # block_out, block_lse
+                del queries, block_result
+            returns.push(current.step, partial_result)
         returns.finish()
-        out, lse = merged.result()
+        out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        return pass_queries_backward(dout, saved, spec, self.ring(spec), DirectReduce)
+        return pass_queries_backward(dout, saved, spec, self.rotation(spec), DirectReduce)
 
-    def ring(self, spec: AttentionSpec) -> Rotation:
-        """All ranks of the axis, each with its own shard."""
-        axes = self.axis, self.return_axis
-        return spec.once(("queries", id(self.axis)), lambda: Rotation.of_all(*axes, "queries", spec.grid))
+    def rotation(self, spec: AttentionSpec) -> Rotation:
+        """Returns the ring of all ranks of the axis, each with its own shard. Made once for a spec."""
+
+        def make() -> Rotation:
+            ring = RingTopology.of_all(self.axis.size, "queries")
+            return Rotation.of(self.axis, self.return_axis, ring, spec.grid)
+
+        return spec.once(("queries", id(self.axis)), make)
 
 
 def pass_queries_backward(
-    dout: Tensor, saved: Saved, spec: AttentionSpec, ring: Rotation, returning: Callable[[Rotation], Returns]
+    dout: Tensor, saved: Saved, spec: AttentionSpec, ring: Rotation, reduction: Callable[[Rotation], Reduction]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq of this rank's own queries, dk and dv of keys that stay), in the accumulation dtype.
+    """Backward in which q, out, dout and lse rotate; k, v, dk and dv stay.
 
     Args:
-        returning: how shares of dq return: straight to their owners, or as a sum that follows its queries.
+        dout: [B, T, H, Dv], of this rank's own queries.
+        reduction: the way in which partial sums of dq return: directly, or as one sum that follows its queries.
 
-    Bytes sent: B H ((D + 2 Dv) e + a) for each token and hop, and B H D a for each token and hop, or if they return
-    straight for each token and rank whose keys it sees any of.
+    Returns:
+        dq [B, T, H, D] of this rank's own queries, dk [B, S, K, D] and dv [B, S, K, Dv] of its keys, in the
+        accumulation dtype.
+
+    Bytes sent: B H ((D + 2 Dv) e + a) for each token and hop, and B H D a for each token and hop of a sum, or for each
+    token and rank that it sees if partial sums return directly; p2p.
     """
-    dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), returning(ring)
-    for hand in ring.rotate(saved.q, saved.out, dout, saved.lse):
-        (tokens, packed), share = returns.wanted(hand.step), ()
+    dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), reduction(ring)
+    for current in ring.rotate(saved.q, saved.out, dout, saved.lse):
+        (tokens, packed_tokens), partial_dq = returns.result_tokens(current.step), ()
         if tokens.runs:
-            q, out, dout_, lse = hand.part(packed)
+            q, out, block_dout, lse = current.take(packed_tokens)
             dq = Sum.like(q)
-            block = spec.block(hand.query, hand.key, queries=tokens)
-            block.backward(dout_, q, saved.k, saved.v, out, lse, dq, dk, dv)
-            share = (dq.value(),)
-            del q, out, dout_, lse, dq
-        returns.push(hand.step, share)
+            block = spec.block(current.query_shard, current.key_shard, queries=tokens)
+            block.backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
+            partial_dq = (dq.value(),)
+            del q, out, block_dout, lse, dq
+        returns.push(current.step, partial_dq)
     return returns.finish()[0], dk.value(), dv.value()
-
-
-# -- what is sent and computed ----------------------------------------------------------------------------------------
-
-
-def comm_plan(work: AttentionShape) -> CommPlan:
-    """What `TokenRing` sends and computes over the shards of `work`."""
-    rings = [RingTopology.of_all(work.layout.shards, "queries")]
-    results = work.out * work.e + work.lse * work.a
-    forward = rotation_steps(work, rings, work.q * work.e, results, DirectReduce.sends)
-    return CommPlan(forward, pass_queries_backward_steps(work, rings, DirectReduce.sends))
-
-
-def pass_queries_backward_steps(work: AttentionShape, rings: Sequence[RingTopology], returning: Returning) -> Steps:
-    """What `pass_queries_backward` sends and computes on all ranks of some rings."""
-    hop = (work.q + 2 * work.out) * work.e + work.lse * work.a
-    return rotation_steps(work, rings, hop, work.q * work.a, returning)
-
-
-# -- what is allocated ------------------------------------------------------------------------------------------------
-
-
-def forward_memory(x: Sizes, ranks: int) -> float:
-    """P ranks pass queries on, and partial results come straight back.
-
-    The first to come back is merged at the third step, with queries in hand and coming: there are this rank's own
-    partial result and its float32 copy, the third step's, and the one that came (half of the tokens) with its copy.
-    """
-    if ranks == 1:
-        return kernel_forward(x)
-    passing = x.q * min(ranks - 2, 2)
-    return passing + 2.5 * kernel_forward(x) + 1.5 * x.w * x.q + x.lse
-
-
-def backward_memory(x: Sizes, ranks: int) -> float:
-    """P ranks pass queries on, and send shares of dq straight home."""
-    return rotate_queries_backward(x, ranks, direct=True)
-
-
-REGISTERED = OnSequence(
-    build=lambda axis, _: TokenRing(axis),
-    comm_plan=lambda work, _: comm_plan(work),
-    forward_memory=lambda x, ranks, _: forward_memory(x, ranks),
-    backward_memory=lambda x, ranks, _: backward_memory(x, ranks),
-    walk=lambda layout, _: RingWalk.of_ring(layout, "queries"),
-)

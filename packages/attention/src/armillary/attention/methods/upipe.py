@@ -1,19 +1,19 @@
 """UPipe, or Untied Ulysses (arXiv 2602.21196): Ulysses over a few heads at a time.
 
     for each stage of heads:
-        project      q of the stage, and k, v where new ones are needed (a round's later stages reuse them)
-        all-to-all   sequence shards become head shards
+        project      q of the stage; k and v at the first stage of a round only, as its other stages reuse them
+        all-to-all   sequence shards to head shards
         attend       with any sequence-axis method
-        all-to-all   back, into the output
+        all-to-all   out of the stage back to sequence shards
 
-So only one stage's q, k, v and out exist at a time. Backward keeps x, out and the log-sum-exp alone and walks over the
-same stages, projecting again; attention itself is not repeated. With all heads in one stage that is the checkpoint
-placement of DistFlashAttention (arXiv 2310.03294), for any method. Which heads meet when: `stages.py`.
+So only one stage's q, k, v and out exist at a time. Backward saves x, out and the log-sum-exp alone and goes through
+the same stages, projecting again; attention itself is not repeated. With all heads in one stage that is the checkpoint
+placement of DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` has the heads of each stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -26,10 +26,9 @@ from armillary.attention.call.interface import StagedMethod
 from armillary.attention.call.sources import Finished, Heads, QKVSource, select_heads, write_heads
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.entry import MethodOptions, OnHeads
-from armillary.attention.methods.head_axis import Arriving, HeadMethod, checked_inner, split_heads
-from armillary.attention.methods.stages import Keys, Stage
-from armillary.attention.methods.upipe_plan import backward_memory, comm_plan, forward_memory, heads_of, stages_of
+from armillary.attention.methods.head_axis import HeadMethod, PendingTensor, inner_or_local
+from armillary.attention.methods.head_shards import split_heads
+from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import flag
@@ -42,82 +41,35 @@ from armillary.core.collectives.all_to_all import (
 )
 from armillary.core.recompute import outside_autocast
 
-Column = Callable[[Heads], Tensor]
-"""Gives [B, T, len(heads), D] of this rank's tokens."""
-
-
-@dataclass
-class OnHand:
-    """Key/value heads [B, n, k, D] and [B, n, k, Dv] of n tokens, and the sums of their gradients so far."""
-
-    k: Tensor
-    v: Tensor
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Takes in the gradients of one stage."""
-        self.dk = dk if self.dk is None else self.dk.to(accumulation_dtype(dk.dtype)).add_(dk)
-        self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
-
-    def spent(self) -> OnHand:
-        """No heads any more, of the same dims."""
-        return OnHand(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))
-
-
-class StageWork(NamedTuple):
-    """A stage of a call, as one rank of the head axis does it.
-
-    Args:
-        queries, ranges: query heads of all ranks in rank order, and where each rank's are among them.
-        arriving, leaving: key/value heads that are sent before, and whose gradients are sent back after the stage.
-        own: where this rank's query heads of the stage are among all of its own.
-        first, last: as of its `Share`.
-        inside: the call as `inner` sees it: this rank's heads of the stage, against the keys on hand.
-    """
-
-    queries: tuple[int, ...]
-    ranges: tuple[range, ...]
-    arriving: Keys
-    leaving: Keys
-    own: tuple[int, ...]
-    first: bool
-    last: bool
-    inside: AttentionSpec
-
-
-class Walk(NamedTuple):
-    """A call over stages: tokens of queries and of keys, and query heads, of each rank of the head axis; the stages."""
-
-    tokens: tuple[int, ...]
-    keys: tuple[int, ...]
-    queries: tuple[range, ...]
-    stages: tuple[StageWork, ...]
+QueryTensor = Callable[[Heads], Tensor]
+"""Returns [B, T, len(heads), D] of this rank's tokens: q, out or dout of some query heads."""
 
 
 class UPipe(HeadMethod, StagedMethod):
-    """Ulysses in stages of heads, around `inner` (Local unless given).
+    """Ulysses in stages of S heads, around `inner`.
 
-    Attention intermediates (q, k, v and out of one stage, after and while they are sent) take
-    (2 S + 2 min(K, S)) / (2 H + 2 K) of what Ulysses' take, for S heads a stage.
+    The whole sequence is q, out [B, N, H, D], k [B, N, K, D] and v [B, N, K, Dv], sharded on dim 1; a rank has T tokens
+    of all heads. Attention intermediates (q, k, v and out of one stage, before and after the all-to-all) take
+    (2 S + 2 min(K, S)) / (2 H + 2 K) of the memory that they take in Ulysses.
 
     Args:
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`. With one rank, heads come in stages and nothing moves.
-        inner: any sequence-axis method over another axis.
-        heads_per_stage: S, query heads of a stage over all ranks of the axis, a multiple of U. All unless given.
-        prefetch: bring the next stage's heads while this one attends. Costs their memory, sent and received: while a
-            stage attends, (2 S + 2 min(K, S)) heads become up to (4 S + 2 min(K, S)) within a round, and
+        inner: any sequence-axis method over another axis. Local by default.
+        heads_per_stage: S, query heads of a stage over all ranks of the axis, a multiple of U. All heads by default.
+        prefetch: send the next stage's heads while this stage attends. Costs their memory, before and after the
+            all-to-all: (2 S + 2 min(K, S)) heads become up to (4 S + 2 min(K, S)) within a round, and
             (4 S + 6 min(K, S)) at the last stage of a round.
 
-    Bytes sent, even case, T tokens: forward as Ulysses, (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys come in once
-    a round. Backward q, k and v come in again, with out and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e; and
-    gradients go home, (U - 1) / U * (H e + 2 max(K, U) c) B T D, where c = e, or a if ranks share key heads (K < U).
-    `inner` sends what it sends for each stage: a ring turns the keys of a round once a stage. Given finished q, k and
-    v, lse goes there and back besides, (U - 1) / U * B T H a each way.
+    Bytes sent by a rank, all-to-all, if U divides H and K, with Dv = D: forward as Ulysses,
+    (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys are sent once a round. Backward sends q, k and v again, with out
+    and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e, and returns gradients, (U - 1) / U * (H e + 2 max(K, U) c)
+    B T D, where c = e, or c = a if ranks share key heads (K < U). `inner` sends its own bytes for each stage: a ring
+    rotates the keys of a round once a stage. For finished q, k and v, lse is sent both ways too, (U - 1) / U * B T H a
+    each.
 
     Raises:
-        ValueError: heads_per_stage is no multiple of U; `inner` is no method, has a head axis of its own, or works on
-            this axis or on one that shares other ranks with it.
+        ValueError: `heads_per_stage` is not a positive multiple of U; `inner` is not a method, has a head axis of its
+            own, or works on this axis or on one that shares other ranks with it.
     """
 
     def __init__(
@@ -127,219 +79,266 @@ class UPipe(HeadMethod, StagedMethod):
         heads_per_stage: int | None = None,
         prefetch: bool = False,
     ) -> None:
-        if checked_inner(inner).head_axis is not None:
+        if inner_or_local(inner).head_axis is not None:
             raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
         super().__init__(axis, inner)
-        self.heads_per_stage, self.prefetch = heads_of(heads_per_stage, self.axis.size), flag("prefetch", prefetch)
+        self._set_options(heads_per_stage, flag("prefetch", prefetch))
 
     @classmethod
     def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
-        """`method` in the form that keeps x, out and lse alone: itself if it is UPipe, else all heads in one stage."""
+        """Returns `method` as one that saves x, out and lse alone: itself if it is UPipe, else all in one stage."""
         if isinstance(method, UPipe):
             return method
-        made = cls.__new__(cls)  # what `method` is made of was checked then, and this is called by every block
-        made.compose(method.head_axis or Axis.alone("ulysses"), method.sequence_method)
-        made.heads_per_stage, made.prefetch = heads_of(heads_per_stage, made.axis.size), False
-        made.kernel = method.kernel
-        return made
+        # Axes were checked when `method` was constructed; every block of a model calls this.
+        upipe = cls.__new__(cls)
+        upipe.compose(method.head_axis or Axis.alone("ulysses"), method.sequence_method)
+        upipe._set_options(heads_per_stage, prefetch=False)
+        upipe.kernel = method.kernel
+        return upipe
+
+    def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:
+        checked = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
+        self.heads_per_stage, self.prefetch = checked, prefetch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         out, lse = self.attend(Finished((q, k, v)), spec)
         return out, Saved(q, k, v, out, self.lse_to_seq(lse, spec))
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        source, lse, walk = Finished((saved.q, saved.k, saved.v)), saved.lse.unsqueeze(-1), self._walk(spec)
-        lse = start_seq_to_head(lse, self.axis, walk.tokens, walk.queries).wait().squeeze(-1)
+        source, call = Finished((saved.q, saved.k, saved.v)), self._staged_call(spec)
+        lse = start_seq_to_head(saved.lse.unsqueeze(-1), self.axis, call.sizes, call.queries).wait().squeeze(-1)
         self.differentiate(dout, source, saved.out, lse, spec)
         dq, dk, dv = source.gradients()
         return dq, dk, dv
 
-    # -- the walk over stages, without autograd -----------------------------------------------------------------------
+    # -- the stages, without autograd ---------------------------------------------------------------------------------
 
     def attend(self, source: QKVSource, spec: AttentionSpec, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(out [B, T, H, Dv] of this rank's tokens, lse [B, n, h] of its heads, for n tokens of its sequence shard).
+        """Forward over all stages.
 
         Args:
-            into: becomes out, if it has its shape and dtype.
-        """
-        walk, results = self._walk(spec), list[Tensor]()
+            source: q, k and v of this rank's T tokens, a few heads at a time.
+            into: becomes out if it has its shape and dtype.
 
-        def work(stage: StageWork, arrived: list[Tensor], keys: OnHand) -> None:
-            q = arrived.pop()
+        Returns:
+            out [B, T, H, Dv] of this rank's tokens, and lse [B, n, h] of its h heads and the n tokens of its sequence
+            shard.
+        """
+        call, results = self._staged_call(spec), list[Tensor]()
+
+        def attend_stage(stage: LocalStage, received: list[Tensor], keys: RoundKeys) -> None:
+            q = received.pop()
             if not results:
                 results.extend(self.results(q.shape[0], q, keys.v, spec, into))
             out, lse = results
-            if stage.own:
-                part, saved = self.inner.forward(q, keys.k, keys.v, stage.inside)
-                write_heads(lse, stage.own, [saved.lse])
+            if stage.own_indices:
+                stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec)
+                write_heads(lse, stage.own_indices, [saved.lse])
                 del saved
-            else:
-                part = q.new_empty((*q.shape[:3], keys.v.shape[3]))
+            else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
+                stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
-            moving = start_head_to_parts(part, self.axis, walk.tokens, stage.ranges)
-            write_heads(out, stage.queries, moving.wait())
+            pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.all_ranks.query_ranges)
+            write_heads(out, stage.all_ranks.queries, pending.wait())
 
         with outside_autocast(source.device_type):
-            self._each_stage(walk, source, [source.q], work)
+            self._each_stage(call, source, [source.q], attend_stage)
         out, lse = results
         return out, lse
 
     def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
-        """Gives `source` the gradients of its q, k and v, from dout [B, T, H, Dv] and what `attend` returned."""
-        walk = self._walk(spec)
+        """Backward over all stages. Adds the gradients of q, k and v to `source`.
 
-        def work(stage: StageWork, arrived: list[Tensor], keys: OnHand) -> None:
-            dq = arrived[0]
-            if stage.own:
-                part_lse = select_heads(lse, stage.own)
-                saved = Saved(arrived[0], keys.k, keys.v, arrived[1], part_lse)
-                dq, dk, dv = self.inner.backward(arrived[2], saved, stage.inside)
-                keys.add(dk, dv)
+        Args:
+            dout: [B, T, H, Dv].
+            out, lse: as `attend` returned them.
+        """
+        call = self._staged_call(spec)
+
+        def differentiate_stage(stage: LocalStage, received: list[Tensor], keys: RoundKeys) -> None:
+            dq = received[0]
+            if stage.own_indices:
+                stage_lse = select_heads(lse, stage.own_indices)
+                saved = Saved(received[0], keys.k, keys.v, received[1], stage_lse)
+                dq, dk, dv = self.inner.backward(received[2], saved, stage.inner_spec)
+                keys.add_grads(dk, dv)  # dk and dv are summed over a round before they are sent
                 del saved, dk, dv
-            arrived.clear()
-            moving = start_head_to_parts(dq.to(dout.dtype), self.axis, walk.tokens, stage.ranges)
+            received.clear()
+            pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.all_ranks.query_ranges)
             del dq
-            source.add_q(stage.queries, moving.wait())
-            del moving
-            if stage.leaving.heads:
-                leaving = keys if stage.last else keys.spent()
-                source.add_kv(stage.leaving.heads, *self._bring_home(leaving, stage.leaving, dout.dtype, walk.keys))
+            source.add_q(stage.all_ranks.queries, pending.wait())
+            del pending
+            returned = stage.all_ranks.returned_keys
+            if returned.heads:
+                round_keys = keys if stage.own_heads.ends_round else keys.without_heads()
+                source.add_kv(returned.heads, *self._return_key_grads(round_keys, returned, dout.dtype, call.key_sizes))
 
-        columns: list[Column] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
+        tensors: list[QueryTensor] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
         with outside_autocast(source.device_type):
-            self._each_stage(walk, source, columns, work)
+            self._each_stage(call, source, tensors, differentiate_stage)
 
     def lse_to_seq(self, lse: Tensor, spec: AttentionSpec) -> Tensor:
-        """lse [B, n, h] of this rank's heads -> [B, T, H] of its tokens."""
-        walk = self._walk(spec)
-        return start_head_to_seq(lse.unsqueeze(-1), self.axis, walk.tokens, walk.queries).wait().squeeze(-1)
+        """Returns lse [B, T, H] of this rank's tokens, from lse [B, n, h] of its heads."""
+        call = self._staged_call(spec)
+        return start_head_to_seq(lse.unsqueeze(-1), self.axis, call.sizes, call.queries).wait().squeeze(-1)
 
     def results(
         self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Out and lse of `attend`, still without content, for q [..., D] and v [..., Dv]."""
-        walk = self._walk(spec)
-        shape = (batch, walk.tokens[self.axis.rank], len(spec.key_heads), v.shape[3])
+        """Returns empty tensors for out and lse of `attend`, given any q [..., D] and v [..., Dv]."""
+        call = self._staged_call(spec)
+        shape = (batch, call.sizes[self.axis.rank], len(spec.key_heads), v.shape[3])
         fits = into is not None and into.shape == shape and into.dtype == q.dtype
         out = into if into is not None and fits else q.new_empty(shape)
-        own = len(walk.queries[self.axis.rank])
-        return out, q.new_empty((batch, sum(walk.tokens), own), dtype=accumulation_dtype(q.dtype))
+        heads = len(call.queries[self.axis.rank])
+        return out, q.new_empty((batch, sum(call.sizes), heads), dtype=accumulation_dtype(q.dtype))
 
     def own_queries(self, spec: AttentionSpec) -> slice:
-        """The query heads that this rank of the axis works on."""
-        mine = self._walk(spec).queries[self.axis.rank]
-        return slice(mine.start, mine.stop)
+        """Returns the query heads that this rank attends with."""
+        heads = self._staged_call(spec).queries[self.axis.rank]
+        return slice(heads.start, heads.stop)
 
     def _each_stage(
         self,
-        walk: Walk,
+        call: StagedCall,
         source: QKVSource,
-        columns: Sequence[Column],
-        work: Callable[[StageWork, list[Tensor], OnHand], None],
+        tensors: Sequence[QueryTensor],
+        run: Callable[[LocalStage, list[Tensor], RoundKeys], None],
     ) -> None:
-        """Calls work(stage, arrived, keys on hand), where `arrived` has what `columns` give for a stage's query heads.
+        """Calls run(stage, received, keys) for each stage.
 
-        `work` takes things out of `arrived`: what nobody holds any more makes room for what is sent next.
+        Args:
+            tensors: sent for each stage's query heads; `received` has the results in this order.
+            run: takes tensors out of `received`, so that their memory is free for what is sent next.
         """
-        keys, coming = None, self._bring(walk, 0, source, columns)
-        for i, stage in enumerate(walk.stages, start=1):
-            arrived = [arrive() for arrive in coming]
-            coming.clear()
-            if self.prefetch:
-                coming = self._bring(walk, i, source, columns)
-            if stage.arriving.heads:
-                k, v = arrived[:2]
-                del arrived[:2]
-                keys = OnHand(k, v) if stage.first or keys is None else keys
+        keys, pending = None, self._send_stage(call, 0, source, tensors)
+        for i, stage in enumerate(call.stages, start=1):
+            received = [wait() for wait in pending]
+            pending.clear()
+            if self.prefetch:  # the next stage is in flight while this one attends
+                pending = self._send_stage(call, i, source, tensors)
+            if stage.all_ranks.received_keys.heads:
+                k, v = received[:2]
+                del received[:2]
+                keys = RoundKeys(k, v) if stage.own_heads.starts_round or keys is None else keys
                 del k, v
             assert keys is not None  # every rank has heads in the first stage
-            work(stage, arrived, keys)
-            keys = keys.spent() if stage.last else keys
+            run(stage, received, keys)
+            keys = keys.without_heads() if stage.own_heads.ends_round else keys
             if not self.prefetch:
-                coming = self._bring(walk, i, source, columns)
+                pending = self._send_stage(call, i, source, tensors)
 
-    def _bring(self, walk: Walk, i: int, source: QKVSource, columns: Sequence[Column]) -> list[Arriving]:
-        """Makes and sends what stage `i` needs, if there is one: k and v where some arrive, then each column."""
-        coming: list[Arriving] = []
-        for stage in walk.stages[i : i + 1]:
-            if stage.arriving.heads:
-                keys = list(source.kv(stage.arriving.heads))
+    def _send_stage(
+        self, call: StagedCall, i: int, source: QKVSource, tensors: Sequence[QueryTensor]
+    ) -> list[PendingTensor]:
+        """Sends the tensors of stage `i`, if there is one: k and v if it receives keys, then each of `tensors`.
+
+        Sequence shards become head shards. A tensor is packed, sent and freed before the next one is made.
+        """
+        pending: list[PendingTensor] = []
+        for stage in (local.all_ranks for local in call.stages[i : i + 1]):
+            if stage.received_keys.heads:
+                keys = list(source.kv(stage.received_keys.heads))
                 while keys:
-                    packed = PackedHeads.cut(keys.pop(0), stage.arriving.ranges)
-                    coming.append(self._send(packed, walk.keys))
+                    packed = PackedHeads.cut(keys.pop(0), stage.received_keys.ranges)
+                    pending.append(self._send(packed, call.key_sizes))
                     del packed
-            for column in columns:
-                packed = PackedHeads.cut(column(stage.queries), stage.ranges)
-                coming.append(self._send(packed, walk.tokens))
+            for tensor in tensors:
+                packed = PackedHeads.cut(tensor(stage.queries), stage.query_ranges)
+                pending.append(self._send(packed, call.sizes))
                 del packed
-        return coming
+        return pending
 
-    def _send(self, packed: PackedHeads, sizes: Sequence[int]) -> Arriving:
-        """Starts the all-to-all; without prefetch, also waits for it, so that what was sent can go."""
-        moving = start_packed_to_head(packed, self.axis, sizes)
+    def _send(self, packed: PackedHeads, sizes: Sequence[int]) -> PendingTensor:
+        """Starts an all-to-all. Without prefetch it also waits for it, to free the send buffer."""
+        transfer = start_packed_to_head(packed, self.axis, sizes)
         if self.prefetch:
-            return moving.wait
-        arrived = moving.wait()
-        return lambda: arrived
+            return transfer.wait
+        received = transfer.wait()
+        return lambda: received
 
-    def _bring_home(
-        self, keys: OnHand, leaving: Keys, dtype: torch.dtype, sizes: Sequence[int]
+    def _return_key_grads(
+        self, keys: RoundKeys, returned: KeyHeads, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """dk and dv of this rank's tokens; unfinished sums, where ranks share a head, in the accumulation dtype."""
-        home = list[Tensor]()
+        """Returns dk, dv of this rank's tokens, from those of its heads in a round.
+
+        If ranks share a head these are unfinished sums, and travel in the accumulation dtype.
+        """
+        token_grads = list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
-            grad = grad.to(accumulation_dtype(dtype) if leaving.shared else dtype)
-            home.append(start_head_to_seq(grad, self.axis, sizes, leaving.ranges).wait())
-        dk, dv = home
+            grad = grad.to(accumulation_dtype(dtype) if returned.shared else dtype)
+            token_grads.append(start_head_to_seq(grad, self.axis, sizes, returned.ranges).wait())
+        dk, dv = token_grads
         return dk, dv
 
-    def _walk(self, spec: AttentionSpec) -> Walk:
-        axis, inner, at_once = self.axis, self.inner, self.heads_per_stage
-        place = ("walk", axis.rank, axis.size, inner.shard, inner.shards, at_once)
-        return spec.once(place, lambda: self._found(spec))
+    def _staged_call(self, spec: AttentionSpec) -> StagedCall:
+        """Returns the call as divided into stages. Made once for a spec."""
+        rank, ranks, inner = self.axis.rank, self.axis.size, self.inner
 
-    def _found(self, spec: AttentionSpec) -> Walk:
-        rank, queries = self.axis.rank, split_heads(spec.key_heads, self.axis.size).queries
-        start = queries[rank].start
+        def make() -> StagedCall:
+            queries = split_heads(spec.key_heads, ranks).queries
+            stages = tuple(
+                LocalStage.of(stage, rank, queries[rank].start, spec)
+                for stage in stages_of(spec.key_heads, ranks, self.heads_per_stage)
+            )
+            return StagedCall(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, stages)
 
-        def of(stage: Stage) -> StageWork:
-            mine = stage.shares[rank]
-            own = tuple(head - start for head in mine.queries)
-            inside = spec.with_heads(mine.key_heads(spec.key_heads))
-            leads = stage.queries, stage.query_ranges, stage.arriving, stage.leaving
-            return StageWork(*leads, own, mine.first, mine.last, inside)
-
-        stages = stages_of(spec.key_heads, self.axis.size, self.heads_per_stage)
-        return Walk(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, tuple(map(of, stages)))
+        return spec.once(("stages", rank, ranks, inner.shard, inner.shards, self.heads_per_stage), make)
 
 
-# -- options ----------------------------------------------------------------------------------------------------------
+class StagedCall(NamedTuple):
+    """A call as divided into stages.
+
+    Args:
+        sizes, key_sizes: by rank of the head axis, the number of query and of key tokens before an all-to-all.
+        queries: by rank, its query heads of all stages.
+        stages: as this rank does them.
+    """
+
+    sizes: tuple[int, ...]
+    key_sizes: tuple[int, ...]
+    queries: tuple[range, ...]
+    stages: tuple[LocalStage, ...]
 
 
-def heads_at_once(ranks: int, options: MethodOptions) -> int | None:
-    """The heads per stage that are asked for, or one for each rank of the head axis."""
-    return heads_of(ranks if options.heads_per_stage is None else options.heads_per_stage, ranks)
+class LocalStage(NamedTuple):
+    """A stage of a call as one rank of the head axis does it.
+
+    Args:
+        all_ranks: the heads of all ranks, as the all-to-alls need them.
+        own_heads: the heads of this rank.
+        own_indices: its query heads of the stage, as indices into its query heads of all stages.
+        inner_spec: the call of `inner`: this rank's query heads of the stage and the keys of the round.
+    """
+
+    all_ranks: Stage
+    own_heads: RankHeads
+    own_indices: tuple[int, ...]
+    inner_spec: AttentionSpec
+
+    @classmethod
+    def of(cls, stage: Stage, rank: int, first_query: int, spec: AttentionSpec) -> LocalStage:
+        """Returns the stage as `rank` does it, whose query heads start at `first_query`."""
+        heads = stage.by_rank[rank]
+        own_indices = tuple(head - first_query for head in heads.queries)
+        return cls(stage, heads, own_indices, spec.with_heads(heads.key_heads(spec.key_heads)))
 
 
-def variants(heads: int, ranks: int) -> Iterator[MethodOptions]:
-    """The fewest heads a stage, and twice as many, while there are stages."""
-    return (MethodOptions(heads_per_stage=count) for count in (ranks, 2 * ranks) if count < heads)
+@dataclass
+class RoundKeys:
+    """Key/value heads of a round, k [B, n, h, D] and v [B, n, h, Dv], and the sums of their gradients so far."""
 
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
-def shown(options: MethodOptions) -> str:
-    """Such as ", 8 heads a stage"."""
-    return "" if options.heads_per_stage is None else f", {options.heads_per_stage} heads a stage"
+    def add_grads(self, dk: Tensor, dv: Tensor) -> None:
+        """Adds the gradients of one stage: the first as they are, later ones in the accumulation dtype."""
+        self.dk = dk if self.dk is None else self.dk.to(accumulation_dtype(dk.dtype)).add_(dk)
+        self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
 
-
-REGISTERED = OnHeads(
-    build=lambda axis, inner, options: UPipe(axis, inner, heads_at_once(axis.size(), options)),
-    comm_plan=lambda work, ranks, inner, options: comm_plan(work, ranks, inner, heads_at_once(ranks, options)),
-    forward_memory=forward_memory,
-    backward_memory=backward_memory,
-    projects_in_stages=True,
-    heads_at_once=heads_at_once,
-    takes=("heads_per_stage",),
-    variants=variants,
-    shown=shown,
-)
+    def without_heads(self) -> RoundKeys:
+        """Returns the same with 0 heads: the part of a rank that has finished its rounds in further all-to-alls."""
+        return RoundKeys(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))

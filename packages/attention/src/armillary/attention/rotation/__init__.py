@@ -1,1 +1,1 @@
-"""Tensors going round a ring of ranks: who holds what when, the exchanges, and how results return."""
+"""Ring rotation: topologies, the exchange loop, and the return of results to the ranks that own them."""

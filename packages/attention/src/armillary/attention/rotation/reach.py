@@ -1,4 +1,4 @@
-"""How far the tokens of a shard go round a ring: pure."""
+"""The number of hops that each token of a rotating shard travels. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ START, STOP = attrgetter("start"), attrgetter("stop")
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """At which steps the tokens of one rotating shard are first and last seen, for runs of tokens that are alike.
+    """First and last step at which each token of one rotating shard is visible to the rank that holds it.
+
+    Tokens are grouped into runs with equal steps.
 
     Args:
-        ranks: R of the ring. At step 0 a shard is where it set out, from where all of it may be sent.
-        ends: int64 [n + 1], from 0 to the shard's tokens: run i is ends[i] .. ends[i + 1].
-        first, last: int64 [n], among steps 1 .. R - 1; R and 0 where no other rank sees the run.
+        ranks: R, the ring size. At step 0 a shard is on the rank that owns it.
+        ends: int64 [n + 1], from 0 to the number of tokens; run i is ends[i] .. ends[i + 1].
+        first, last: int64 [n], steps in 1 .. R - 1; R and 0 for a run that no other rank sees.
     """
 
     ranks: int
@@ -32,40 +34,42 @@ class Reach:
     last: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tokens: int, seen: Sequence[TokenRanges]) -> Reach:
-        """Of a shard of so many tokens.
+    def of(cls, tokens: int, visible: Sequence[TokenRanges]) -> Reach:
+        """Returns the reach of a shard of `tokens` tokens.
 
         Args:
-            seen: what the ranks see of it that have it at steps 1 .. R - 1.
+            visible: tokens that the ranks holding the shard at steps 1 .. R - 1 see.
         """
-        ranks, runs = len(seen) + 1, [run for some in seen for run in some.runs]
-        steps = np.repeat(np.arange(1, ranks), [len(some.runs) for some in seen])
+        ranks, runs = len(visible) + 1, [run for ranges in visible for run in ranges.runs]
+        steps = np.repeat(np.arange(1, ranks), [len(ranges.runs) for ranges in visible])
         sides = np.fromiter(chain(map(START, runs), map(STOP, runs), (0, tokens)), np.int64)
         ends = np.unique(sides)
         starts, stops = np.searchsorted(ends, sides[:-2]).reshape(2, -1)
-        turns = np.zeros((ranks, len(ends)), np.int8)  # no run ends where another of the same step begins
-        turns[steps, starts], turns[steps, stops] = 1, -1
-        visible = turns.cumsum(1, dtype=np.int8)[:, :-1] > 0
-        nobody = ~visible.any(0)
-        first, last = visible.argmax(0), ranks - 1 - visible[::-1].argmax(0)
-        return cls(ranks, ends, np.where(nobody, ranks, first), np.where(nobody, 0, last))
+        # +1 where a run starts and -1 where it stops; their running sum is 1 inside of runs. Runs of one step never
+        # touch, so no entry is written twice.
+        edges = np.zeros((ranks, len(ends)), np.int8)
+        edges[steps, starts], edges[steps, stops] = 1, -1
+        inside = edges.cumsum(1, dtype=np.int8)[:, :-1] > 0
+        unseen = ~inside.any(0)
+        first, last = inside.argmax(0), ranks - 1 - inside[::-1].argmax(0)
+        return cls(ranks, ends, np.where(unseen, ranks, first), np.where(unseen, 0, last))
 
     @property
     def opposite(self) -> Reach:
-        """The other way round: who comes first comes last."""
+        """Reach in the opposite direction: the rank at step s is then at step R - s."""
         return Reach(self.ranks, self.ends, self.ranks - self.last, self.ranks - self.first)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tokens that are needed at steps 0 .. R."""
+        """Number of tokens in flight at steps 0 .. R: `tokens_at(step).count`, of all steps at once."""
         sizes, counts = np.diff(self.ends), np.zeros(self.ranks + 1, np.int64)
         np.add.at(counts, self.last, sizes)
         return tuple(map(int, counts[::-1].cumsum()[::-1]))
 
-    def needed(self, step: int) -> TokenRanges:
-        """Tokens that a rank so many steps on, or further, sees: all at step 0, none at step R."""
+    def tokens_at(self, step: int) -> TokenRanges:
+        """Returns the tokens that the rank at `step` or a later one sees: all of them at step 0, none at step R."""
         return TokenRanges.where(self.ends, self.last >= step)
 
-    def ending(self, step: int) -> TokenRanges:
-        """Tokens that go so many steps and no further."""
+    def final_tokens_at(self, step: int) -> TokenRanges:
+        """Returns the tokens whose last step is `step`."""
         return TokenRanges.where(self.ends, self.last == step)

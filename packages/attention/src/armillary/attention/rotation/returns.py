@@ -1,193 +1,179 @@
-"""How what ranks compute for a shard that goes round gets back to the rank that it belongs to.
+"""The return of results to the ranks that own the rotating shards: gradients, or partial outputs.
 
-Both ways overlap with the computation of the next step, on a communicator of their own, and add up in the same order on
-every run.
+While a shard rotates, each rank computes a partial result for it. Two ways to return partial results are implemented.
+Both use a communicator of their own, overlap with the computation of the next step, and sum in the same order in every
+run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from armillary.attention.rotation.rotate import RingStep, Rotation
-from armillary.attention.rotation.topology import RingTopology
-from armillary.attention.tiling.grid import Grid
 from armillary.core import FlatBuffer, start_exchange
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.exchange import Exchange
-from armillary.core.network import Send
+from armillary.core.collectives.exchange import Exchange, ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
 
-Shares = Sequence[Tensor]
-"""What one rank has computed for some tokens of one shard; empty where it has nothing to do with them."""
+Partials = Sequence[Tensor]
+"""One rank's partial results for some tokens of one shard, [B, t, ...] each; empty if it sees none of them."""
 
 
-class Wanted(NamedTuple):
-    """What shares are to be about, of the shard in hand.
+class ResultTokens(NamedTuple):
+    """Tokens of the current shard that a rank's partial results must cover.
 
     Args:
-        tokens: of the shard.
-        packed: those, as they lie among the tokens in hand; None: they are all of these.
+        tokens: as indices into the shard.
+        packed_tokens: the same, as indices into the current packed tensors; None: all of these.
     """
 
     tokens: TokenRanges
-    packed: TokenRanges | None
+    packed_tokens: TokenRanges | None
 
 
-class Returns(Protocol):
-    def wanted(self, step: int) -> Wanted:
-        """The tokens that shares are to be about, of the shard in hand at `step`."""
+class Reduction(Protocol):
+    """Sums the partial results of all ranks on the rank that owns the shard."""
+
+    def result_tokens(self, step: int) -> ResultTokens:
+        """Returns the tokens that this rank's partial results must cover at `step`."""
         ...
 
-    def push(self, step: int, shares: Shares) -> None:
-        """Hands over this rank's shares for the shard that was in hand at `step`. To be called at every step."""
+    def push(self, step: int, partials: Partials) -> None:
+        """Starts to return this rank's partial results for the shard of `step`. Every rank calls it at every step."""
         ...
 
-    def finish(self) -> Shares:
-        """The sums over all ranks for this rank's own shard."""
+    def finish(self) -> Partials:
+        """Waits, and returns the sums over all ranks for this rank's own shard."""
         ...
 
 
 class RingReduce:
-    """Sums follow their shard one step behind, gathering each rank's share.
+    """Sums follow their shard one step behind, and each rank adds its partial result.
 
-    The share of the rank that the shard belongs to waits there. Tokens that no rank further on sees are sent back by
-    the last that does. So sums make as many hops as their shard, token by token.
+    The owner's partial result stays. Sums of tokens that no later rank sees are sent home by the last rank that
+    does, so that a sum makes as many hops as its token.
     """
 
-    def __init__(self, ring: Rotation) -> None:
-        self.ring = ring
-        self.own: Shares = ()
-        self.passing: FlatBuffer | None = None
-        self.returned: tuple[TokenRanges, FlatBuffer] | None = None  # and where in `own` to add it
+    def __init__(self, rotation: Rotation) -> None:
+        self.rotation = rotation
+        self.own_partials: Partials = ()
+        self.passing_sums: FlatBuffer | None = None
+        self.returned_sums: tuple[TokenRanges, FlatBuffer] | None = None  # with their tokens in `own_partials`
         self.exchange: Exchange | None = None
 
-    @staticmethod
-    def sends(topology: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-        """What all ranks of a ring send for the shards that were in hand at `step`, in tokens."""
-        if step == 0:
-            return
-        reach = topology.reach(grid)
-        for place, rank in enumerate(topology.ranks):
-            origin = topology.origin(place, step)
-            held, onward = reach[origin].counts[step : step + 2]
-            yield Send(rank, topology.ahead(place, 1), onward)
-            yield Send(rank, topology.ranks[origin], held - onward)
+    def result_tokens(self, step: int) -> ResultTokens:
+        return ResultTokens(self.rotation.steps[step].token_ranges, None)
 
-    def wanted(self, step: int) -> Wanted:
-        return Wanted(self.ring.steps[step].held, None)
-
-    def push(self, step: int, shares: Shares) -> None:
+    def push(self, step: int, partials: Partials) -> None:
         if step == 0:
-            self.own = _wide(shares)
+            self.own_partials = _widened(partials)
+            counts = [later.received_count for later in self.rotation.steps[1:]]
+            self.buffers = ReceiveBuffers(self.own_partials, counts)
             return
         self._wait()
-        # At the last step both neighbours and the owner may be one rank, but then nothing is passed on.
-        ring, here = self.ring, self.ring.steps[step]
-        send = self._outgoing(here, shares)
-        self.passing = FlatBuffer.like(self.own, here.coming) if here.coming else None
-        receive = {ring.ahead(-1): self.passing} if self.passing else {}
-        if here.returning.runs:
-            self.returned = here.returning, FlatBuffer.like(self.own, here.returning.count)
-            receive[ring.ahead(step)] = self.returned[1]
-        self.exchange = start_exchange(ring.return_axis, send, receive)
+        rotation, schedule = self.rotation, self.rotation.steps[step]
+        send = self._outgoing(schedule, partials)
+        # At the last step both neighbours and the owner may be one rank, but then no sum is passed on.
+        sent_uncopied = any(flat is self.passing_sums for flat in send.values())
+        self.passing_sums = self.buffers.take(last_in_use=sent_uncopied)
+        receive = {rotation.ahead(-1): self.passing_sums} if self.passing_sums else {}
+        if schedule.returned_tokens.runs:
+            sums = FlatBuffer.like(self.own_partials, schedule.returned_tokens.count)
+            self.returned_sums = schedule.returned_tokens, sums
+            receive[rotation.ahead(step)] = sums
+        self.exchange = start_exchange(rotation.return_axis, send, receive)
 
-    def finish(self) -> Shares:
+    def finish(self) -> Partials:
         self._wait()
-        return self.own
+        return self.own_partials
 
-    def _outgoing(self, here: RingStep, shares: Shares) -> dict[int, FlatBuffer]:
-        """The sums for the shard that was in hand: those that go on after it, and those that are complete."""
-        passing, send = self.passing, dict[int, FlatBuffer]()
-        if passing:
-            _add(passing.tensors, shares)
+    def _outgoing(self, schedule: RingStep, partials: Partials) -> dict[int, FlatBuffer]:
+        """Adds this rank's partial results to the sums that came with the shard.
+
+        Returns:
+            The sums to send, by receiving rank.
+        """
+        passing_sums, send = self.passing_sums, dict[int, FlatBuffer]()
+        if passing_sums:
+            for total, partial in zip(passing_sums.tensors, partials, strict=True):
+                total += partial
 
         def sums(tokens: TokenRanges) -> FlatBuffer:
-            return passing.part(tokens) if passing else FlatBuffer.of(_wide(shares), tokens)
+            return passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widened(partials), tokens)
 
-        if here.leaving.runs:
-            send[self.ring.ahead(1)] = sums(here.leaving)
-        if here.ending.runs:
-            send[self.ring.ahead(-here.step)] = sums(here.ending)
+        if schedule.next_tokens.runs:
+            send[self.rotation.ahead(1)] = sums(schedule.next_tokens)
+        if schedule.final_tokens.runs:
+            send[self.rotation.ahead(-schedule.step)] = sums(schedule.final_tokens)
         return send
 
     def _wait(self) -> None:
         if self.exchange:
             self.exchange.wait()
             self.exchange = None
-        if self.returned:
-            tokens, parcel = self.returned
-            _add_to(self.own, tokens, parcel.tensors)
-            self.returned = None
+        if self.returned_sums:
+            tokens, sums = self.returned_sums
+            _add_at(self.own_partials, tokens, sums.tensors)
+            self.returned_sums = None
 
 
 class DirectReduce:
-    """Each rank sends its share straight to the owner, against the direction of the ring (TokenRing).
+    """Each rank sends its partial result directly to the owner, against the direction of the ring (TokenRing).
 
     Args:
-        combine: takes the shares of another rank, for some tokens, into those of this one; called in the order of
-            steps. Adds, unless given.
+        combine: combines another rank's partial results, for some tokens, with this rank's; called in order of steps.
+            Adds them by default.
     """
 
-    def __init__(self, ring: Rotation, combine: Callable[[TokenRanges, Shares], None] | None = None) -> None:
-        self.ring, self.combine = ring, combine
-        self.own: Shares = ()
-        self.arriving: tuple[TokenRanges, FlatBuffer] | None = None
+    def __init__(self, rotation: Rotation, combine: Callable[[TokenRanges, Partials], None] | None = None) -> None:
+        self.rotation, self.combine = rotation, combine
+        self.own_partials: Partials = ()
+        self.returned_partials: tuple[TokenRanges, FlatBuffer] | None = None  # with their tokens in `own_partials`
         self.exchange: Exchange | None = None
 
-    @staticmethod
-    def sends(topology: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-        """What all ranks of a ring send for the shards that were in hand at `step`, in tokens."""
-        if step == 0:
-            return
-        for place, rank in enumerate(topology.ranks):
-            origin = topology.origin(place, step)
-            yield Send(rank, topology.ranks[origin], topology.seen(grid, place, origin).count)
+    def result_tokens(self, step: int) -> ResultTokens:
+        schedule = self.rotation.direct_steps[step]
+        return ResultTokens(schedule.visible_tokens, schedule.packed_tokens)
 
-    def wanted(self, step: int) -> Wanted:
-        here = self.ring.direct[step]
-        return Wanted(here.seen, here.packed)
-
-    def push(self, step: int, shares: Shares) -> None:
+    def push(self, step: int, partials: Partials) -> None:
         if step == 0:
-            self.own = shares
+            self.own_partials = partials
+            counts = [later.returned_tokens.count for later in self.rotation.direct_steps[1:]]
+            self.buffers = ReceiveBuffers(partials, counts)
             return
         self._wait()
-        ring, theirs = self.ring, self.ring.direct[step].theirs
-        self.arriving = (theirs, FlatBuffer.like(self.own, theirs.count)) if theirs.runs else None
-        send = {ring.ahead(-step): FlatBuffer.of(shares)} if shares else {}
-        receive = {ring.ahead(step): self.arriving[1]} if self.arriving else {}
-        self.exchange = start_exchange(ring.return_axis, send, receive)
+        rotation, tokens = self.rotation, self.rotation.direct_steps[step].returned_tokens
+        buffer = self.buffers.take(last_in_use=False)  # its partial results have been added
+        self.returned_partials = None if buffer is None else (tokens, buffer)
+        send = {rotation.ahead(-step): FlatBuffer.of(partials)} if partials else {}
+        receive = {rotation.ahead(step): self.returned_partials[1]} if self.returned_partials else {}
+        self.exchange = start_exchange(rotation.return_axis, send, receive)
 
-    def finish(self) -> Shares:
+    def finish(self) -> Partials:
         self._wait()
-        return self.own
+        return self.own_partials
 
     def _wait(self) -> None:
         if self.exchange:
             self.exchange.wait()
             self.exchange = None
-        if self.arriving:
-            tokens, parcel = self.arriving
+        if self.returned_partials:
+            tokens, partials = self.returned_partials
             if self.combine:
-                self.combine(tokens, parcel.tensors)
+                self.combine(tokens, partials.tensors)
             else:
-                _add_to(self.own, tokens, parcel.tensors)
-            self.arriving = None
+                _add_at(self.own_partials, tokens, partials.tensors)
+            self.returned_partials = None
 
 
-def _wide(shares: Shares) -> Shares:
-    """In the accumulation dtype."""
-    return [share.to(accumulation_dtype(share.dtype)) for share in shares]
+def _widened(partials: Partials) -> Partials:
+    """Returns partial results in the accumulation dtype."""
+    return [partial.to(accumulation_dtype(partial.dtype)) for partial in partials]
 
 
-def _add(into: Shares, shares: Shares) -> None:
-    for total, share in zip(into, shares, strict=True):
-        total += share
-
-
-def _add_to(own: Shares, tokens: TokenRanges, shares: Shares) -> None:
-    for total, share in zip(own, shares, strict=True):
-        tokens.add(total, share)
+def _add_at(totals: Partials, tokens: TokenRanges, partials: Partials) -> None:
+    for total, partial in zip(totals, partials, strict=True):
+        tokens.add(total, partial)

@@ -1,90 +1,99 @@
-"""The loop of every ring: a shard is computed with, and meanwhile passed on to the next rank.
+"""The loop that all rings share: each rank computes with a shard while it sends the shard to the next rank.
 
     for step in range(R):
-        start sending the shard in hand to the next rank, and receiving the next one from the rank before
-        compute with the shard in hand
+        start sending the current shard to rank r + 1 and receiving the next shard from rank r - 1
+        compute with the current shard
         wait
 
-Of a shard, no token goes further than to the last rank that sees it.
+No token is sent further than to the last rank that sees it, so the current shard is packed: it has only the tokens that
+this rank or a later one needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.rotation.reach import Reach
-from armillary.attention.rotation.topology import Moving, RingTopology
+from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, start_exchange
+from armillary.core.collectives.exchange import ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
 
 
 class RingStep(NamedTuple):
-    """What one rank does at one step.
+    """Schedule of one rank at one step.
 
     Args:
         step: 0 .. R - 1.
-        query, key: the shards that meet.
-        held: tokens in hand of the shard that goes round, packed.
-        leaving: those of them that go on to the next rank, as they lie there.
-        ending: those that go no further, as they lie there.
-        coming: how many tokens of the next shard arrive from the rank before.
-        returning: tokens of this rank's own shard that have gone as far as they go.
+        query_shard, key_shard: the shards that meet.
+        token_ranges: tokens of the rotating shard that are here, packed.
+        next_tokens: those that the next rank needs, as packed indices.
+        final_tokens: those that no later rank needs, as packed indices.
+        received_count: number of tokens that arrive from the previous rank during the step.
+        returned_tokens: tokens of this rank's own shard whose last step this is, on the rank that has them now.
     """
 
     step: int
-    query: int
-    key: int
-    held: TokenRanges
-    leaving: TokenRanges
-    ending: TokenRanges
-    coming: int
-    returning: TokenRanges
+    query_shard: int
+    key_shard: int
+    token_ranges: TokenRanges
+    next_tokens: TokenRanges
+    final_tokens: TokenRanges
+    received_count: int
+    returned_tokens: TokenRanges
 
 
 class DirectStep(NamedTuple):
-    """What one rank sees at one step of what is in hand, and the rank that has its own shard of that.
+    """Tokens for which one rank exchanges results directly with the owner of the rotating shard.
 
     Args:
-        seen: tokens in hand that this rank sees.
-        packed: those, as they lie among all that are in hand.
-        theirs: tokens of this rank's own shard that the other rank sees.
+        visible_tokens: tokens of the rotating shard that this rank sees.
+        packed_tokens: the same, as packed indices.
+        returned_tokens: tokens of this rank's own shard that the rank which has it now sees.
     """
 
-    seen: TokenRanges
-    packed: TokenRanges
-    theirs: TokenRanges
+    visible_tokens: TokenRanges
+    packed_tokens: TokenRanges
+    returned_tokens: TokenRanges
 
 
 @dataclass
-class InFlight:
-    """The shard in hand: tensors with its tokens `held` packed on dim 1, which leave when the next one has arrived."""
+class RotatingShard:
+    """The shard that a rank computes with at one step.
+
+    Args:
+        step: 0 .. R - 1.
+        query_shard, key_shard: the shards that meet.
+        token_ranges: tokens of the rotating shard that are here.
+        tensors: [B, t, ...] each, with these tokens packed on dim 1; () if there are none. Dropped after the step.
+    """
 
     step: int
-    query: int
-    key: int
-    held: TokenRanges
+    query_shard: int
+    key_shard: int
+    token_ranges: TokenRanges
     tensors: tuple[Tensor, ...]
 
-    def part(self, packed: TokenRanges | None) -> tuple[Tensor, ...]:
-        """Some of the tokens, as they lie in what is held; None: all. Views of one run, else copies."""
-        return self.tensors if packed is None else tuple([packed.take(x) for x in self.tensors])
+    def take(self, packed_tokens: TokenRanges | None) -> tuple[Tensor, ...]:
+        """Returns the tensors at some packed indices; None: all. Views of a single run, otherwise copies."""
+        return self.tensors if packed_tokens is None else tuple([packed_tokens.take(x) for x in self.tensors])
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A ring of R ranks, as one of them sees it, for calls of one mask and layout.
+    """A ring of R ranks as one of them sees it, for calls with one mask and layout.
 
     Args:
-        axis: the mesh axis that it is on.
-        return_axis: the same axis with another communicator, for what goes back to its owner.
-        topology: who passes what to whom, in the direction that sends less.
-        grid: what shards see of each other.
+        axis: mesh axis of the ring.
+        return_axis: the same axis with a second communicator. Results return on it: on one communicator they would
+            queue behind the next shard.
+        topology: the ring, turning in the direction that sends fewer tokens.
+        grid: visible pairs of each (query shard, key shard).
     """
 
     axis: Axis
@@ -94,30 +103,35 @@ class Rotation:
 
     @classmethod
     def of(cls, axis: Axis, return_axis: Axis, topology: RingTopology, grid: Grid) -> Rotation:
-        """The ring, turning the way that sends fewer tokens."""
-        return cls(axis, return_axis, topology.shorter_way(grid), grid)
+        """Returns the rotation that turns the ring in its cheaper direction."""
+        return cls(axis, return_axis, topology.cheaper_direction(grid), grid)
 
-    @classmethod
-    def of_all(cls, axis: Axis, return_axis: Axis, moving: Moving, grid: Grid) -> Rotation:
-        """All ranks of the axis in a ring, each with its own shard."""
-        return cls.of(axis, return_axis, RingTopology.of_all(axis.size, moving), grid)
+    def rotate(self, *tensors: Tensor) -> Iterator[RotatingShard]:
+        """Yields the shard of each step, starting with this rank's own, while the next shard is received.
 
-    def rotate(self, *tensors: Tensor) -> Iterator[InFlight]:
-        """What is in hand at each step, at first `tensors`; the next shard is under way meanwhile."""
-        shard, held, (behind, ahead) = tensors, None, self.neighbours
+        Args:
+            tensors: [B, T, ...] each, this rank's own shard.
+
+        Bytes sent: those of the tokens that the next rank needs, at each step but the last; p2p.
+        """
+        current, buffer, (previous_rank, next_rank) = tensors, None, self.neighbours
+        buffers = ReceiveBuffers(tensors, [step.received_count for step in self.steps])
         for step in self.steps:
-            hand = InFlight(step.step, step.query, step.key, step.held, shard)
-            sent = None
-            if step.leaving.runs:  # as it came; or where less goes on than came, or at first, a copy of what does
-                sent = held.part(step.leaving) if held else FlatBuffer.of(shard, step.leaving)
-            received = FlatBuffer.like(tensors, step.coming) if step.coming else None
-            send, receive = {ahead: sent} if sent else {}, {behind: received} if received else {}
+            shard = RotatingShard(step.step, step.query_shard, step.key_shard, step.token_ranges, current)
+            # Start both transfers before anything is computed. A received buffer is sent on as it is unless the next
+            # rank needs fewer of its tokens; this rank's own tensors are copied into a buffer.
+            outgoing = None
+            if step.next_tokens.runs:
+                outgoing = buffer.part(step.next_tokens) if buffer else FlatBuffer.of(current, step.next_tokens)
+            incoming = buffers.take(last_in_use=True)  # the last one is computed with, and sent
+            send, receive = {next_rank: outgoing} if outgoing else {}, {previous_rank: incoming} if incoming else {}
             exchange = start_exchange(self.axis, send, receive)
-            yield hand
+            yield shard
             exchange.wait()
-            hand.tensors = ()  # two shards are alive at a time, not three
-            held, shard = received, received.tensors if received else ()
-            del exchange, send, receive, sent
+            # Drop every reference to the current shard: two shards are alive at a time, not three.
+            shard.tensors = ()
+            buffer, current = incoming, incoming.tensors if incoming else ()
+            del exchange, send, receive, outgoing
 
     @cached_property
     def place(self) -> int:
@@ -126,44 +140,45 @@ class Rotation:
 
     @cached_property
     def neighbours(self) -> tuple[int, int]:
-        """The ranks of the axis before and after this one in the ring."""
+        """The (previous, next) rank of the axis around the ring."""
         return self.ahead(-1), self.ahead(1)
 
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:
-        """What this rank does."""
-        reach = self.topology.reach(self.grid)
-        return tuple(self._step(reach, step) for step in range(len(reach)))
+        """This rank's schedule: one entry for each of the R steps."""
+        return tuple(self._step(step) for step in range(len(self.topology.ranks)))
 
-    def _step(self, reach: Sequence[Reach], step: int) -> RingStep:
-        origin, following = self.origin(step), self.origin(step + 1)
-        held, leaving, ending = reach[origin].needed(step), reach[origin].needed(step + 1), reach[origin].ending(step)
+    def _step(self, step: int) -> RingStep:
+        reach = self.topology.reach(self.grid)
+        origin, next_origin = self.origin(step), self.origin(step + 1)
+        token_ranges = reach[origin].tokens_at(step)
         return RingStep(
             step,
             *self.topology.query_key_shards(self.place, origin),
-            held,
-            leaving.within(held),
-            ending.within(held),
-            reach[following].counts[step + 1],
-            reach[self.place].ending(step),
+            token_ranges,
+            reach[origin].tokens_at(step + 1).within(token_ranges),
+            reach[origin].final_tokens_at(step).within(token_ranges),
+            reach[next_origin].counts[step + 1],
+            reach[self.place].final_tokens_at(step),
         )
 
     @cached_property
-    def direct(self) -> tuple[DirectStep, ...]:
-        """What this rank and the others see, where shares go straight back; at step 0 it has all of its own."""
-        return tuple(map(self._direct, self.steps))
+    def direct_steps(self) -> tuple[DirectStep, ...]:
+        """Tokens of the results that return directly to their owners, step by step. At step 0: all, to itself."""
+        return tuple(map(self._direct_step, self.steps))
 
-    def _direct(self, step: RingStep) -> DirectStep:
+    def _direct_step(self, step: RingStep) -> DirectStep:
         if step.step == 0:
-            return DirectStep(step.held, step.held, TokenRanges())
-        other = (self.place + step.step) % len(self.steps)
-        seen = self.topology.seen(self.grid, self.place, self.origin(step.step))
-        return DirectStep(seen, seen.within(step.held), self.topology.seen(self.grid, other, self.place))
+            return DirectStep(step.token_ranges, step.token_ranges, TokenRanges())
+        visible = self.topology.visible_tokens(self.grid, self.place, self.origin(step.step))
+        holder = (self.place + step.step) % len(self.steps)  # the place that has this rank's own shard
+        returned = self.topology.visible_tokens(self.grid, holder, self.place)
+        return DirectStep(visible, visible.within(step.token_ranges), returned)
 
     def origin(self, step: int) -> int:
-        """The place from which the shard set out that is in hand at `step`."""
+        """Returns the place that owns the shard which is here at `step`."""
         return self.topology.origin(self.place, step)
 
     def ahead(self, steps: int) -> int:
-        """The rank of the axis that is so many places further round the ring."""
+        """Returns the rank of the axis that is `steps` places further around the ring."""
         return self.topology.ahead(self.place, steps)

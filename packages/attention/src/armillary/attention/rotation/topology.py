@@ -1,97 +1,92 @@
-"""Who passes what to whom round a ring of ranks, and how much of it: pure, for the loop and for its plan.
+"""Ring topologies: the order in which shards visit ranks, and how far each token travels. Pure.
 
-On every rank of a ring one shard is stationary and the others rotate past it: keys past queries, or queries past keys.
-Of a rotating shard, no token is sent further than to the last rank that sees it.
+On every rank of a ring one shard is stationary and the shards of the other side rotate past it: keys past queries, or
+queries past keys. A token is sent no further than to the last rank that sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from armillary.attention.rotation.reach import Reach
 from armillary.attention.tiling.grid import Grid
-from armillary.core.network import Send
 from armillary.core.token_ranges import TokenRanges
 
-Moving = Literal["keys", "queries"]
+RotatingSide = Literal["keys", "queries"]
 
 
 @dataclass(frozen=True)
 class RingTopology:
-    """R ranks in a ring. A place is an index in it.
+    """R ranks in a ring. A place is an index into the ring.
 
     Args:
-        ranks: in the order in which rotating shards visit them, numbered as on their axis.
-        stationary: the shard that stays on each rank of the ring.
-        rotating: the shard that each rank of the ring has at step 0, and sends on.
-        moving: what rotates; the other stays.
+        ranks: ranks of the axis, in the order in which a rotating shard visits them.
+        stationary_shards: by place, the shard that stays there.
+        rotating_shards: by place, the shard that is there at step 0 and is sent on.
+        rotating_side: the side whose shards rotate.
     """
 
     ranks: tuple[int, ...]
-    stationary: tuple[int, ...]
-    rotating: tuple[int, ...]
-    moving: Moving
+    stationary_shards: tuple[int, ...]
+    rotating_shards: tuple[int, ...]
+    rotating_side: RotatingSide
 
     @classmethod
-    def of_all(cls, ranks: int, moving: Moving) -> RingTopology:
-        """All ranks of an axis, each with its own shard."""
+    def of_all(cls, ranks: int, rotating_side: RotatingSide) -> RingTopology:
+        """Returns one ring of all ranks of an axis, each with its own shard."""
         every = tuple(range(ranks))
-        return cls(every, every, every, moving)
+        return cls(every, every, every, rotating_side)
 
     @property
     def opposite(self) -> RingTopology:
-        """The same ring the other way round."""
-        return RingTopology(self.ranks[::-1], self.stationary[::-1], self.rotating[::-1], self.moving)
+        """The same ring, turning in the opposite direction."""
+        return RingTopology(
+            self.ranks[::-1], self.stationary_shards[::-1], self.rotating_shards[::-1], self.rotating_side
+        )
 
-    def shorter_way(self, grid: Grid) -> RingTopology:
-        """This ring or the opposite one, whichever sends fewer tokens; the same choice on every rank of it.
+    def cheaper_direction(self, grid: Grid) -> RingTopology:
+        """Returns this ring or the opposite one, whichever sends fewer tokens. Every rank chooses alike.
 
-        With causal masks and zigzag shards, keys that go down visit those who see all of them first, then those who see
-        half: three quarters of what goes up. Where all see all, both ways are equal, and it is this one.
+        With a causal mask and zigzag shards, keys that travel to lower ranks first meet the ranks that see all of them
+        and then those that see half: three quarters of the tokens sent the other way. On a tie this ring is returned.
         """
         reach, opposite = self.reach(grid), self.opposite
-        other = grid.once(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
-        return opposite if _sent(other) < _sent(reach) else self
+        opposite_reach = grid.once(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
+        return opposite if _tokens_sent(opposite_reach) < _tokens_sent(reach) else self
 
     def tokens_sent(self, grid: Grid) -> int:
-        """By all ranks of the ring together, as many times as they make a hop."""
-        return _sent(self.reach(grid))
+        """Returns the number of tokens that all ranks send, counting a token once for each hop."""
+        return _tokens_sent(self.reach(grid))
 
     def origin(self, place: int, step: int) -> int:
-        """The place from which the rotating shard comes that is held at `step`."""
+        """Returns the place that owns the rotating shard which is at `place` at `step`."""
         return (place - step) % len(self.ranks)
 
     def ahead(self, place: int, steps: int) -> int:
-        """The rank that is so many places further round."""
+        """Returns the rank `steps` places further around the ring."""
         return self.ranks[(place + steps) % len(self.ranks)]
 
     def reach(self, grid: Grid) -> tuple[Reach, ...]:
-        """How far the tokens of the rotating shard from each place go."""
+        """Returns the reach of the rotating shard that each place owns."""
         return grid.once(self, lambda: tuple(self._reach(grid, origin) for origin in range(len(self.ranks))))
 
     def _reach(self, grid: Grid, origin: int) -> Reach:
-        size, layout = len(self.ranks), grid.key_layout if self.moving == "keys" else grid.layout
-        seen = [self.seen(grid, (origin + step) % size, origin) for step in range(1, size)]
-        return Reach.of(layout.sizes[self.rotating[origin]], seen)
+        size, layout = len(self.ranks), grid.key_layout if self.rotating_side == "keys" else grid.layout
+        visible = [self.visible_tokens(grid, (origin + step) % size, origin) for step in range(1, size)]
+        return Reach.of(layout.sizes[self.rotating_shards[origin]], visible)
 
     def query_key_shards(self, place: int, origin: int) -> tuple[int, int]:
-        """(shard of queries, shard of keys) at `place`, which holds the rotating shard from `origin`."""
-        own, held = self.stationary[place], self.rotating[origin]
-        return (own, held) if self.moving == "keys" else (held, own)
+        """Returns the (query shard, key shard) that meet at `place` while it has the rotating shard of `origin`."""
+        stationary, rotating = self.stationary_shards[place], self.rotating_shards[origin]
+        return (stationary, rotating) if self.rotating_side == "keys" else (rotating, stationary)
 
-    def seen(self, grid: Grid, place: int, origin: int) -> TokenRanges:
-        """Tokens of the rotating shard from `origin` that the rank at `place` sees."""
-        both = grid.seen(*self.query_key_shards(place, origin))
-        return TokenRanges(both.keys if self.moving == "keys" else both.queries)
-
-    def hops(self, grid: Grid, step: int) -> Iterator[Send]:
-        """What goes on at `step`, in tokens."""
-        reach = self.reach(grid)
-        for place, rank in enumerate(self.ranks):
-            yield Send(rank, self.ahead(place, 1), reach[self.origin(place, step)].counts[step + 1])
+    def visible_tokens(self, grid: Grid, place: int, origin: int) -> TokenRanges:
+        """Returns the tokens of the rotating shard of `origin` that take part in a visible pair at `place`."""
+        visible = grid.seen(*self.query_key_shards(place, origin))
+        return TokenRanges(visible.keys if self.rotating_side == "keys" else visible.queries)
 
 
-def _sent(reach: Iterable[Reach]) -> int:
+def _tokens_sent(reach: Iterable[Reach]) -> int:
     return sum(sum(shard.counts[1:]) for shard in reach)

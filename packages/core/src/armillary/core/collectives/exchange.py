@@ -65,14 +65,27 @@ class FlatBuffer(NamedTuple):
         return flat
 
     @classmethod
-    def like(cls, tensors: Sequence[Tensor], tokens: int | None = None) -> FlatBuffer:
-        """An empty buffer for tensors like these, on one device; with `tokens`, so many of them on dim 1."""
+    def like(cls, tensors: Sequence[Tensor], tokens: int | None = None, memory: Tensor | None = None) -> FlatBuffer:
+        """An empty buffer for tensors like these, on one device; with `tokens`, so many of them on dim 1.
+
+        Args:
+            memory: bytes that it begins in, at least as many as it has; by default it has memory of its own.
+        """
         if not _alike(tensors):
-            return cls._of_bytes(tensors, tokens)
+            return cls._of_bytes(tensors, tokens, memory)
         first = tensors[0]
         shape = first.shape if tokens is None else (first.shape[0], tokens, *first.shape[2:])
-        buffer = first.new_empty(shape if len(tensors) == 1 else (len(tensors), *shape))
+        shape = shape if len(tensors) == 1 else (len(tensors), *shape)
+        if memory is None:
+            buffer = first.new_empty(shape)
+        else:
+            buffer = memory[: prod(shape) * first.element_size()].view(first.dtype).view(shape)
         return cls(buffer, (buffer,) if len(tensors) == 1 else ())
+
+    @staticmethod
+    def nbytes(tensors: Sequence[Tensor], tokens: int) -> int:
+        """Bytes of a buffer for tensors like these, with so many tokens on dim 1."""
+        return sum(x.element_size() * x.shape[0] * tokens * prod(x.shape[2:]) for x in tensors)
 
     def part(self, tokens: TokenRanges) -> FlatBuffer:
         """A buffer with some tokens of each tensor, on their dim 1: itself where they are all that it has."""
@@ -84,10 +97,12 @@ class FlatBuffer(NamedTuple):
         return FlatBuffer(self.buffer.narrow(2, run.start, len(run)).contiguous())
 
     @classmethod
-    def _of_bytes(cls, tensors: Sequence[Tensor], tokens: int | None) -> FlatBuffer:
+    def _of_bytes(cls, tensors: Sequence[Tensor], tokens: int | None, memory: Tensor | None = None) -> FlatBuffer:
         shapes = [x.shape if tokens is None else (x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         sizes = [prod(shape) * x.element_size() for shape, x in zip(shapes, tensors, strict=True)]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+        if memory is None:
+            memory = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+        buffer = memory[: sum(sizes)]
         views, at = dict[int, Tensor](), 0
         # Wide elements first, so that each tensor begins at a multiple of its element size; and what would push those
         # after it off the alignment, last.
@@ -95,6 +110,43 @@ class FlatBuffer(NamedTuple):
             views[i] = buffer[at : at + sizes[i]].view(tensors[i].dtype).view(shapes[i])
             at += sizes[i]
         return cls(buffer, tuple(views[i] for i in range(len(sizes))))
+
+
+class ReceiveBuffers:
+    """Buffers for the steps of a repeated exchange, in at most two blocks of memory, which are used again.
+
+    New memory for each step would add up where the host runs ahead: with NCCL's backend of torch up to 2.14, the
+    allocator reuses a block that was sent or received only once the host has seen that the GPU is done with it
+    (`record_stream`).
+
+    Args:
+        tensors: what arrives is like these.
+        tokens: that arrive at each step, on dim 1.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
+        self.tensors, self.tokens = tensors, list(tokens)
+        self._last: Tensor | None = None
+        self._other: Tensor | None = None
+
+    def take(self, last_in_use: bool) -> FlatBuffer | None:
+        """Returns an empty buffer for the next step's tokens; None where there are none.
+
+        It overwrites the last buffer's block, or the block of the one before that.
+
+        Args:
+            last_in_use: the last buffer is still to be read or sent.
+        """
+        count, *self.tokens = self.tokens
+        if not count:
+            return None
+        block, other = (self._other, self._last) if last_in_use else (self._last, self._other)
+        if block is None:
+            size = FlatBuffer.nbytes(self.tensors, max(count, *self.tokens, 0))
+            block = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
+        # After the last step a block lives as long as the buffer in it.
+        self._last, self._other = (block, other) if any(self.tokens) else (None, None)
+        return FlatBuffer.like(self.tensors, count, block)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

@@ -28,6 +28,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
         if axis.size == 1:
             return x
         total = parts[0].to(accumulation_dtype(x.dtype), copy=True)
+        # Not one `sum(0)`: from five ranks on, torch adds in an order that follows from the shape and from where an
+        # element lies in it, so that a token would get other bits in a longer shard.
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)

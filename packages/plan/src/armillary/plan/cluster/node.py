@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from armillary.attention.kernels import Inputs, efficiency, rulings
+from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
 from armillary.plan.cluster.network import CHECKED, Count, Link, NotNegative, Positive, number
 
 DEFAULT_SHARES = (0.55, 0.45)
@@ -45,15 +46,22 @@ class Accelerator:
     attention_backward: Positive | None = None
     step: NotNegative = 60e-6
 
-    def attention_shares(self, tokens: int, kernel: str | None = None) -> tuple[float, float]:
+    def attention_shares(self, tokens: int, kernel: str | None = None, margin: int = 0) -> tuple[float, float]:
         """Shares of the peak that attention attains over a causal sequence of `tokens`: (forward, backward).
 
         Args:
             kernel: by name; by default the fastest that torch ships.
+            margin: multiprocessors that a persistent kernel leaves to NCCL.
         """
         published = efficiency(kernel or self.kernel or "", self.compute_capability)
         forward, backward = DEFAULT_SHARES if published is None else (published.forward(tokens), published.backward)
+        if self.is_persistent(kernel):
+            forward *= 1 - margin / MULTIPROCESSORS
         return self.attention or forward, self.attention_backward or backward
+
+    def is_persistent(self, kernel: str | None = None) -> bool:
+        """True if the kernel's forward occupies all multiprocessors; by default, the fastest that torch ships."""
+        return (kernel or self.kernel) in PERSISTENT
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from armillary.attention.comm_plan import Move, Step
+from armillary.attention.planning.comm_plan import Move, Step
 from armillary.core.network import Send
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery
@@ -64,13 +64,16 @@ class Clocks(NamedTuple):
     ready: list[float]
     transfers_done: list[float]
 
-    def after(self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery]) -> Clocks:
+    def after(
+        self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery], overlap: bool = True
+    ) -> Clocks:
         """The clocks after one more step.
 
         Args:
             compute: seconds of each rank's kernels; empty where the step only communicates.
             moves: transfers that the step waits for.
             leaving: transfers of the step's results, which overlap with the next step's computation.
+            overlap: True if moves run beside the computation, False if after it.
         """
         # A step without computation has nothing to hide earlier transfers behind, so it waits for them.
         start = self.ready if compute else [max(pair) for pair in zip(self.ready, self.transfers_done, strict=True)]
@@ -78,7 +81,10 @@ class Clocks(NamedTuple):
         # A step ends no earlier than the transfers that the last one left behind.
         computed = [max(a + b, t) for a, b, t in zip(start, compute, self.transfers_done, strict=True)]
         ready, transfers_done = list(computed), list(computed)
-        # Moves run beside the computation, from the moment when both ends have reached the step.
+        # Moves run beside the computation, from the moment when both ends have reached the step; without overlap, from
+        # the moment when both have computed it.
+        if not overlap:
+            start, compute = computed, [0.0] * len(start)
         for send in moves:
             begin = max(start[send.source], start[send.target])
             source, target = send.source, send.target
@@ -92,7 +98,9 @@ class Clocks(NamedTuple):
         return Clocks(ready, transfers_done)
 
 
-def plan_seconds(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1) -> Span:
+def plan_seconds(
+    steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1, overlap: bool = True
+) -> Span:
     """Time of one pass of attention, until the last rank is done.
 
     A rank starts its next step once it has computed, received the step's moves and handed over its own (see
@@ -103,13 +111,14 @@ def plan_seconds(steps: Sequence[Step], cluster: Cluster, seconds_per_pair: floa
         steps: forward or backward of a plan over P ranks.
         seconds_per_pair: kernel seconds per visible (query, key) pair of a head.
         copies: number of groups that run the plan side by side, on ranks 0..P-1, P..2P-1, ..., and share links.
+        overlap: False for a kernel that leaves no multiprocessor to NCCL: a step's moves then start after it.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
     clocks, kernel_seconds, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
     for step in steps:
         compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
-        moves, leaving = step_deliveries(step.moves, step.leaving, cluster, copies)
-        clocks = clocks.after(compute, moves, leaving)
+        moves, leaving = step_deliveries(step.moves, step.later_moves, cluster, copies)
+        clocks = clocks.after(compute, moves, leaving, overlap)
         if compute:
             kernel_seconds = [a + b for a, b in zip(kernel_seconds, compute, strict=True)]
         exchange += max((delivery.seconds for delivery in (*moves, *leaving)), default=0.0)

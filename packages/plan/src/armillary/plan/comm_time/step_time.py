@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from armillary.attention.comm_plan import CommPlan
+from armillary.attention.planning.comm_plan import CommPlan
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, all_gather_seconds, plan_seconds
 from armillary.plan.memory import Job
@@ -57,27 +57,43 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Passes:
-    """Time of one block's attention, forward and backward."""
+    """Time of one block's attention, forward and backward.
+
+    Args:
+        overlap: False if nothing is sent while forward computes.
+    """
 
     forward: Span
     backward: Span
+    overlap: bool = True
 
     @classmethod
     def of(
-        cls, plan: CommPlan, cluster: Cluster, head_dim: int, copies: int, tokens: int, kernel: str | None = None
+        cls,
+        plan: CommPlan,
+        cluster: Cluster,
+        head_dim: int,
+        copies: int,
+        tokens: int,
+        kernel: str | None = None,
+        margin: int = 0,
     ) -> Passes:
         """Times the plan, run by `copies` groups of ranks side by side.
 
+        Forward of a persistent kernel without a margin hides no communication: NCCL's kernels start when it ends.
+
         Args:
-            tokens, kernel: as in `Accelerator.attention_shares`.
+            tokens, kernel, margin: as in `Accelerator.attention_shares`.
         """
         device = cluster.accelerator
-        forward_share, backward_share = device.attention_shares(tokens, kernel)
+        overlap = margin > 0 or not device.is_persistent(kernel)
+        forward_share, backward_share = device.attention_shares(tokens, kernel, margin)
         forward = FORWARD * head_dim / (device.flops * forward_share)
         backward = BACKWARD * head_dim / (device.flops * backward_share)
         return cls(
-            plan_seconds(plan.forward, cluster, forward, copies),
+            plan_seconds(plan.forward, cluster, forward, copies, overlap),
             plan_seconds(plan.backward, cluster, backward, copies),
+            overlap,
         )
 
 
@@ -144,16 +160,17 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
         ends_segment: the block is the last of its segment. Other blocks recompute their attention when the segment is
             recomputed, not in their own backward.
     """
-    forward, backward, by_parts = passes.forward, passes.backward, step.checkpointing.policy != "none"
-    if by_parts and ends_segment and not step.keeps[i].attended:
-        backward += forward
-    recomputed = dense if by_parts else recomputed_blocks(step, dense, forward)[0] / step.model.layers
+    backward, by_parts = passes.backward, step.checkpointing.policy != "none"
+    if by_parts and passes.overlap and ends_segment and not step.keeps[i].attended:
+        backward += passes.forward
+    recomputed = dense if by_parts else recomputed_blocks(step, dense, passes.forward)[0] / step.model.layers
 
     def idle_links(span: Span) -> float:
         # Attention's own exchanges use the links first; the rest of its time is free for other transfers.
         return max(0.0, span.compute + span.exposed - span.exchange)
 
-    return dense + idle_links(forward), 2 * dense + recomputed + idle_links(backward)
+    hidden_by_forward = idle_links(passes.forward) if passes.overlap else 0.0
+    return dense + hidden_by_forward, 2 * dense + recomputed + idle_links(backward)
 
 
 def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:

@@ -9,6 +9,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from armillary.attention.registry import unplanned
 from armillary.core.quantity import gib
 from armillary.core.table import Column, print_table
 from armillary.data.optional import optional
@@ -16,7 +17,7 @@ from armillary.plan.memory.report import policy_text
 from armillary.plan.memory.room import more_devices
 from armillary.plan.presets import model_size
 from armillary.plan.search.command_line import command_line
-from armillary.plan.search.search import Choice, SearchResult
+from armillary.plan.search.search import NEEDED, Choice, SearchResult
 
 FIGURES = tuple(map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")))
 CHOICES = (
@@ -92,9 +93,11 @@ def heading(result: SearchResult) -> list[str]:
     """Model, cluster and step."""
     plan = result.plan
     rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {result.length:,} tokens"
+    unsupported = {} if plan.attention else unplanned(*NEEDED)
     return [
         f"{plan.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
         f"{len(result.choices)} ways to run it, {len(result.fitting)} of which fit; predicted, not measured",
+        *(f"left out: {name} has no {', '.join(functions)}" for name, functions in unsupported.items()),
     ]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.comm_plan import AttentionShape
+from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.chosen import check_kernel_name
+from armillary.attention.planning.comm_plan import AttentionShape
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
@@ -24,6 +25,8 @@ from armillary.plan.search.candidates import Candidate, candidates
 from armillary.plan.search.fit_policy import POLICIES, fitted
 from armillary.train.config.limits import Count, check_limits
 
+NEEDED = ("comm_plan", "forward_memory", "backward_memory")
+"""Functions of a method's plan that a prediction takes. A search leaves out methods without them."""
 TIE = 1e-3
 """Share of the step time within which the choice with more free memory wins."""
 
@@ -139,6 +142,8 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
     every = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention))
+    if not plan.attention:
+        every = [candidate for candidate in every if not candidate.attention.method.missing(*NEEDED)]
     if not every:
         raise ValueError(
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
@@ -160,12 +165,19 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
 
 
 def passes_of(
-    candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, kernel: str | None = None
+    candidate: Candidate,
+    model: Model,
+    cluster: Cluster,
+    length: int,
+    rows: int,
+    kernel: str | None = None,
+    margin: int | None = None,
 ) -> Passes:
     """Time of a block's attention, on causal sequences with a zigzag layout.
 
     Args:
         kernel: by name; by default the fastest that torch ships.
+        margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
     """
     mesh, attention = candidate.mesh, candidate.attention
     shape = AttentionShape.of(
@@ -179,7 +191,8 @@ def passes_of(
     )
     # Groups along `shard` run the same plan side by side and share the links between nodes.
     plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
-    return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel)
+    margin = default_margin(mesh.ring) if margin is None else margin
+    return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel, margin)
 
 
 def choices_of(

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import AttentionMask
-from armillary.core import SequenceLayout, build_mesh
+from armillary.core import SequenceLayout
 from armillary.core.mesh import world_size
 from armillary.models import GPT, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune.measurements import Measurement
-from armillary.train.build import collective_timeout, precision, shard_model
+from armillary.train.build import mesh_of, precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
-from armillary.train.cuda_setup import cuda_setup
+from armillary.train.kernels import kernel_with_margin
 from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 
@@ -49,13 +49,15 @@ class Bench:
         """
         config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         check(config)
-        axes, high_priority = choose_axes(config, world_size()), cuda_setup(config).high_priority
-        mesh = build_mesh(device.type, **axes, timeout=collective_timeout(config), high_priority=high_priority)
+        axes, dtype = choose_axes(config, world_size()), precision(config, device)
+        mesh = mesh_of(config, device, axes)
         block = replace(model_config(config.model, VOCABULARY, config.data.sequence_length), layers=1)
         if isinstance(block, LlamaConfig):
             # Where the first blocks have full attention, the measured block has no window.
             block = replace(block, window=None if block.window_from else block.window, window_from=0)
-        model, attention = shard_model(replace(block, vocab_size=VOCABULARY), config, mesh, precision(config, device))
+        block = replace(block, vocab_size=VOCABULARY)
+        model, attention = shard_model(block, config, mesh, dtype)
+        attention.kernel = kernel_with_margin(config, block, dtype, device, axes["ring"])
         layout = attention.layout(config.data.sequence_length, config.data.layout)
         model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
         initialize(model, config.train.seed)

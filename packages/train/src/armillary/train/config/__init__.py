@@ -149,11 +149,15 @@ class CudaConfig:
     expandable_segments: bool = True
     """The allocator's segments grow instead of leaving gaps; what PYTORCH_ALLOC_CONF says of them comes first."""
     bind_device: bool = True
-    """NCCL knows the rank's GPU, connects at once, and splits communicators; not with optimizer.cpu-offload."""
+    """NCCL knows the rank's GPU, connects at once, and splits communicators; from torch 2.15 on it does in any case."""
     high_priority: bool = True
-    """The ring's exchanges run on streams of high priority, so that attention does not keep them waiting."""
-    sm_margin: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Multiprocessors that flash_attn_3 leaves to NCCL."""
+    """Exchanges of ring and ulysses run on streams of high priority, with communicators of their own."""
+    max_ctas: CountOrNone = None
+    """Multiprocessors, at most, of an NCCL kernel of those exchanges; by default NCCL decides."""
+    sm_margin: Annotated[int | None, Field(ge=0, le=1024)] = None
+    """Multiprocessors that flash_attn_3 leaves to NCCL; by default 16 where ring > 1, unless blocks are compiled."""
+    connections: Annotated[int, Field(ge=1, le=32)] = 32
+    """Work queues of the GPU: streams that share one wait for each other. CUDA_DEVICE_MAX_CONNECTIONS comes first."""
 
 
 @dataclass(frozen=True)

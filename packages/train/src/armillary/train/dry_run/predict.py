@@ -85,7 +85,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
         largest=largest_of(model),
         tokens_per_step=tokens,
         flops=tokens * model.config.flops_per_token(config.data.sequence_length),
-        cuda=None if config.train.device == "cpu" else cuda_setup(config),
+        cuda=None if config.train.device == "cpu" else cuda_setup(config, axes["ring"]),
         kernels=kernels_of(config, model.config, dtype, capability),
     )
 

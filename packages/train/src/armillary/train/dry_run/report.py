@@ -60,7 +60,9 @@ def asked(cuda: CudaSetup) -> str:
             "allocator as in the environment" if cuda.allocator is None else f"allocator {cuda.allocator}",
             f"device_id {cuda.device_id or 'none'}",
             f"{', '.join(cuda.high_priority) or 'no'} communicators of high priority",
+            *([] if cuda.max_ctas is None else [f"max_ctas {cuda.max_ctas}"]),
             f"sm_margin {cuda.sm_margin}",
+            f"{cuda.connections} work queues",
         )
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.methods.upipe_plan import head_stages
+from armillary.attention.planning.upipe import head_stages
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method
-from armillary.attention.comm_plan import AttentionShape, CommPlan
-from armillary.attention.methods.entry import MethodOptions
 from armillary.attention.methods.teams import Placement
-from armillary.attention.registry import NamedMethod, named_method
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention.registry import MethodOptions, NamedMethod, named_method
 from armillary.core import SequenceLayout
 
 

@@ -9,8 +9,8 @@ from itertools import pairwise, starmap
 
 from torch import float32
 
-from armillary.attention.memory import HeadStages, Sizes
-from armillary.attention.methods import upipe_plan
+from armillary.attention.planning.memory import HeadStages, Sizes
+from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.registry import NamedMethod
 from armillary.core.chunks import chunks
 from armillary.models import Checkpointing
@@ -102,7 +102,7 @@ class StepSizes:
     @property
     def projects_in_stages(self) -> bool:
         """True if attention saves only out and lse, and projects again in backward."""
-        return self.method.head is not None and self.method.head.projects_in_stages
+        return self.method.head is not None and self.method.head.plan.projects_in_stages
 
     @cached_property
     def keeps(self) -> tuple[Keep, ...]:
@@ -128,25 +128,25 @@ class StepSizes:
 
     def forward(self, x: Sizes) -> float:
         """Forward memory of the method on the sequence axis."""
-        return self.method.sequence.forward_memory(x, self.ring, self.method.options)
+        return self.method.sequence_plan(self.ring).forward_memory(x, self.ring)
 
     def backward(self, x: Sizes) -> float:
         """Backward memory of the method on the sequence axis."""
-        return self.method.sequence.backward_memory(x, self.ring, self.method.options)
+        return self.method.sequence_plan(self.ring).backward_memory(x, self.ring)
 
     def attention_forward(self) -> float:
         """Attention's memory in forward, with q, k and v. Under recomputation any method runs in UPipe's stages."""
-        inner = self.forward(self.attended)
-        if self.checkpointing.policy == "none" and self.method.head is not None:
-            return self.method.head.forward_memory(self.attended, inner)
-        return upipe_plan.forward_memory(self.attended, inner)
+        inner, head = self.forward(self.attended), self.method.head_plan(self.ulysses)
+        if self.checkpointing.policy == "none" and head is not None:
+            return head.forward_memory(self.attended, inner)
+        return UPipePlan().forward_memory(self.attended, inner)
 
     def attention_backward(self) -> float:
         """Attention's memory in backward, without out and dout of local tokens and without autograd's saved tensors."""
         inner, alone = self.backward(self.attended), self.ring == 1
         if self.checkpointing.policy != "none":
-            return upipe_plan.backward_memory(self.attended, inner, self.stages, alone)
-        head = self.method.head
+            return UPipePlan().backward_memory(self.attended, inner, self.stages, alone)
+        head = self.method.head_plan(self.ulysses)
         return inner if head is None else head.backward_memory(self.attended, inner, self.stages, alone)
 
     def kept_attention(self) -> float:

@@ -1,0 +1,114 @@
+"""The base classes of plans: a method's communication plan and memory formulas, each optional."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention.planning.memory import HeadStages, Sizes
+from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.core import SequenceLayout
+
+InnerPlan = Callable[[AttentionShape], CommPlan]
+"""Returns the communication plan of a method on the sequence axis."""
+
+
+class RingWalk(NamedTuple):
+    """The block that each rank computes at each step of forward.
+
+    Args:
+        layout, key_layout: the query and key shards that the rings name.
+        rings: which take their cheaper direction. Together all ranks of the axis.
+    """
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    rings: Sequence[RingTopology]
+
+    @classmethod
+    def of_ring(cls, layout: SequenceLayout, rotating_side: RotatingSide) -> RingWalk:
+        """Returns the walk of one ring of all ranks, each with its own shard."""
+        return cls(layout, layout, [RingTopology.of_all(layout.shards, rotating_side)])
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """Base of `SequencePlan` and `HeadPlan`.
+
+    The fields of a subclass are the method's options. It overrides the functions that it has; the others raise a
+    ValueError that names the method.
+
+    Args:
+        method: name of the method, for errors.
+    """
+
+    method: str = field(default="?", kw_only=True)
+
+    def missing(self, function: str) -> ValueError:
+        """Returns the error for a function that the plan of the method does not have."""
+        return ValueError(
+            f"attention method {self.method!r} has no {function}: its plan in the registry must define it"
+        )
+
+
+class SequencePlan(MethodPlan):
+    """Plan of a method on the sequence axis."""
+
+    def layout(self, length: int, ranks: int) -> SequenceLayout:
+        """Returns the zigzag layout of the method over `ranks` ranks."""
+        return SequenceLayout.zigzag(length, ranks)
+
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        """Returns the communication plan over the shards of `work`."""
+        raise self.missing("comm_plan")
+
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        """Returns the peak memory of forward on `ranks` ranks, in bytes (`planning/memory.py`)."""
+        raise self.missing("forward_memory")
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        """Returns the peak memory of backward on `ranks` ranks, in bytes."""
+        raise self.missing("backward_memory")
+
+    def walk(self, layout: SequenceLayout) -> RingWalk:
+        """Returns the blocks of each rank and step for a layout as `layout` gives it. Used for pictures."""
+        raise self.missing("walk")
+
+    def published_bytes(self, work: AttentionShape) -> tuple[int, int] | None:
+        """Returns the (p2p, collective) bytes that the paper counts for one rank in forward under a full mask."""
+        return None
+
+
+class HeadPlan(MethodPlan):
+    """Plan of a method on the head axis, around a method on the sequence axis."""
+
+    projects_in_stages = False
+    """As `Method.projects_in_stages`."""
+
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+        """Returns the communication plan of both methods on `ranks` ranks of the head axis.
+
+        Args:
+            work: over the shards of the sequence axis.
+        """
+        raise self.missing("comm_plan")
+
+    def forward_memory(self, x: Sizes, inner: float) -> float:
+        """Returns the peak memory of forward, in bytes.
+
+        Args:
+            x: of the heads of one stage and the tokens of the sequence shard.
+            inner: peak of the inner method for these.
+        """
+        raise self.missing("forward_memory")
+
+    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
+        """Returns the peak memory of backward, in bytes.
+
+        Args:
+            x, inner: as for forward.
+            alone: True on a sequence axis of one rank, where the inner method returns dk and dv in the inputs' dtype.
+        """
+        raise self.missing("backward_memory")

@@ -1,0 +1,314 @@
+"""Communication plans: the bytes that all ranks send and the pairs that they compute, step by step.
+
+A plan is the closed form of a method for an `AttentionShape`. Tests compare it with the `CommLedger` of every rank, to
+the byte, and a planner predicts time from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from armillary.attention.mask import AttentionMask
+from armillary.attention.tiling.grid import Grid, grid_of
+from armillary.core import SequenceLayout
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.checked import one_of
+from armillary.core.network import Send
+from armillary.core.observe.ledger import KINDS, PHASES
+
+Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
+Role = Literal["ring", "ulysses"]
+"""Axis of a method: "ring" is the sequence axis, whichever method works on it; "ulysses" is the head axis."""
+
+
+class Move(NamedTuple):
+    """One exchange or collective on all ranks that take part. Ranks are numbered r * U + u.
+
+    Args:
+        kind: as a ledger counts it.
+        sends: without those of 0 bytes. An all-gather is a ring in which each rank sends its block C - 1 times; an
+            all-to-all, and a reduce-scatter of ours, is one send to each peer.
+    """
+
+    kind: Kind
+    axis: Role
+    sends: tuple[Send, ...]
+
+
+class Step(NamedTuple):
+    """Moves and computation that overlap.
+
+    Args:
+        moves: in flight during the step.
+        pairs: by rank, the visible (query, key) pairs that it computes during the step, over its query heads and the
+            batch. Empty if nothing is computed.
+        later_moves: start when the pairs are computed. They overlap with the computation of the next step, and end
+            before the next step starts if that step computes nothing.
+    """
+
+    moves: tuple[Move, ...] = ()
+    pairs: tuple[int, ...] = ()
+    later_moves: tuple[Move, ...] = ()
+
+
+Steps = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class CommPlan:
+    """The steps of `forward` and `backward` of one attention call.
+
+    Without the extra cost of calls that return lse or have sinks: on a head axis, an all-to-all of lse [B, T, H].
+    """
+
+    forward: Steps
+    backward: Steps
+
+    def bytes(self, rank: int, kind: Kind | None = None, phase: str | None = None, axis: Role | None = None) -> int:
+        """Returns the bytes that a ledger counts on `rank`.
+
+        Args:
+            kind, phase, axis: of these bytes alone; None: any. Phases are "forward" and "backward".
+
+        Raises:
+            ValueError: an unknown kind, phase or axis.
+        """
+        for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES), ("axis", axis, get_args(Role))):
+            one_of(name, choices[0] if value is None else value, choices)
+        pattern = (rank, kind, phase, axis)
+        return sum(
+            count
+            for key, count in self._sent_bytes.items()
+            if all(value in (None, part) for value, part in zip(pattern, key, strict=True))
+        )
+
+    @cached_property
+    def _sent_bytes(self) -> Counter[tuple[int, Kind, str, Role]]:
+        sent_bytes = Counter[tuple[int, Kind, str, Role]]()
+        for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
+            for each in (each for step in phase_steps for each in (*step.moves, *step.later_moves)):
+                for send in each.sends:
+                    sent_bytes[send.source, each.kind, phase, each.axis] += send.bytes
+        return sent_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The properties of an attention call that decide its bytes and pairs. Hashable.
+
+    Args:
+        layout, key_layout: of queries and of keys over the P shards of the sequence axis.
+        key_heads: for each query head, its key/value head, both as indices into those of the call.
+        kv_heads: K.
+        head_dim, value_dim: D and Dv.
+        projected: True for a call from hidden states, as models attend. With finished q, k and v UPipe sends lse too.
+
+    Raises:
+        ValueError: layouts with different numbers of shards.
+    """
+
+    batch: int
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    mask: AttentionMask
+    key_heads: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    projected: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout.shards != self.key_layout.shards:
+            raise ValueError(
+                f"queries lie in {self.layout.shards} shards, keys in {self.key_layout.shards}; both need as many"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        layout: SequenceLayout,
+        mask: AttentionMask,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        batch: int = 1,
+        value_dim: int | None = None,
+        key_layout: SequenceLayout | None = None,
+        projected: bool = True,
+    ) -> AttentionShape:
+        """Returns the shape of H query heads that share K key/value heads evenly.
+
+        Self-attention with Dv = D unless `key_layout` or `value_dim` is given.
+
+        Raises:
+            ValueError: K does not divide H.
+        """
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads: K must divide H")
+        return cls(
+            batch=batch,
+            layout=layout,
+            key_layout=layout if key_layout is None else key_layout,
+            mask=mask,
+            key_heads=tuple(h * kv_heads // heads for h in range(heads)),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
+            dtype=dtype,
+            projected=projected,
+        )
+
+    @property
+    def grid(self) -> Grid:
+        """Visible pairs of each (query shard, key shard)."""
+        return grid_of(self.layout, self.key_layout, self.mask)
+
+    # -- elements of one token, over all rows of the batch -----------------------------------------------------------
+
+    @property
+    def q(self) -> int:
+        """B H D."""
+        return self.lse * self.head_dim
+
+    @property
+    def out(self) -> int:
+        """B H Dv."""
+        return self.lse * self.value_dim
+
+    @property
+    def lse(self) -> int:
+        """B H."""
+        return self.batch * len(self.key_heads)
+
+    @property
+    def k(self) -> int:
+        """B K D."""
+        return self.batch * self.kv_heads * self.head_dim
+
+    @property
+    def v(self) -> int:
+        """B K Dv."""
+        return self.batch * self.kv_heads * self.value_dim
+
+    # -- bytes of an element -----------------------------------------------------------------------------------------
+
+    @property
+    def e(self) -> int:
+        """Bytes of an element of the inputs."""
+        return self.dtype.itemsize
+
+    @property
+    def a(self) -> int:
+        """Bytes of an element of lse and of unfinished gradient sums."""
+        return accumulation_dtype(self.dtype).itemsize
+
+
+Groups = Iterable[Sequence[int]]
+"""Ranks of each of several collectives that run at once."""
+
+
+def move(kind: Kind, axis: Role, sends: Iterable[Send]) -> Move:
+    """Returns a move, without sends of 0 bytes or from a rank to itself."""
+    return Move(kind, axis, tuple(send for send in sends if send.bytes and send.source != send.target))
+
+
+def all_gather(groups: Groups, tokens: Sequence[int], size: int) -> Move:
+    """All-gather of each rank's tokens, padded to the largest number of its group.
+
+    Args:
+        tokens: by rank.
+        size: bytes of a token.
+    """
+
+    def sends() -> Iterator[Send]:
+        for group in groups:
+            padded = max(tokens[rank] for rank in group) * (len(group) - 1) * size
+            yield from (Send(rank, group[(i + 1) % len(group)], padded) for i, rank in enumerate(group))
+
+    return move("all_gather", "ring", sends())
+
+
+def send_to_each(kind: Kind, axis: Role, groups: Groups, size: Callable[[int, int], int]) -> Move:
+    """A send of `size(source, target)` bytes from each rank to each rank of its group."""
+    sends = (Send(source, target, size(source, target)) for ranks in groups for source in ranks for target in ranks)
+    return move(kind, axis, sends)
+
+
+def reduce_scatter(groups: Groups, tokens: Sequence[int], size: int) -> Move:
+    """Reduce-scatter: to each rank its tokens, of `size` bytes each, from every other rank of its group."""
+    return send_to_each("reduce_scatter", "ring", groups, lambda _, target: tokens[target] * size)
+
+
+def steps(*all_steps: Step) -> Steps:
+    """Returns the steps without empty moves, and without steps in which nothing happens."""
+    filled = (step._replace(moves=_filled(step.moves), later_moves=_filled(step.later_moves)) for step in all_steps)
+    return tuple(step for step in filled if any(step))
+
+
+def _filled(moves: Iterable[Move]) -> tuple[Move, ...]:
+    return tuple(each for each in moves if each.sends)
+
+
+def overlap(moves: Iterable[Move], following: Steps) -> Steps:
+    """Returns the steps with `moves` in flight during the first one."""
+    moves = _filled(moves)
+    if not moves:
+        return following
+    first = following[0] if following else Step()
+    return (first._replace(moves=(*moves, *first.moves)), *following[1:])
+
+
+def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
+    """Renumbers ranks: rank r becomes `ranks[r]` of `total` ranks."""
+
+    def renumber_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
+        return tuple(
+            each._replace(sends=tuple(Send(ranks[source], ranks[target], size) for source, target, size in each.sends))
+            for each in moves
+        )
+
+    def renumber_step(step: Step) -> Step:
+        pairs = [0] * total if step.pairs else []
+        for rank, count in zip(ranks, step.pairs, strict=False):
+            pairs[rank] = count
+        return Step(renumber_moves(step.moves), tuple(pairs), renumber_moves(step.later_moves))
+
+    return tuple(map(renumber_step, group_steps))
+
+
+def side_by_side(group_steps: Sequence[Steps]) -> Steps:
+    """Returns the steps of disjoint groups of ranks that run at once, first with first.
+
+    Args:
+        group_steps: of each group, numbered as in the result (`renumber`).
+    """
+    if len(group_steps) == 1:
+        return group_steps[0]
+
+    def join(same_time: Sequence[Step]) -> Step:
+        computing = [step.pairs for step in same_time if step.pairs]
+        pairs = tuple(map(sum, zip(*computing, strict=True)))
+        return Step(_joined([s.moves for s in same_time]), pairs, _joined([s.later_moves for s in same_time]))
+
+    return tuple(join(same_time) for same_time in zip_longest(*group_steps, fillvalue=Step()))
+
+
+def _joined(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
+    """Joins the n-th moves of equal kind and axis of all groups into one."""
+    sends = dict[tuple[Kind, Role, int], list[Send]]()
+    for moves in group_moves:
+        counts = Counter[tuple[Kind, Role]]()
+        for kind, axis, some in moves:
+            sends.setdefault((kind, axis, counts[kind, axis]), []).extend(some)
+            counts[kind, axis] += 1
+    return tuple(Move(kind, axis, tuple(some)) for (kind, axis, _), some in sends.items())

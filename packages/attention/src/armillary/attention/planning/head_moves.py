@@ -1,0 +1,60 @@
+"""The all-to-alls of methods on the head axis, and the steps of the inner method on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from armillary.attention.methods.head_shards import check_heads, split_heads
+from armillary.attention.planning.base import InnerPlan
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Move, renumber, send_to_each, side_by_side
+
+
+class HeadMoves:
+    """All-to-alls of a call on P x U ranks, in P groups of U.
+
+    Raises:
+        ValueError: fewer query heads than U.
+    """
+
+    def __init__(self, work: AttentionShape, ranks: int) -> None:
+        check_heads(len(work.key_heads), ranks)
+        self.work, self.ranks = work, ranks
+        self.heads = split_heads(work.key_heads, ranks)
+        self.sizes, self.key_sizes = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
+        self.groups = [range(r * ranks, (r + 1) * ranks) for r in range(work.layout.shards)]
+
+    def to_heads(self, sizes: Sequence[int], heads: Sequence[range], size: int) -> Move:
+        """Sequence shards to head shards.
+
+        Args:
+            sizes: tokens by rank of all P x U.
+            heads: by rank of the head axis.
+            size: bytes of a token and head.
+        """
+
+        def pair_bytes(source: int, target: int) -> int:
+            return sizes[source] * len(heads[target % self.ranks]) * size
+
+        return send_to_each("all_to_all", "ulysses", self.groups, pair_bytes)
+
+    def to_tokens(self, sizes: Sequence[int], heads: Sequence[range], size: int) -> Move:
+        """Head shards back to sequence shards. Arguments as in `to_heads`."""
+
+        def pair_bytes(source: int, target: int) -> int:
+            return sizes[target] * len(heads[source % self.ranks]) * size
+
+        return send_to_each("all_to_all", "ulysses", self.groups, pair_bytes)
+
+    def inner_plan(self, inner: InnerPlan, works: tuple[AttentionShape | None, ...]) -> CommPlan:
+        """Returns the plan of the inner method on all P x U ranks.
+
+        Args:
+            works: by rank of the head axis, its part of the call; None: it has no heads.
+        """
+        plans = {work: inner(work) for work in works if work}  # ranks mostly have alike parts
+        total = self.work.layout.shards * self.ranks
+        parts = [(plans[work], range(u, total, self.ranks)) for u, work in enumerate(works) if work]
+        return CommPlan(
+            side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in parts]),
+            side_by_side([renumber(plan.backward, ranks, total) for plan, ranks in parts]),
+        )

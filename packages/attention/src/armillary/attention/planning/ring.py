@@ -1,0 +1,79 @@
+"""Plan of `Ring`, and the steps of a ring of keys, which `WallFacer` has too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
+from armillary.attention.planning.base import RingWalk, SequencePlan
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Steps
+from armillary.attention.planning.memory import (
+    Sizes,
+    rotate_keys_backward,
+    rotate_keys_forward,
+    rotate_queries_backward,
+)
+from armillary.attention.planning.rotation import ring_reduce_tokens, rotation_steps
+from armillary.attention.planning.token_ring import pass_queries_backward_steps
+from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.core import SequenceLayout
+
+
+@dataclass(frozen=True)
+class RingPlan(SequencePlan):
+    """Plan of `Ring`.
+
+    Raises:
+        ValueError: an unknown `backward`.
+    """
+
+    backward: Backward = "auto"
+
+    def __post_init__(self) -> None:
+        check_backward(self.backward)
+
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        def rings(side: RotatingSide) -> list[RingTopology]:
+            return [RingTopology.of_all(work.layout.shards, side)]
+
+        return CommPlan(ring_forward_steps(work, rings("keys")), ring_backward_steps(work, self.backward, rings))
+
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        return rotate_keys_forward(x, ranks)
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        return ring_backward_memory(x, ranks, self.backward)
+
+    def walk(self, layout: SequenceLayout) -> RingWalk:
+        return RingWalk.of_ring(layout, "keys")
+
+    def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
+        """Counts k and v of P steps, as arXiv 2407.00611 does; P - 1 are sent."""
+        return work.layout.length * (work.k + work.v) * work.e, 0
+
+
+def ring_forward_steps(work: AttentionShape, rings: Sequence[RingTopology]) -> Steps:
+    """Steps of `Ring.forward` on all ranks of some rings."""
+    return rotation_steps(work, rings, (work.k + work.v) * work.e)
+
+
+def ring_backward_steps(
+    work: AttentionShape, backward: Backward, rings: Callable[[RotatingSide], Sequence[RingTopology]]
+) -> Steps:
+    """Steps of `Ring.backward` on all ranks of the rings for the side that rotates."""
+    queries = (work.layout.length, len(work.key_heads), work.head_dim)
+    keys = (work.key_layout.length, work.kv_heads, work.value_dim)
+    side = cheaper_side(backward, queries, keys, work.dtype)
+    if side == "queries":
+        return pass_queries_backward_steps(work, rings(side), ring_reduce_tokens)
+    kv = work.k + work.v
+    return rotation_steps(work, rings(side), kv * work.e, kv * work.a, ring_reduce_tokens)
+
+
+def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:
+    """Peak of `Ring.backward`, of the side that `cheaper_side` chooses. `onward` as in `rotate_keys_backward`."""
+    query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
+    if backward == "queries" or (backward == "auto" and query_bytes < key_bytes):
+        return rotate_queries_backward(x, ranks, direct=False)
+    return rotate_keys_backward(x, ranks, onward)

@@ -1,0 +1,74 @@
+"""The steps of a ring: the bytes and pairs of `Rotation.rotate` and of the reductions of `rotation/returns.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from armillary.attention.planning.comm_plan import AttentionShape, Step, Steps, move, steps
+from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.tiling.grid import Grid
+from armillary.core.network import Send
+
+ReturnedTokens = Callable[[RingTopology, Grid, int], Iterable[Send]]
+"""Returns the sends of all ranks of a ring, in tokens, that a reduction starts after a step above 0."""
+
+
+def rotation_steps(
+    work: AttentionShape,
+    rings: Sequence[RingTopology],
+    hop_bytes: int,
+    returned_bytes: int = 0,
+    returned_tokens: ReturnedTokens | None = None,
+) -> Steps:
+    """Returns R steps in which shards are sent on while a block is computed, and its results return afterwards.
+
+    Args:
+        work: has the shards that the rings name.
+        rings: of R ranks each, which take their cheaper direction. Together all ranks of the axis.
+        hop_bytes: bytes of a token that is sent on.
+        returned_bytes: bytes of a token whose result returns.
+        returned_tokens: `ring_reduce_tokens` or `direct_reduce_tokens`; None: nothing returns.
+    """
+    grid, heads = work.grid, len(work.key_heads)
+    rings = [ring.cheaper_direction(grid) for ring in rings]
+
+    def sends(tokens: ReturnedTokens, step: int, size: int) -> Iterator[Send]:
+        for ring in rings:
+            yield from (Send(source, target, count * size) for source, target, count in tokens(ring, grid, step))
+
+    def step_of(step: int) -> Step:
+        hops = move("p2p", "ring", sends(_hop_tokens, step, hop_bytes))
+        pairs = [0] * sum(len(ring.ranks) for ring in rings)
+        for ring in rings:
+            for place, rank in enumerate(ring.ranks):
+                shards = ring.query_key_shards(place, ring.origin(place, step))
+                pairs[rank] = grid.pairs(*shards, work.batch) * heads
+        if returned_tokens is None or step == 0:  # at step 0 each rank has its own shard
+            return Step((hops,), tuple(pairs))
+        return Step((hops,), tuple(pairs), (move("p2p", "ring", sends(returned_tokens, step, returned_bytes)),))
+
+    return steps(*map(step_of, range(len(rings[0].ranks))))
+
+
+def _hop_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `Rotation.rotate` at a step, in tokens."""
+    reach = ring.reach(grid)
+    for place, rank in enumerate(ring.ranks):
+        yield Send(rank, ring.ahead(place, 1), reach[ring.origin(place, step)].counts[step + 1])
+
+
+def ring_reduce_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `RingReduce` for the shards of a step: sums to the next rank, and finished ones home."""
+    reach = ring.reach(grid)
+    for place, rank in enumerate(ring.ranks):
+        origin = ring.origin(place, step)
+        current, following = reach[origin].counts[step : step + 2]
+        yield Send(rank, ring.ahead(place, 1), following)
+        yield Send(rank, ring.ranks[origin], current - following)
+
+
+def direct_reduce_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `DirectReduce` for the shards of a step: results of the tokens that a rank sees, home."""
+    for place, rank in enumerate(ring.ranks):
+        origin = ring.origin(place, step)
+        yield Send(rank, ring.ranks[origin], ring.visible_tokens(grid, place, origin).count)

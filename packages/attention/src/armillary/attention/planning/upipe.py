@@ -1,0 +1,130 @@
+"""Plan of `UPipe`, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from armillary.attention.call.spec import key_heads_of
+from armillary.attention.methods.stages import RankHeads, Stage, stages_of
+from armillary.attention.planning.base import HeadPlan, InnerPlan
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, overlap, steps
+from armillary.attention.planning.head_moves import HeadMoves
+from armillary.attention.planning.memory import HeadStages, Sizes
+
+
+@dataclass(frozen=True)
+class UPipePlan(HeadPlan):
+    """Plan of `UPipe`."""
+
+    heads_per_stage: int | None = None
+    prefetch: bool = False
+
+    projects_in_stages = True
+
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+        moves = HeadMoves(work, ranks)
+        inner_plan = lru_cache(partial(moves.inner_plan, inner))  # stages are mostly alike
+        stages = stages_of(work.key_heads, ranks, self.heads_per_stage)
+        staged = StagedSteps(moves, inner_plan, stages, self.prefetch)
+        q, v = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e
+        forward = staged.steps([q], lambda plan: plan.forward, staged.return_out)
+        backward = staged.steps([q, v, v], lambda plan: plan.backward, staged.return_grads)
+        if work.projected:
+            return CommPlan(steps(*forward), steps(*backward))
+        # Finished q, k and v: lse is an output of this rank's tokens.
+        lse = (moves.sizes, moves.heads.queries, work.batch * work.a)
+        return CommPlan(
+            steps(*forward, Step((moves.to_tokens(*lse),))),
+            steps(Step((moves.to_heads(*lse),)), *backward),
+        )
+
+    def forward_memory(self, x: Sizes, inner: float) -> float:
+        """Received q, k and v of a stage, and the inner method."""
+        return x.q + 2 * x.k + inner
+
+    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
+        """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method.
+
+        On one rank out and dout are views, unless there are several stages, whose heads the kernel needs copied. Sums
+        have the dtype of the first stage's gradients, and float32 from the second on.
+        """
+        outs = 2 * x.q if stages.ranks > 1 or stages.several else 0
+        sums = 0 if stages.turns == 1 else 2 * x.k * (1 if alone and stages.turns == 2 else x.w)
+        return x.q + outs + 2 * x.k + sums + inner
+
+
+@dataclass(frozen=True)
+class StagedSteps:
+    """Steps of each stage of a call, on all ranks.
+
+    Args:
+        inner_plan: plan of the inner method, from the part of each rank of the head axis (`HeadMoves.inner_plan`).
+    """
+
+    moves: HeadMoves
+    inner_plan: Callable[[tuple[AttentionShape | None, ...]], CommPlan]
+    stages: tuple[Stage, ...]
+    prefetch: bool
+
+    def steps(
+        self,
+        query_bytes: Sequence[int],
+        inner_steps: Callable[[CommPlan], Steps],
+        returns: Callable[[Stage], Sequence[Move]],
+    ) -> Iterator[Step]:
+        """Yields the steps of forward or backward.
+
+        Args:
+            query_bytes: bytes of a token and query head of each tensor of queries that is sent.
+            inner_steps: takes forward or backward of the inner plan.
+            returns: moves after a stage, one after another.
+        """
+        sends = [self._sends(stage, query_bytes) for stage in self.stages]
+        for i, stage in enumerate(self.stages):
+            if i == 0 and self.prefetch:
+                yield Step(tuple(sends[i]))
+            elif not self.prefetch:
+                yield from (Step((each,)) for each in sends[i])
+            next_sends = sends[i + 1] if self.prefetch and i + 1 < len(sends) else []
+            yield from overlap(next_sends, inner_steps(self._inner_plan(stage)))
+            yield from (Step((each,)) for each in returns(stage))
+
+    def return_out(self, stage: Stage) -> list[Move]:
+        """out of a stage."""
+        work, moves = self.moves.work, self.moves
+        return [moves.to_tokens(moves.sizes, stage.query_ranges, work.batch * work.value_dim * work.e)]
+
+    def return_grads(self, stage: Stage) -> list[Move]:
+        """dq of a stage, and dk and dv of keys whose round ends, wider if ranks share a head."""
+        work, moves, returned = self.moves.work, self.moves, stage.returned_keys
+        grad = work.a if returned.shared else work.e
+        dq = moves.to_tokens(moves.sizes, stage.query_ranges, work.batch * work.head_dim * work.e)
+        key_bytes = (work.batch * dim * grad for dim in (work.head_dim, work.value_dim))
+        return [dq, *(moves.to_tokens(moves.key_sizes, returned.ranges, size) for size in key_bytes)]
+
+    def _sends(self, stage: Stage, query_bytes: Sequence[int]) -> list[Move]:
+        """k and v of keys whose round starts, then tensors of queries."""
+        work, moves = self.moves.work, self.moves
+        key_bytes = [work.batch * dim * work.e for dim in (work.head_dim, work.value_dim)]
+        keys = [moves.to_heads(moves.key_sizes, stage.received_keys.ranges, size) for size in key_bytes]
+        return [*keys, *(moves.to_heads(moves.sizes, stage.query_ranges, size) for size in query_bytes)]
+
+    def _inner_plan(self, stage: Stage) -> CommPlan:
+        work = self.moves.work
+
+        def part(heads: RankHeads) -> AttentionShape | None:
+            if not heads.queries:
+                return None
+            return replace(work, key_heads=heads.key_heads(work.key_heads), kv_heads=len(heads.keys))
+
+        return self.inner_plan(tuple(map(part, stage.by_rank)))
+
+
+def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
+    """Returns the stages in which the first of `ranks` ranks gets its heads; None: all in one."""
+    schedule = [stage.by_rank[0] for stage in stages_of(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
+    turns = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
+    queries, keys = len(schedule[0].queries), len(schedule[0].keys)
+    return HeadStages(ranks, queries, keys, turns, len(schedule) > 1, turns < len(schedule))

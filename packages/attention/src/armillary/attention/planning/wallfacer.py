@@ -1,0 +1,152 @@
+"""Plan of `WallFacer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from armillary.attention.methods.ring import Backward, check_backward
+from armillary.attention.methods.teams import Placement, Teams
+from armillary.attention.planning.base import RingWalk, SequencePlan
+from armillary.attention.planning.comm_plan import (
+    AttentionShape,
+    CommPlan,
+    Move,
+    Step,
+    Steps,
+    all_gather,
+    move,
+    reduce_scatter,
+    steps,
+)
+from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
+from armillary.attention.planning.ring import ring_backward_memory, ring_backward_steps, ring_forward_steps
+from armillary.core import SequenceLayout
+from armillary.core.network import Send
+
+
+@dataclass(frozen=True)
+class WallFacerPlan(SequencePlan):
+    """Plan of `WallFacer`.
+
+    Raises:
+        ValueError: an unknown `backward`.
+    """
+
+    team: int
+    placement: Placement = "collect_intra"
+    backward: Backward = "auto"
+    gather_keys: bool = True
+
+    def __post_init__(self) -> None:
+        check_backward(self.backward)
+
+    def teams(self, ranks: int) -> Teams:
+        """Raises ValueError if the square of `team` does not divide the ranks, or for an unknown placement."""
+        return Teams(ranks, self.team, self.placement)
+
+    def layout(self, length: int, ranks: int) -> SequenceLayout:
+        return self.teams(ranks).layout(length)
+
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        teams = self.teams(work.layout.shards)
+        team_steps = TeamSteps(teams, work, self.gather_keys)
+        layout, key_layout = (teams.by_teams(x) for x in (work.layout, work.key_layout))
+        ring_work, e, lse = replace(work, layout=layout, key_layout=key_layout), work.e, work.lse * work.a
+        gather, scatter = team_steps.gather, team_steps.scatter
+        return CommPlan(
+            steps(
+                *team_steps.place_keys(gather(work.q * e)),
+                *ring_forward_steps(ring_work, teams.rings("keys")),
+                Step(scatter(work.out * e, lse)),
+            ),
+            steps(
+                *team_steps.place_keys(gather(work.q * e, work.out * e, work.out * e, lse)),
+                *ring_backward_steps(ring_work, self.backward, teams.rings),
+                *team_steps.return_key_grads(scatter(work.q * work.a)),
+            ),
+        )
+
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        """q, k and v of the team, and either the ring of R = P / C^2 ranks, or out and lse of all members merging."""
+        team = self.team
+        if team == 1:
+            return rotate_keys_forward(x, ranks)
+        of_team, gathered = x.times(team), team * (x.q + 2 * x.k)
+        ring = rotate_keys_forward(of_team, ranks // team**2, onward=1)
+        merging = 2 * kernel_forward(of_team) + 2 * x.w * x.q + 5 * x.lse
+        return gathered + max(ring, merging)
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        """q, k, v, out, dout and lse of the team with the ring; or the reduce-scatter of gradients in float32.
+
+        The latter has sent and received gradients, and the sums for dk and dv.
+        """
+        team = self.team
+        if team == 1:
+            return ring_backward_memory(x, ranks, self.backward)
+        of_team = x.times(team)
+        gathered = of_team.rotating + 2 * of_team.k
+        ring = ring_backward_memory(of_team, ranks // team**2, self.backward, onward=1)
+        scattering = 2 * x.w * (of_team.q + 2 * of_team.k) + 2 * x.w * x.k
+        return max(gathered + ring, scattering)
+
+    def walk(self, layout: SequenceLayout) -> RingWalk:
+        teams = self.teams(layout.shards)
+        by_teams = teams.by_teams(layout)
+        return RingWalk(by_teams, by_teams, teams.rings("keys"))
+
+    def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
+        """Counts a team's k and v in P / C^2 steps, and its q, k, v and out, as arXiv 2407.00611 does."""
+        ranks, team = work.layout.shards, self.team
+        queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
+        return ranks // team * keys, (team - 1) * (queries + keys)
+
+
+@dataclass(frozen=True)
+class TeamSteps:
+    """Collectives and exchanges of a call of WallFacer outside of the ring, on all ranks."""
+
+    teams: Teams
+    work: AttentionShape
+    gather_keys: bool
+
+    @property
+    def team_ranks(self) -> list[tuple[int, ...]]:
+        """Ranks of each team."""
+        return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team)]
+
+    def gather(self, *sizes: int) -> tuple[Move, ...]:
+        """Step 1 for tensors of queries, of `sizes` bytes a token."""
+        return tuple(all_gather(self.team_ranks, self.work.layout.sizes, size) for size in sizes)
+
+    def scatter(self, *sizes: int) -> tuple[Move, ...]:
+        """Step 4 for tensors of queries, of `sizes` bytes a token."""
+        return tuple(reduce_scatter(self.team_ranks, self.work.layout.sizes, size) for size in sizes)
+
+    def place_keys(self, query_moves: tuple[Move, ...]) -> Steps:
+        """Steps 1 and 2 for keys, while queries are gathered."""
+        work, tokens = self.work, self.work.key_layout.sizes
+        place = move("p2p", "ring", self._key_sends((work.k + work.v) * work.e))
+        if not self.gather_keys:
+            return steps(Step((*query_moves, place)))
+        keys = (all_gather(self.team_ranks, tokens, size * work.e) for size in (work.k, work.v))
+        return steps(Step((*query_moves, *keys)), Step((place,)))
+
+    def return_key_grads(self, query_moves: tuple[Move, ...]) -> Steps:
+        """Steps 2 and 1 in reverse for dk and dv, while dq is scattered."""
+        work, tokens = self.work, self.work.key_layout.sizes
+        sends = (Send(target, source, size) for source, target, size in self._key_sends((work.k + work.v) * work.a))
+        keys = (reduce_scatter(self.team_ranks, tokens, size * work.a) for size in (work.k, work.v))
+        return steps(Step((*query_moves, move("p2p", "ring", sends))), Step(tuple(keys) if self.gather_keys else ()))
+
+    def _key_sends(self, size: int) -> Iterator[Send]:
+        """Yields step 2's sends of keys, of `size` bytes a token: from one member of a team, or from each its own."""
+        tokens = self.work.key_layout.sizes
+        for team, ranks in enumerate(self.team_ranks):
+            for member, rank in enumerate(ranks):
+                target = self.teams.key_target(team, member)
+                if self.gather_keys:
+                    yield Send(rank, target, sum(tokens[each] for each in ranks) * size)
+                else:
+                    yield from (Send(each, target, tokens[each] * size) for each in ranks)

@@ -1,0 +1,66 @@
+"""Entries of the registry: a method's class, its plan and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from armillary.attention.methods.base import Method
+from armillary.attention.methods.ring import Backward
+from armillary.attention.methods.teams import Placement
+from armillary.attention.planning.base import HeadPlan, MethodPlan, SequencePlan
+
+
+class MethodOptions(NamedTuple):
+    """Options of all methods, besides their axes."""
+
+    heads_per_stage: int | None = None
+    team: int | None = None
+    placement: Placement = "collect_intra"
+    backward: Backward = "auto"
+
+
+DEFAULT_OPTIONS = MethodOptions()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Entry of a method, on either axis. `plan` may override any part of its base class, and none by default.
+
+    Args:
+        method: the class. Called with the axis of a mesh, on the head axis also with the inner method, and with the
+            options by name.
+        plan: called with the options by name.
+        options: fields of `MethodOptions` that the method has.
+        resolve: fills in options that are None, for a number of ranks on the method's axis.
+        variants: options worth trying on so many ranks of its axis with so many query heads. None if other methods
+            cover them.
+        suffix: options that differ from the default, as shown after the name.
+    """
+
+    method: Callable[..., Method]
+    plan: type[MethodPlan]
+    options: tuple[str, ...] = ()
+    resolve: Callable[[MethodOptions, int], MethodOptions] = lambda options, ranks: options
+    variants: Callable[[int, int], Iterable[MethodOptions]] = lambda ranks, heads: (DEFAULT_OPTIONS,)
+    suffix: Callable[[MethodOptions], str] = lambda options: ""
+
+    def arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
+        """Returns the keyword arguments of `method` and `plan` on `ranks` ranks of the method's axis."""
+        resolved = self.resolve(options, ranks)
+        return {name: getattr(resolved, name) for name in self.options}
+
+
+@dataclass(frozen=True)
+class SequenceEntry(Entry):
+    """Entry of a method on the sequence axis."""
+
+    plan: type[SequencePlan] = SequencePlan
+
+
+@dataclass(frozen=True)
+class HeadEntry(Entry):
+    """Entry of a method on the head axis, around another."""
+
+    plan: type[HeadPlan] = HeadPlan

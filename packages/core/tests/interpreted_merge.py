@@ -1,0 +1,112 @@
+"""The fused merge under Triton's interpreter, beside torch's ops: `python interpreted_merge.py` prints what differs.
+
+Run with TRITON_INTERPRET=1, which is read when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.core.collectives.fused_merge import fused_merge_
+from armillary.core.collectives.merge import merge_by_ops_
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SHAPES = ((2, 37, 3, 128), (1, 1, 1, 1), (3, 5, 2, 96), (1, 4, 1, 1500), (7, 8), (5,), (2, 0, 3, 8))
+LAYOUTS = ("contiguous", "heads first", "strided", "packed", "columns first", "expanded")
+
+
+class Merged(NamedTuple):
+    """What `merge_` takes: accumulators, and a partial result."""
+
+    out: Tensor
+    lse: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+
+
+def poisoned(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """(x laid out in another way, the whole of its memory), with NaN in between and around."""
+    if layout == "heads first" and x.ndim >= 3:
+        whole = x.transpose(1, 2).contiguous()
+        return whole.transpose(1, 2), whole
+    if layout == "columns first":
+        whole = x.mT.contiguous() if x.ndim > 1 else x.clone()
+        return whole.mT if x.ndim > 1 else whole, whole
+    if layout == "expanded":
+        return x[:1].expand(x.shape), x[:1].clone()
+    if layout == "contiguous" or x.ndim == 0:
+        return x, x
+    pad = 1 if layout == "packed" else 3
+    whole = x.new_full([2 * size + pad for size in x.shape[:-1]] + [x.shape[-1] + pad], torch.nan)
+    view = whole[tuple(slice(pad, pad + 2 * size, 2) for size in x.shape[:-1])][..., : x.shape[-1]]
+    view.copy_(x)
+    return view, whole
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Merged:
+    """Random results, of which some rows have seen nothing on one side, on the other, on both, or far less."""
+    torch.manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    out, part = torch.randn(shape, dtype=wide), torch.randn(shape, dtype=dtype)
+    lse, part_lse = torch.randn((2, *shape[:-1]), dtype=wide).mul(4).unbind(0)
+    kind = torch.arange(max(lse.numel(), 1))[: lse.numel()].view(lse.shape) % 7
+    lse, part_lse = lse.clone(), part_lse.clone()
+    for unseen, x, its_lse in ((kind == 1, out, lse), (kind == 2, part, part_lse)):
+        hidden = unseen | (kind == 3)
+        x[hidden], its_lse[hidden] = 0, -torch.inf
+    lse[kind == 4] += 1e4
+    part_lse[kind == 5] += 1e4
+    part_lse[kind == 6] = lse[kind == 6]
+    return Merged(out, lse, part, part_lse)
+
+
+def differs(expected: Tensor, got: Tensor) -> bool:
+    """Whether they differ by more than a few roundings; NaN where the other has one is no difference."""
+    same = torch.finfo(expected.dtype).eps
+    return not torch.allclose(got, expected, rtol=8 * same, atol=8 * same, equal_nan=True)
+
+
+def failures(shape: tuple[int, ...], dtype: torch.dtype, layout: str, poison: bool) -> Iterator[str]:
+    """The tensors that differ from those of torch's ops, and memory that changed beside them."""
+    given = drawn(shape, dtype, seed=len(shape))
+    if layout == "expanded":  # of what is read alone
+        part_out, part_lse = (x[:1].expand(x.shape) for x in (given.part_out, given.part_lse))
+        given = given._replace(part_out=part_out, part_lse=part_lse)
+    if poison and given.lse.numel() > 2:
+        given.part_out.view(-1, shape[-1])[1] = torch.nan
+        given.part_lse.view(-1)[2] = torch.nan
+    expected = Merged(*(x.clone() for x in given))
+    merge_by_ops_(*expected)
+    accumulators = "contiguous" if layout == "expanded" else layout
+    placed = [poisoned(x, how) for x, how in zip(given, (*[accumulators] * 2, *[layout] * 2), strict=True)]
+    views, wholes = Merged(*(view for view, _ in placed)), [whole for _, whole in placed]
+    before = [whole.clone() for whole in wholes]
+    fused_merge_(*views)
+    yield from (name for name in ("out", "lse") if differs(getattr(expected, name), getattr(views, name)))
+    for name, view, whole, old in zip(Merged._fields, views, wholes, before, strict=True):
+        kept = torch.ones_like(whole, dtype=torch.bool)
+        if name in ("out", "lse"):
+            kept.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
+        if not torch.equal(whole[kept].nan_to_num(7.0), old[kept].nan_to_num(7.0)):
+            yield f"memory of {name}, or beside it, was written to"
+
+
+def main() -> None:
+    found, tried = list[str](), 0
+    for shape, dtype, layout, poison in product(SHAPES, DTYPES, LAYOUTS, (False, True)):
+        if layout == "expanded" and (len(shape) < 2 or poison):
+            continue
+        tried += 1
+        for what in failures(shape, dtype, layout, poison):
+            found.append(f"{shape}, {dtype}, {layout}{', poisoned' * poison}: {what}")
+    print(json.dumps({"tried": tried, "failed": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The benchmark of transformers' models finds none whose shards are unlike one rank: the library refuses these."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.auto.configuration_auto import model_type_to_module_name  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+MODELS = Path(transformers.__file__).parent / "models"
+OF_ITS_OWN = re.compile("create_position_ids_from|(Learned|Sinusoidal)Positional|trigram_input|token_dropout")
+"""In the files of models that count positions by themselves, or mix tokens without attention."""
+
+
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("transformers_models", ROOT / "benchmarks/transformers_models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_a_shard(family: str, way: str):
+    models = benchmark()
+    models.quiet()
+    return models.on_a_shard(family, way)
+
+
+def unlike(worlds, families: list[str], ways: tuple[str, ...]) -> tuple[list[str], set[str]]:
+    """Returns what the benchmark finds unlike one rank, and the families that it could build."""
+    models, wrong, built = benchmark(), [], set()
+    models.quiet()
+
+    def run(family: str, way: str):
+        return worlds(models.RANKS).run(on_a_shard, family, way)
+
+    for family in families:
+        for way, answer, reason in models.verdicts(run, family, ways):
+            wrong += [f"{family}, {way}: {reason}"] if answer == "unlike" else []
+            built |= {family} if answer != "not built" else set()
+    return wrong, built
+
+
+def families_of_their_own_positions() -> list[str]:
+    folders = {family: MODELS / model_type_to_module_name(family) for family in benchmark().families()}
+    texts = {
+        family: "".join(file.read_text() for file in folder.glob("modeling_*.py")) for family, folder in folders.items()
+    }
+    return [family for family, text in texts.items() if OF_ITS_OWN.search(text)]
+
+
+def test_models_that_make_position_ids_are_right_or_refused(worlds):
+    wrong, built = unlike(worlds, families_of_their_own_positions(), ("armillary", "from 0"))
+    assert not wrong
+    assert {"roberta", "camembert", "xlm-roberta", "xmod", "esm", "bart", "mbart", "opt", "mobilebert"} <= built
+
+
+@pytest.mark.long
+def test_all_models_are_right_or_refused(worlds):
+    models = benchmark()
+    assert not unlike(worlds, models.families(), models.WAYS)[0]
