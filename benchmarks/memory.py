@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.plan.memory import attention_intermediates, before_attention, simulate
+from armillary.plan.memory import attention_intermediates, memory_before_attention, simulate
 from armillary.plan.memory.plan import MemoryPlan, plan_memory
-from armillary.plan.search.report import keeps
+from armillary.plan.search.report import stored_text
 from armillary.plan.search.search import SearchPlan, search
 
 Row = dict[str, Any]
@@ -97,15 +97,15 @@ def wallfacer() -> list[Row]:
     model = LlamaConfig(vocab_size=32_000, dim=6656, layers=64, heads=52, kv_heads=52, hidden_dim=17_920)
     rows: list[Row] = []
     for name, team in (("Ring", 1), ("WallFacer, C = 4", 4)):
-        found = before_attention(model, {"ring": 64}, partial(teams, team), 65_536)
+        found = memory_before_attention(model, {"ring": 64}, partial(teams, team), 65_536)
         rows.append(
             {
                 "method": name,
                 "paper": 65 + 3 * team,
                 "checkpoints": found.checkpoints,
                 "gradient": 1,
-                "q, k, v at hand": found.handed,
-                "sum": found.checkpoints + 1 + found.handed,
+                "q, k, v at hand": found.qkv,
+                "sum": found.checkpoints + 1 + found.qkv,
                 "all activations": found.activations + 1,
             }
         )
@@ -147,13 +147,13 @@ def planned(console: Console) -> list[Row]:
         found = search(SearchPlan(cluster=cluster, tokens=tokens, attention=() if tokens == "1M" else ("upipe+ring",)))
         best = found.fitting[0]
         with console.status(f"{cluster} {tokens}"):
-            memory = simulate(best.job(found))
+            memory = simulate(best.job)
         rows.append(
             {
                 "cluster": found.cluster.name,
                 "tokens, M": found.length / 1e6,
                 "attention": str(best.candidate),
-                "keeps": keeps(best),
+                "keeps": stored_text(best),
                 "step, s": round(best.time.seconds, 1),
                 "MFU, %": round(100 * best.mfu, 1),
                 "device GiB": memory.device / 2**30,

@@ -15,7 +15,7 @@ from typing import Any
 import memory
 import report
 
-from armillary.plan.comm_time.bytes import BytesPlan, plan_bytes
+from armillary.plan.comm_volume import BytesPlan, plan_bytes
 
 SIZES = {"tokens": "64Ki", "heads": 64, "head_dim": 128, "ranks": 8}
 HIDDEN = 65_536 * 64 * 128 * 2

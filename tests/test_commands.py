@@ -14,16 +14,16 @@ from armillary.data import cli as data
 from armillary.data.loader.batches import check_minimum
 from armillary.data.parsing import parse
 from armillary.plan import cli as plan
-from armillary.plan.comm_time.bytes import BytesPlan
-from armillary.plan.dry_run.predict import read_plan
+from armillary.plan.comm_volume import BytesPlan
+from armillary.plan.dry_run import read_plan
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.plan import MemoryPlan
-from armillary.plan.memory.simulate import Progress
+from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchPlan
 from armillary.plan.tune import cli as tune
-from armillary.plan.tune.command import read_order
+from armillary.plan.tune.command import read_plan as read_tune_plan
 from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
@@ -81,7 +81,7 @@ READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-plan memory": planned(MemoryPlan, "tokens", "host-memory"),
     "armillary-plan bytes": planned(BytesPlan, "tokens", "heads"),
     "armillary-plan run": predicted,
-    "armillary-tune": lambda text: [read_order(["--iterations", text]).iterations],
+    "armillary-tune": lambda text: [read_tune_plan(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
     "armillary-data pack": packed,
     "conformance": lambda text: [conformance.parsed(["--random", text, "--ranks", text]).random],
@@ -163,7 +163,7 @@ def planning(words: list[str]) -> object:
 DATA_COMMANDS = ("prepare", "info", "pack")
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-train": read_command,
-    "armillary-tune": read_order,
+    "armillary-tune": read_tune_plan,
     "armillary-generate": read_generate,
     "armillary-plan": planning,
     "armillary-data": lambda words: parse(words, data.Command, "armillary-data"),

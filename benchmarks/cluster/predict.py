@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from contenders import Contender, Shapes
 
 from armillary.plan import Cluster
-from armillary.plan.comm_time.comm_plan_time import spent
+from armillary.plan.comm_time.comm_plan_time import plan_seconds
 
 FORWARD, BACKWARD = 2, 5
 """Matrix products of a cell."""
@@ -45,4 +45,4 @@ def predicted(cluster: Cluster, contender: Contender, shapes: Shapes, kernels: K
     plan, products = contender.comm_plan(shapes), FORWARD + BACKWARD
     machine = replace(cluster, accelerator=replace(cluster.accelerator, step=kernels.cell / 2))
     passes = ((plan.forward, FORWARD), (plan.backward, BACKWARD))
-    return sum(spent(steps, machine, kernels.pair * n / products).seconds for steps, n in passes)
+    return sum(plan_seconds(steps, machine, kernels.pair * n / products).seconds for steps, n in passes)

@@ -54,7 +54,7 @@ def tuned(iterations: int) -> dict[str, Any]:
 
 def write(runs: list[dict[str, Any]]) -> str:
     """The report: both runs, and what the first one's choice takes in the second."""
-    first, second = ({name(each["candidate"]): each["seconds"] for each in run["measured"]} for run in runs)
+    first, second = ({name(each["candidate"]): each["seconds"] for each in run["measurements"]} for run in runs)
     chosen, best = name(runs[0]["choice"]), min(second, key=lambda each: second[each] or float("inf"))
     rows = [{"candidate": each, "tuner's seconds": first[each], "seconds again": second[each]} for each in first]
     notes = [

@@ -65,7 +65,7 @@ def one_step(job: Any, mesh: DeviceMesh) -> None:
     from armillary.plan.memory import SimulatedStep
 
     step = SimulatedStep.of(job, mesh)
-    optimizer = step.start()
+    optimizer = step.allocate_state()
     step.train_step(optimizer)
 
 
@@ -114,7 +114,7 @@ def check_length(setting: Setting) -> Iterator[Row]:
     from armillary.models import Checkpointing, LlamaConfig
     from armillary.plan.memory import Job, SimulatedFlash, simulate
     from armillary.plan.memory.estimate import AttentionChoice, estimate
-    from armillary.plan.memory.fit import Room, longest
+    from armillary.plan.memory.room import Room, longest_fit
 
     kernel = chosen_kernel(setting, DIM)
     job = Job(
@@ -131,7 +131,7 @@ def check_length(setting: Setting) -> Iterator[Row]:
     def outlook(length: int) -> Any:
         return estimate(replace(job, length=length))
 
-    fit = longest(lambda length: simulate(replace(job, length=length)), outlook, room, step, start)
+    fit = longest_fit(lambda length: simulate(replace(job, length=length)), outlook, room, step, start)
     yield Row("longest by the planner", fit.length, "tokens", source=f"{room.device / 2**30:.4g} GiB")
     length = int(0.95 * fit.length) // step * step
     with setting.one_of(ulysses=8) as mesh:

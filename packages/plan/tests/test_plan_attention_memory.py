@@ -1,4 +1,4 @@
-"""What attention holds while it works, counted on live tensors: UPipe's stages against Ulysses, teams against rings."""
+"""Peak memory of attention in live bytes: UPipe against Ulysses, WallFacer against Ring."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from armillary.attention.call.sources import Projected
 from armillary.core.accumulate import Totals
 from armillary.models import LlamaConfig
 from armillary.models.layers.projections import HeadProjections
-from armillary.plan.memory import LiveBytes, attention_intermediates, before_attention
+from armillary.plan.memory import LiveBytes, attention_intermediates, memory_before_attention
 
 
 def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> float:
@@ -24,15 +24,15 @@ def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> flo
     ("heads", "key_heads", "stage", "saved"),
     [(64, 64, 8, 0.875), (64, 8, 8, 0.778), (64, 8, 16, 0.667), (32, 8, 8, 0.6), (64, 64, 64, 0)],
 )
-def test_a_stage_holds_its_share_of_what_ulysses_does(heads, key_heads, stage, saved):
+def test_stages_hold_a_share_of_the_heads_that_ulysses_holds(heads, key_heads, stage, saved):
     """(2 S + 2 min(K, S)) / (2 H + 2 K), to the half percent that a kernel's lse and rows of weights take."""
-    closed, whole = 2 * stage + 2 * min(key_heads, stage), 2 * heads + 2 * key_heads
+    closed, ulysses = 2 * stage + 2 * min(key_heads, stage), 2 * heads + 2 * key_heads
     assert closed <= upipe(heads, key_heads, stage) < closed * 1.01
-    assert 1 - closed / whole == pytest.approx(saved, abs=1e-3)
-    assert attention_intermediates(lambda mesh: Ulysses(mesh["ulysses"]), {"ulysses": 8}, heads, key_heads) >= whole
+    assert 1 - closed / ulysses == pytest.approx(saved, abs=1e-3)
+    assert attention_intermediates(lambda mesh: Ulysses(mesh["ulysses"]), {"ulysses": 8}, heads, key_heads) >= ulysses
 
 
-def test_bringing_the_next_stage_early_costs_what_is_said():
+def test_memory_of_prefetched_stages():
     assert 48 <= upipe(64, 8, 8, prefetch=True) < 48.5  # 4 S + 2 min(K, S): all keys are in one round
     assert 80 <= upipe(64, 64, 8, prefetch=True) < 80.5  # 4 S + 6 min(K, S): there are new keys each time
 
@@ -48,16 +48,16 @@ def teams_of_four(mesh):
 @pytest.mark.parametrize(
     ("build", "team", "paper"), [pytest.param(ring, 1, 68, marks=pytest.mark.long), (teams_of_four, 4, 77)]
 )
-def test_what_is_kept_and_gathered_is_what_the_wallfacer_paper_counts(build, team, paper):
+def test_checkpoints_and_gathered_qkv_are_those_of_the_wallfacer_paper(build, team, paper):
     """Model M of arXiv 2407.00611: 64 checkpoints, the gradient from above, and 3 C for q, k and v. Here 3 blocks."""
     layers = 3
     model = LlamaConfig(vocab_size=256, dim=6656, layers=layers, heads=52, kv_heads=52, hidden_dim=256)
-    found = before_attention(model, {"ring": 64}, build, 65_536)
-    assert found.handed == 3 * team and round(found.checkpoints) == layers
-    assert 64 + 1 + found.handed == paper
+    memory = memory_before_attention(model, {"ring": 64}, build, 65_536)
+    assert memory.qkv == 3 * team and round(memory.checkpoints) == layers
+    assert 64 + 1 + memory.qkv == paper
 
 
-def test_stages_add_to_one_sum_of_weight_gradients():
+def test_stages_accumulate_weight_gradients_in_one_buffer():
     """Of 32 heads, 4 at a time and 64 tokens: beside the sum in float32 there is nothing as large as the weight."""
     with FakeTensorMode():
         query, key, value = (nn.Linear(2048, heads * 64, bias=False, dtype=torch.bfloat16) for heads in (32, 8, 8))

@@ -1,4 +1,4 @@
-"""Clusters, what their wires carry, and the files that describe them."""
+"""Clusters: presets, files, and transfer times over their links."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def seconds(cluster: Cluster, *sends: tuple[int, int, int]) -> float:
     return cluster.transit(Send(*send) for send in sends)
 
 
-def test_presets_know_their_nodes():
+def test_presets_have_the_right_numbers_of_nodes():
     assert [Cluster.named(name).nodes for name in ("8xh100", "64xh100", "32xa100-40x16-ethernet", "8xl20")] == [
         1,
         8,
@@ -34,17 +34,17 @@ def test_presets_know_their_nodes():
     for name in EMULATED:
         assert Cluster.named(name).ranks in (8, 16)
     for name in ("tpu", "12xh100", "0xh100", "xh100", "8x", "h100"):
-        with pytest.raises(ValueError, match=f"no cluster {name!r}; known: 8xh100, .*emulated-"):
+        with pytest.raises(ValueError, match=f"{name!r}.*8xh100.*emulated-"):
             Cluster.named(name)
     assert all(Cluster.named(f"{machine.ranks_per_node}x{kind}").nodes == 1 for kind, machine in MACHINES.items())
 
 
-def test_the_trainer_counts_mfu_by_the_same_peaks():
+def test_presets_and_the_trainer_have_the_same_peak_flops():
     peaks = {kind.upper(): MACHINES[name].accelerator.flops for kind, name in KINDS.items()}
     assert peaks == PEAK_FLOPS
 
 
-def test_the_busiest_port_decides():
+def test_the_busiest_port_sets_the_time():
     nothing = (3, 3, GB), (0, 1, 0)
     assert seconds(NODES, *nothing) == 0 and NODES.transit([]) == 0
     assert seconds(NODES, (0, 1, GB), *nothing) == pytest.approx(1e-2 + 1e-6)  # a rank sends nothing to itself
@@ -54,7 +54,7 @@ def test_the_busiest_port_decides():
     assert seconds(NODES, (0, 8, GB), (1, 9, GB), (0, 1, GB)) == pytest.approx(0.1 + 1e-3)  # a card for each rank
 
 
-def test_cards_of_nodes_buses_and_links_of_pairs():
+def test_network_cards_buses_and_full_meshes():
     card = replace(NODES, between=Link(bandwidth=10 * GB, per="group"))
     assert seconds(card, (0, 8, GB), (1, 9, GB), (2, 3, GB)) == pytest.approx(0.2, rel=1e-4)
     assert seconds(card, (0, 8, GB), (9, 1, GB)) == pytest.approx(0.1, rel=1e-4)
@@ -65,7 +65,7 @@ def test_cards_of_nodes_buses_and_links_of_pairs():
     assert seconds(mesh, (0, 1, GB), (0, 1, GB)) == pytest.approx(2.0)
 
 
-def test_accelerators_on_switches_of_their_own():
+def test_pcie_switches():
     pairs = replace(bus_of(2 * GB), switch=Link(bandwidth=20 * GB), switch_ranks=2)
     assert seconds(pairs, (0, 1, GB), (1, 0, GB), (2, 3, GB)) == pytest.approx(0.05)
     assert seconds(pairs, (1, 2, GB), (3, 4, GB)) == pytest.approx(1.0)
@@ -75,22 +75,26 @@ def bus_of(bandwidth: float) -> Cluster:
     return replace(NODES, within=Link(bandwidth=bandwidth, per="group"))
 
 
-def test_sends_share_the_busiest_port_on_their_way_evenly():
+def test_concurrent_sends_share_a_port_evenly():
     cluster = replace(NODES, between=Link(bandwidth=GB, disturbs=0.5))
     slow, fast, alone = cluster.deliveries([Send(0, 8, 2 * GB), Send(0, 9, GB), Send(1, 2, GB)])
     assert slow[2:] == (3.0, 3.0, cluster.between) and fast[2:] == (2.0, 2.0, cluster.between)
     assert alone.seconds == pytest.approx(1e-2, rel=1e-3)
-    assert slow.beside(0.0) == 3.0 and slow.beside(4.0) == 5.5 and alone.beside(3.0) == 3.0
+    assert (
+        slow.receive_and_compute(0.0) == 3.0
+        and slow.receive_and_compute(4.0) == 5.5
+        and alone.receive_and_compute(3.0) == 3.0
+    )
 
 
-def test_senders_may_go_on_before_it_has_arrived():
+def test_a_send_buffer_releases_the_sender_early():
     cluster = replace(NODES, between=Link(bandwidth=GB, latency=0.5, buffer=GB, disturbs=0.5))
     slow, fast = cluster.deliveries([Send(0, 8, 2 * GB), Send(1, 9, GB)])
     assert (slow.seconds, slow.sending) == (2.5, 1.5) and (fast.seconds, fast.sending) == (1.5, 0.5)
-    assert slow.beside(1.0) == 3.0 and slow.sending_beside(1.0) == 2.0
+    assert slow.receive_and_compute(1.0) == 3.0 and slow.send_and_compute(1.0) == 2.0
 
 
-def test_messages_may_cost_something_besides():
+def test_software_overhead_per_message():
     cluster = replace(NODES, within=Link(bandwidth=GB, message=0.25))
     assert seconds(cluster, (0, 1, GB), (0, 2, GB)) == pytest.approx(2.5)
     assert seconds(cluster, (0, 1, GB), (1, 2, GB)) == pytest.approx(1.25)
@@ -99,23 +103,23 @@ def test_messages_may_cost_something_besides():
     assert seconds(pairs, (1, 0, GB), (2, 0, GB)) == pytest.approx(1.5)
 
 
-def test_a_port_that_serves_many_at_once_may_be_slower():
+def test_crowding_slows_a_port_with_several_peers():
     crowded = replace(NODES, within=Link(bandwidth=GB, crowding=1.0))
     assert seconds(crowded, (0, 1, GB), (1, 0, GB)) == pytest.approx(1.0)
     assert seconds(crowded, (0, 1, GB), (0, 2, GB)) == pytest.approx(4.0)
     assert seconds(crowded, (1, 0, GB), (2, 0, GB)) == pytest.approx(4.0)
 
 
-def test_files_say_it_in_full_or_by_what_differs(tmp_path):
+def test_files_have_all_fields_or_the_differences_from_a_preset(tmp_path):
     file = tmp_path / "ours.toml"
     file.write_text(
         'like = "8xh100"\nnodes = 4\nhost_memory = "1.5TB"\n[accelerator]\nmemory = "90GB"\n'
         '[between]\nbandwidth = "11GB"\nper = "group"\n'
     )
-    found, like = Cluster.load(file), Cluster.named("8xh100")
-    assert (found.name, found.nodes, found.host_memory) == ("ours", 4, 1_500_000_000_000)
-    assert found.between == replace(like.between, bandwidth=11e9, per="group")
-    assert found.accelerator == replace(like.accelerator, memory=90 * GB) and found.within == like.within
+    cluster, like = Cluster.load(file), Cluster.named("8xh100")
+    assert (cluster.name, cluster.nodes, cluster.host_memory) == ("ours", 4, 1_500_000_000_000)
+    assert cluster.between == replace(like.between, bandwidth=11e9, per="group")
+    assert cluster.accelerator == replace(like.accelerator, memory=90 * GB) and cluster.within == like.within
     file.write_text(
         'name = "box"\nnodes = 1\nranks_per_node = 4\nhost_memory = 8e9\n'
         "[accelerator]\nname = 'cpu'\nmemory = 1e9\nflops = 1e9\nmemory_bandwidth = 1e9\nhost_bandwidth = 1e9\n"
@@ -125,32 +129,36 @@ def test_files_say_it_in_full_or_by_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
-        ('like = "8xh100"\nnode = 2', r"unknown keys \['node'\], missing keys \[\]; known: name, ranks_per_node"),
-        ("nodes = 2", r"missing keys \['ranks_per_node', 'accelerator'"),
-        ('like = "8xh100"\n[between]\nspeed = 2', r"unknown keys \['between.speed'\]"),
-        ('like = "8xh100"\n[between]\nbandwidth = "fast"', "'fast' is no whole number"),
-        ('like = "8xh100"\n[between]\nbandwidth = true', "between.bandwidth = True must be a number"),
-        ('like = "8xh100"\n[between]\nper = "node"', "per='node'; known: rank, pair, group"),
-        ('like = "8xh100"\nbetween = 3', "between = 3 must be a table"),
-        ('like = "8xh100"\nnodes = 0', "nodes=0 must be at least 1"),
-        ('like = "8xh100"\nswitch_ranks = 3', "switch_ranks=3 must divide ranks_per_node=8"),
-        ("nodes = ", "Invalid value"),
-        ('like = "9xh100"', "no cluster '9xh100'"),
+        ('like = "8xh100"\nnode = 2', ("node", "ranks_per_node")),
+        ("nodes = 2", ("ranks_per_node", "accelerator")),
+        ('like = "8xh100"\n[between]\nspeed = 2', ("between.speed", "bandwidth")),
+        ('like = "8xh100"\n[between]\nbandwidth = "fast"', ("between.bandwidth = 'fast'",)),
+        ('like = "8xh100"\n[between]\nbandwidth = true', ("between.bandwidth = True",)),
+        ('like = "8xh100"\n[between]\nper = "node"', ("between.per = 'node'", "'rank'", "'group'")),
+        ('like = "8xh100"\nbetween = 3', ("between = 3",)),
+        ('like = "8xh100"\nnodes = 0', ("nodes = 0", "1")),
+        ('like = "8xh100"\nswitch_ranks = 3', ("switch_ranks=3", "ranks_per_node=8")),
+        ("nodes = ", ()),
+        ('like = "9xh100"', ("9xh100", "8xh100")),
     ],
 )
-def test_files_that_describe_no_cluster_are_refused_by_name(tmp_path, text, said):
+def test_invalid_files_are_refused_with_key_and_value(tmp_path, text, words):
     file = tmp_path / "ours.toml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=f"ours.toml: .*{said}"):
+    with pytest.raises(ValueError) as error:
         Cluster.load(file)
+    assert [word for word in ("ours.toml", *words) if word not in str(error.value)] == []
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="bandwidth=0 must be above 0"):
-        Link(bandwidth=0)
-    with pytest.raises(ValueError, match="latency=-1"):
-        Link(bandwidth=1, latency=-1)
-    with pytest.raises(ValueError, match="accelerator H100 80 GB: flops=0 must be above 0"):
+@pytest.mark.parametrize("settings", [{"bandwidth": 0}, {"latency": -1}, {"per": "moon"}, {"turns": 1.5}, {"speed": 1}])
+def test_invalid_links_are_refused_with_argument_and_value(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=rf"(?s){name}.*{value}"):
+        Link(**{"bandwidth": 1e9} | settings)
+
+
+def test_invalid_accelerators_are_refused_with_argument_and_value():
+    with pytest.raises(ValueError, match=r"(?s)flops.*0"):
         replace(Cluster.named("8xh100").accelerator, flops=0)

@@ -1,4 +1,4 @@
-"""What a run of the trainer takes: memory by simulation and the time of a step; and every recipe, by formulas."""
+"""`armillary-plan run`: memory and time of a run of the trainer; and every recipe on its machines, by formulas."""
 
 import json
 from dataclasses import replace
@@ -6,19 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.core.quantity import quantity
 from armillary.models import Llama, LlamaConfig
 from armillary.plan.cli import main
-from armillary.plan.dry_run import job_of, predict
-from armillary.plan.dry_run.predict import time_of
+from armillary.plan.dry_run import job_of, predict, time_of
 from armillary.plan.memory import simulate
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room
+from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.dry_run import dry_run
 
-# The machines in the recipes' docstrings.
+# As in the recipes' docstrings.
 MACHINES = {
     "llama3_8b_128k": "8xh100",
     "llama3_8b_1m": "8xh100",
@@ -33,9 +31,9 @@ MACHINES = {
 def test_a_recipe_fits_its_machines_by_formulas(name):
     config = getattr(recipes, name)()
     cluster = cluster_of(MACHINES[name])
-    found = dry_run(config, cluster.ranks)
-    job = job_of(config, found.axes, found.model, torch.bfloat16)
-    room = Room.of(cluster, quantity(RESERVE), quantity(HOST_RESERVE))
+    run = dry_run(config, cluster.ranks)
+    job = job_of(config, run.axes, run.model, torch.bfloat16)
+    room = Room.of(cluster)
     assert room.share(estimate(job)) < 0.97
     assert time_of(config, job, cluster).seconds < 15 * config.train.timeout_minutes
 
@@ -44,12 +42,12 @@ def test_a_recipe_fits_its_machines_by_formulas(name):
     "name", ["llama3_8b_128k", pytest.param("llama3_8b_5m", marks=pytest.mark.long), "gpt_wallfacer_7b"]
 )
 def test_formulas_and_simulation_agree_on_two_blocks_of_a_recipe(name):
-    """Two blocks have every shape there is."""
+    """Two blocks suffice: they contain every shape."""
     config = getattr(recipes, name)()
-    found = dry_run(config, 8)
-    job = job_of(config, found.axes, replace(found.model, layers=2), torch.bfloat16)
+    run = dry_run(config, 8)
+    job = job_of(config, run.axes, replace(run.model, layers=2), torch.bfloat16)
     simulated, closed = simulate(job), estimate(job)
-    # Where autograd keeps all that it wants, it is other things on the CPU than on CUDA, which the formulas are of.
+    # Under policy "none", CPU kernels save other tensors than CUDA's, which the formulas describe.
     assert 0.97 < simulated.device / closed.device < (1.4 if config.checkpointing.policy == "none" else 1.03)
     assert closed.host == pytest.approx(simulated.host, rel=0.03)
 
@@ -61,12 +59,12 @@ def test_the_finetuning_recipe_fits_its_machines_with_an_8b(tmp_path):
     fields |= {"num_hidden_layers": 32, "vocab_size": 128_256, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = recipes.finetune(tmp_path)
-    cluster, found = cluster_of("8xh100"), dry_run(config, 8)
-    memory = estimate(job_of(config, found.axes, found.model, torch.bfloat16))
-    assert Room.of(cluster, quantity(RESERVE), quantity(HOST_RESERVE)).share(memory) < 0.97 and memory.host == 0
+    cluster, run = cluster_of("8xh100"), dry_run(config, 8)
+    memory = estimate(job_of(config, run.axes, run.model, torch.bfloat16))
+    assert Room.of(cluster).share(memory) < 0.97 and memory.host == 0
 
 
-def said(capsys, *flags: str) -> str:
+def printed(capsys, *flags: str) -> str:
     main(["run", *flags])
     return capsys.readouterr().out
 
@@ -74,36 +72,38 @@ def said(capsys, *flags: str) -> str:
 DEBUG = ["--model.vocab-size", "257"]
 
 
-def test_it_tells_mesh_shapes_memory_and_time(capsys):
-    shown = said(capsys, *DEBUG, "--cluster", "8xh100", "--train.timeout-minutes", "1e-9")
-    rows = [" ".join(line.split()) for line in shown.splitlines()]
+def test_the_command_prints_mesh_shapes_memory_and_time(capsys):
+    output = printed(capsys, *DEBUG, "--cluster", "8xh100", "--train.timeout-minutes", "1e-9")
+    rows = [" ".join(line.split()) for line in output.splitlines()]
     assert rows[0].endswith(" parameters, bfloat16, on 8 x H100 80 GB")
     assert rows[1] == "mesh: replicate 1 x shard 1 x ring 4 x ulysses 2 x tp 1 = 8 ranks"
     assert "tokens 4 x 128" in rows and "room 74.10 221.19" in rows
-    assert rows[-3].startswith("that is a bound: ")
+    assert rows[-3].startswith("an upper bound: ")
     assert rows[-4].startswith("memory: fits, by simulation: the device's memory is ")
     assert " by its communication plan, an MFU of " in rows[-2]
-    assert rows[-1].startswith("that is longer than the ")  # of which the watchdog would end it
+    assert rows[-1].startswith("longer than --train.timeout-minutes (")
 
 
-def test_it_is_json_for_machines(capsys):
-    found = json.loads(said(capsys, *DEBUG, "--parallel.shard", "4", "--cluster", "16xa100-40", "--json"))
-    assert found["run"]["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
-    assert found["fits"] and found["cluster"]["name"] == "16 x A100 40 GB"
-    seconds = sum(found["time"].values())
-    assert found["mfu"] == pytest.approx(found["run"]["flops"] / (16 * 312e12 * seconds))
+def test_the_command_prints_json(capsys):
+    output = json.loads(printed(capsys, *DEBUG, "--parallel.shard", "4", "--cluster", "16xa100-40", "--json"))
+    assert output["run"]["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
+    assert output["fits"] and output["cluster"]["name"] == "16 x A100 40 GB"
+    seconds = sum(output["time"].values())
+    assert output["mfu"] == pytest.approx(output["run"]["flops"] / (16 * 312e12 * seconds))
 
 
-def test_what_is_not_known_is_not_told(capsys):
-    shown = said(capsys, *DEBUG, "--cluster", "8xh100", "--parallel.tp", "2")
-    assert "memory: not simulated under tensor parallelism" in shown and "MFU" not in shown
-    shown = said(capsys, *DEBUG, "--cluster", "8xh100", "--parallel.replicate", "2")
-    assert "memory: fits" in shown and "time is not predicted with replicas" in shown
+def test_parts_without_a_model_are_left_out(capsys):
+    output = printed(capsys, *DEBUG, "--cluster", "8xh100", "--parallel.tp", "2")
+    assert "memory: not simulated under tensor parallelism" in output and "MFU" not in output
+    output = printed(capsys, *DEBUG, "--cluster", "8xh100", "--parallel.replicate", "2")
+    assert "memory: fits" in output and "not predicted" in output
     large = ["--recipe", "llama3_8b_1m", "--parallel.attention", "ulysses", "--checkpointing.policy", "none"]
-    assert "does not fit" in said(capsys, *large, "--checkpointing.no-offload", "--model.layers", "4")
+    with pytest.raises(SystemExit) as stop:
+        printed(capsys, *large, "--checkpointing.no-offload", "--model.layers", "4")
+    assert stop.value.code == 1 and "does not fit" in capsys.readouterr().out
 
 
-def test_parts_of_a_step_keep_the_gradients_of_those_before():
+def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=8, ulysses=1))
     whole = predict(config, "8xh100")
     rows = replace(config.data, global_batch_size=8)

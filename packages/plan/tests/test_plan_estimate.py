@@ -1,4 +1,4 @@
-"""The closed-form estimate of a step's memory, against the simulation and against common sense."""
+"""Closed formulas of a step's memory, against the simulation and for plausibility."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -60,10 +60,10 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
     ],
     ids=lambda job: f"{job.attention.name}-{job.checkpointing.policy}-{job.length}",
 )
-def test_it_agrees_with_the_simulation(job):
-    found, said = simulate(job), estimate(job)
-    assert said.device == pytest.approx(found.device, rel=0.05)
-    assert said.host == pytest.approx(found.host, rel=0.05)
+def test_the_estimate_agrees_with_the_simulation(job):
+    simulated, estimated = simulate(job), estimate(job)
+    assert estimated.device == pytest.approx(simulated.device, rel=0.05)
+    assert estimated.host == pytest.approx(simulated.host, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_it_agrees_with_the_simulation(job):
     ],
     ids=lambda each: f"{each.policy}-{each.inputs}-{each.outputs}-{each.on_device}",
 )
-def test_it_agrees_where_blocks_keep_different_things(checkpointing):
+def test_the_estimate_agrees_when_blocks_store_different_checkpoints(checkpointing):
     narrow = replace(LLAMA, layers=5, vocab_size=512, hidden_dim=4096)  # so that checkpoints are most
     one = job(narrow, {"ulysses": 2}, "ulysses", 2**17, checkpointing, on_host=False)
-    found, said = simulate(one), estimate(one)
-    assert said.device == pytest.approx(found.device, rel=0.01)
-    assert said.host == pytest.approx(found.host, rel=0.01)
+    simulated, estimated = simulate(one), estimate(one)
+    assert estimated.device == pytest.approx(simulated.device, rel=0.01)
+    assert estimated.host == pytest.approx(simulated.host, rel=0.01)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
@@ -95,7 +95,7 @@ def test_it_agrees_where_blocks_keep_different_things(checkpointing):
         ("local", 1, None),
     ],
 )
-def test_each_method_allocates_what_its_formula_says(name, ranks, team, heads):
+def test_formula_of_each_method(name, ranks, team, heads):
     choice, x = AttentionChoice(name, team=team), sizes(*heads)
     plan = choice.method.sequence_plan(ranks)
     said = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
@@ -110,7 +110,7 @@ def sizes(heads, key_heads):
     return Sizes(heads * head, key_heads * head, heads * TOKENS * 4, 2, heads / key_heads)
 
 
-def test_documents_take_no_more_than_a_formula_says_with_zigzag_layouts():
+def test_packed_documents_need_no_more_than_the_formula():
     ends = (*range(0, 8 * TOKENS, 3000), 8 * TOKENS)
     choice = AttentionChoice("ring")
     found = measured(choice, 8, 32, 8, ends)
@@ -120,7 +120,7 @@ def test_documents_take_no_more_than_a_formula_says_with_zigzag_layouts():
 
 
 def measured(attention, ranks, heads, key_heads, documents=None):
-    """What forward and backward of a method alone hold at most."""
+    """Peaks of forward and backward of a method alone."""
     with fake_world(ring=ranks) as mesh:
         method = attention(mesh)
         layout = method.layout(TOKENS * ranks)
@@ -154,7 +154,7 @@ POLICIES = [Checkpointing(), Checkpointing(tiled=True), LAYER, OUTPUT, replace(O
 
 
 @pytest.mark.parametrize(("name", "axes"), CHOICES)
-def test_parts_add_up_and_longer_sequences_take_more(name, axes):
+def test_breakdowns_add_up_and_memory_grows_with_length(name, axes):
     for model, checkpointing in product((LlamaConfig.llama3_8b(), GPT), POLICIES):
         said = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
         for x in said:
@@ -164,7 +164,7 @@ def test_parts_add_up_and_longer_sequences_take_more(name, axes):
 
 
 @pytest.mark.parametrize("model", [LlamaConfig.llama3_8b(), LlamaConfig.qwen3_32b(), GPT], ids=["llama", "qwen", "gpt"])
-def test_fewer_heads_a_stage_take_less(model):
+def test_fewer_heads_per_stage_need_less(model):
     stages = [estimate(job(model, heads_per_stage=n)).device for n in (8, 16, 32)]
     assert stages == sorted(stages)
     assert stages[-1] <= estimate(job(model, name="ulysses")).device
@@ -178,7 +178,7 @@ def test_offloading_moves_checkpoints_to_the_host():
     assert here.device - there.device == pytest.approx(kept * 30 / 32)  # this block's and, ahead, the next one's
 
 
-def test_on_the_host_are_four_numbers_for_each_parameter():
+def test_the_host_holds_four_numbers_per_parameter():
     model = LlamaConfig.llama3_8b()
     here, there = estimate(job(on_host=False, model=model)), estimate(job(model=model))
     assert there.host == pytest.approx(16 * model.parameters() / 8)
@@ -186,31 +186,31 @@ def test_on_the_host_are_four_numbers_for_each_parameter():
     assert here.device > there.device + 12 * model.parameters() / 8
 
 
-def test_eight_million_tokens_of_llama_on_eight_ranks_fit_with_upipe_alone():
+def test_only_upipe_fits_eight_million_tokens_on_eight_ranks():
     options = {"length": 2**23, "checkpointing": replace(LAYER, offload=True, prefetch=False)}
     upipe, ulysses = (estimate(job(LlamaConfig.llama3_8b(), name=name, **options)) for name in ("upipe", "ulysses"))
     assert upipe.device < 75 * 2**30 < ulysses.device
 
 
-def held_by(checkpointing: Checkpointing, length: int) -> tuple[float, float]:
+def usage_gib(checkpointing: Checkpointing, length: int) -> tuple[float, float]:
     """GiB on the device and on the host: LLaMA-3-8B on 8 ranks."""
     found = estimate(job(LlamaConfig.llama3_8b(), length=length, checkpointing=checkpointing))
     return found.device / 2**30, found.host / 2**30
 
 
-def test_eight_million_tokens_fit_where_some_blocks_keep_no_input():
+def test_eight_million_tokens_fit_with_fewer_stored_inputs():
     """A node's 2 TB less 100 GB for eight ranks, and 80 GB less 5 GiB: 221.2 and 74.1 GiB."""
     every = replace(LAYER, offload=True, prefetch=False)
     fewer = replace(every, inputs=27, on_device=2)
     mixed = replace(OUTPUT, offload=True, prefetch=False, inputs=5, outputs=24, on_device=1)
-    assert held_by(every, 8_000_000)[1] == pytest.approx(255.6, rel=1e-3)
+    assert usage_gib(every, 8_000_000)[1] == pytest.approx(255.6, rel=1e-3)
     for each in (fewer, mixed):
-        device, host = held_by(each, 8_000_000)
+        device, host = usage_gib(each, 8_000_000)
         assert device < 74.1 and host < 221.1
-        assert held_by(each, 6_860_000)[0] < device
+        assert usage_gib(each, 6_860_000)[0] < device
 
 
-def test_attention_as_data_builds_the_method():
+def test_an_attention_choice_builds_its_method():
     with fake_world(ring=4, ulysses=2) as mesh:
         method = AttentionChoice("upipe+wallfacer", heads_per_stage=4, team=2)(mesh)
     assert isinstance(method, UPipe)
@@ -218,6 +218,6 @@ def test_attention_as_data_builds_the_method():
     assert (method.heads_per_stage, method.inner.teams.team) == (4, 2)
 
 
-def test_attention_that_could_be_anything_is_refused():
-    with pytest.raises(ValueError, match="must be an AttentionChoice"):
+def test_the_estimate_requires_an_attention_choice():
+    with pytest.raises(ValueError, match="AttentionChoice"):
         estimate(replace(job(), attention=lambda mesh: None))

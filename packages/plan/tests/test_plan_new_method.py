@@ -1,6 +1,6 @@
-"""A method that is added by a class (`gathered_queries.py`) and one line of the registry is available everywhere.
+"""A new method takes one file (`gathered_queries.py`) and one line in the registry, and works in every command.
 
-With a plan the planner and the bytes report have it too; without one they leave it out, and name it when asked for it.
+Commands that need a plan leave out a method without one, and refuse it where it is asked for.
 """
 
 import io
@@ -27,16 +27,15 @@ from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
-from armillary.plan.comm_time.bytes import BytesPlan, shown_by_default
-from armillary.plan.comm_time.bytes_report import show
+from armillary.plan.comm_volume import BytesPlan, default_methods, show
 from armillary.plan.memory import Job, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.search.candidates import candidates
 from armillary.plan.search.report import heading
 from armillary.plan.search.search import SearchPlan, search
 from armillary.plan.tune import tuner
-from armillary.plan.tune.command import read_order
-from armillary.plan.tune.file import Tuned
+from armillary.plan.tune.command import read_plan
+from armillary.plan.tune.measurements import TunerState
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.config.command import read_command
 
@@ -83,11 +82,11 @@ def conform() -> None:
                 check(attend, case)
 
 
-def test_it_conforms_alone_and_within_methods_on_heads(worlds):
+def test_conformance_alone_and_inside_head_methods(worlds):
     worlds(4).run(conform)
 
 
-def test_the_bytes_report_counts_what_its_plan_says(capsys):
+def test_bytes_equal_its_communication_plan(capsys):
     small = (
         "bytes",
         "--tokens",
@@ -114,7 +113,7 @@ def test_the_bytes_report_counts_what_its_plan_says(capsys):
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_it_allocates_what_its_formula_says(ranks, heads):
+def test_formula_of_its_memory(ranks, heads):
     x, method = sizes(*heads), AttentionChoice(NEW).method
     plan = method.sequence_plan(ranks)
     assert [plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)] == pytest.approx(
@@ -140,14 +139,14 @@ def test_the_estimate_of_a_step_agrees_with_the_simulation(name, axes, policy):
     assert estimate(job).device == pytest.approx(simulate(job).device, rel=0.05)
 
 
-def test_the_search_has_it_among_all_and_prints_it(capsys):
+def test_the_search_includes_it(capsys):
     flags = ("--cluster", "8xh100", "--tokens", "128Ki")
     found = json.loads(printed(capsys, *flags, "--json"))["choices"]
-    mine = [choice for choice in found if choice["attention"]["name"].endswith(NEW)]
-    meshes = {tuple(choice["axes"].values()) for choice in mine}
+    choices = [choice for choice in found if choice["attention"]["name"].endswith(NEW)]
+    meshes = {tuple(choice["axes"].values()) for choice in choices}
     assert meshes == {(1, 8, 1), (1, 4, 2), (1, 2, 4)}
-    assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in mine)
-    (alone,) = [choice for choice in mine if choice["attention"]["name"] == NEW]
+    assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in choices)
+    (alone,) = [choice for choice in choices if choice["attention"]["name"] == NEW]
     (ring,) = [choice for choice in found if choice["attention"]["name"] == "ring"]
     assert alone["parts"]["dense"] == ring["parts"]["dense"] and alone["parts"]["exchange"] > ring["parts"]["exchange"]
     table = printed(capsys, *flags, "--attention", NEW)
@@ -172,7 +171,7 @@ def test_the_search_has_it_among_all_and_prints_it(capsys):
     ],
     ids=lambda command: command[0],
 )
-def test_memory_of_a_step_is_told(command, capsys):
+def test_memory_of_its_step(command, capsys):
     found = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
     assert found["memory"]["device"] > 0
 
@@ -195,7 +194,7 @@ def conform_without_plan() -> None:
         check(attend, cases(brief=0)[0])
 
 
-def test_a_method_without_a_plan_conforms(worlds):
+def test_conformance_without_a_plan(worlds):
     worlds(4).run(conform_without_plan)
 
 
@@ -219,7 +218,7 @@ def test_its_communication_plan_is_refused_by_name(unplanned, name):
         (COUNTED, ("memory", "--model", "debug", "--tokens", "8Ki", "--attention"), "forward_memory"),
     ],
 )
-def test_a_command_that_is_asked_for_it_names_it_and_what_is_missing(unplanned, capsys, name, command, function):
+def test_commands_asked_for_it_name_it_and_the_missing_function(unplanned, capsys, name, command, function):
     with pytest.raises(SystemExit) as ended:
         main([*command, name])
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -227,11 +226,11 @@ def test_a_command_that_is_asked_for_it_names_it_and_what_is_missing(unplanned, 
     assert repr(name) in line and f" {function}" in line
 
 
-def test_a_search_that_is_not_asked_for_it_leaves_it_out_and_says_so(unplanned):
-    found = search(SearchPlan(cluster="8xh100", tokens="64Ki"))
-    names_of_choices = {choice.candidate.attention.name for choice in found.choices}
+def test_the_search_leaves_it_out_and_says_so(unplanned):
+    result = search(SearchPlan(cluster="8xh100", tokens="64Ki"))
+    names_of_choices = {choice.candidate.attention.name for choice in result.choices}
     assert NEW in names_of_choices and not {UNPLANNED, COUNTED} & names_of_choices
-    lines = {name: [line for line in heading(found) if f" {name} " in line] for name in (NEW, UNPLANNED, COUNTED)}
+    lines = {name: [line for line in heading(result) if f" {name} " in line] for name in (NEW, UNPLANNED, COUNTED)}
     assert not lines[NEW]
     assert all(part in lines[UNPLANNED][0] for part in ("comm_plan", "forward_memory", "backward_memory"))
     assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
@@ -239,7 +238,7 @@ def test_a_search_that_is_not_asked_for_it_leaves_it_out_and_says_so(unplanned):
 
 def test_the_bytes_report_leaves_it_out_and_says_so(unplanned, capsys):
     plan = BytesPlan(ranks=4)
-    assert {NEW, COUNTED} <= set(shown_by_default(plan)) and UNPLANNED not in shown_by_default(plan)
+    assert {NEW, COUNTED} <= set(default_methods(plan)) and UNPLANNED not in default_methods(plan)
     show(plan, [])
     lines = [line for line in capsys.readouterr().out.splitlines() if f" {UNPLANNED} " in line]
     assert lines and all("comm_plan" in line for line in lines)
@@ -259,16 +258,16 @@ SMALL = Config(
 )
 
 
-def tuned(out: Path) -> Tuned:
+def tuned(out: Path) -> TunerState:
     """By the command's own flags, on every rank."""
     with registered(), redirect_stdout(io.StringIO()):
-        order = read_order(["--attention", NEW, "--iterations", "1", "--out", str(out)])
+        order = read_plan(["--attention", NEW, "--iterations", "1", "--out", str(out)])
         return tuner.tune(replace(order, run=SMALL))
 
 
-def test_the_tuner_measures_it_and_the_trainer_takes_the_choice(worlds, tmp_path):
-    found = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
-    assert [str(each.candidate) for each in found.measured] == [f"{NEW} on ring 2"]
-    assert found.choice in list(candidates(heads=4, ranks=2, rows=1))
+def test_the_tuner_measures_it_for_the_trainer(worlds, tmp_path):
+    state = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
+    assert [str(each.candidate) for each in state.measurements] == [f"{NEW} on ring 2"]
+    assert state.choice in list(candidates(heads=4, ranks=2, rows=1))
     run = read_command(["--config", str(tmp_path / "tuned.toml")])[0].run
     assert (run.parallel.attention, run.parallel.ring) == (NEW, 2)

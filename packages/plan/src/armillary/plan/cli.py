@@ -1,25 +1,26 @@
-"""The command line: `armillary-plan` and its commands."""
+"""The command line `armillary-plan` and its commands."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from armillary.core.commands import ending
+from armillary.core.commands import FAILED, ending, leave
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
-from armillary.plan import dry_run
-from armillary.plan.comm_time import bytes_report
-from armillary.plan.comm_time.bytes import BytesPlan, plan_bytes
-from armillary.plan.dry_run.predict import predict, read_plan
-from armillary.plan.memory import report
+from armillary.plan import comm_volume, dry_run
+from armillary.plan.comm_volume import BytesPlan, plan_bytes
+from armillary.plan.memory import report as memory_report
 from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.memory.room import DoesNotFitError
 from armillary.plan.search import report as search_report
 from armillary.plan.search.command_line import write_choice
-from armillary.plan.search.plot import draw
-from armillary.plan.search.search import SearchPlan, search
+from armillary.plan.search.search import SearchPlan
+from armillary.plan.search.search import search as search_all
 
 PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
@@ -32,80 +33,86 @@ USAGE = """usage: armillary-plan [COMMAND] [options]
   armillary-plan run --recipe llama3_8b_1m --cluster 8xh100
 
 commands:
-  search   which mesh, method and checkpoints train a model fastest on a cluster, and why not the others (the default)
-  memory   what a training step holds on each rank, and the longest sequence that fits
+  search   the fastest mesh, method and checkpoints for a model on a cluster, and why others are slower (the default)
+  memory   peak memory of a training step on each rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
-  bytes    what attention methods send, forward and backward, at any number of ranks
+  bytes    bytes that attention methods send, forward and backward, at any number of ranks
 
-None needs a GPU. armillary-plan COMMAND --help lists the options."""
+None needs a GPU. armillary-plan COMMAND --help lists the options.
+Exit codes: 0; 1 if it does not fit; 2 for wrong arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command, and exits: with 2 and one line for what cannot be planned."""
+    """Runs a command. Exits with 1 if the answer is that nothing fits, and with 2 and one line on wrong arguments."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
-    command, rest = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    fits = None
     with ending(PROGRAM):
         if command not in COMMANDS:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
-        COMMANDS[command](rest)
+        try:
+            fits = COMMANDS[command](words)
+        except DoesNotFitError as error:
+            leave(PROGRAM, str(error), FAILED)
+    if fits is False:
+        sys.exit(FAILED)
 
 
-def find(argv: Sequence[str]) -> None:
-    """`armillary-plan search`."""
+def search(argv: Sequence[str]) -> bool:
+    """`armillary-plan search`; returns whether anything fits."""
     plan = parse(argv, SearchPlan, f"{PROGRAM} search")
     if plan.plot is not None:
         check_picture(plan.plot, "--plot")
     with Bar(quiet=plan.json) as bar:
-        found = search(plan, partial(bar.show, "meshes and methods"))
-    if plan.out is not None:
-        write_choice(found, plan.out)
-    if plan.plot is not None:
-        print(f"drawn: {draw(found, plan.plot)}", file=sys.stderr)
-    if plan.json:
-        print(search_report.as_json(found))
-    else:
-        search_report.show(found)
+        result = search_all(plan, partial(bar.show, "meshes and methods"))
+    if result.fitting and plan.out is not None:
+        write_choice(result, plan.out)
+    if result.fitting and plan.plot is not None:
+        print(f"plot: {search_report.draw(result, plan.plot)}", file=sys.stderr)
+    print_result(plan.json, partial(search_report.as_dict, result), partial(search_report.show, result))
+    return bool(result.fitting)
 
 
-def memory(argv: Sequence[str]) -> None:
-    """`armillary-plan memory`."""
+def memory(argv: Sequence[str]) -> bool:
+    """`armillary-plan memory`; returns whether the sequence fits."""
     plan = parse(argv, MemoryPlan, f"{PROGRAM} memory")
     with Bar("simulating", quiet=plan.json) as bar:
-        planned = plan_memory(plan, bar.show)
-    if plan.json:
-        print(report.as_json(planned))
-    else:
-        report.show(planned)
+        result = plan_memory(plan, bar.show)
+    print_result(plan.json, partial(memory_report.as_dict, result), partial(memory_report.show, result))
+    return result.fits
 
 
-def trainer_run(argv: Sequence[str]) -> None:
-    """`armillary-plan run`."""
-    plan = read_plan(argv, f"{PROGRAM} run")
+def run(argv: Sequence[str]) -> bool | None:
+    """`armillary-plan run`; returns whether the run fits, if that is known."""
+    plan = dry_run.read_plan(argv, f"{PROGRAM} run")
     with Bar("simulating", quiet=plan.json) as bar:
-        found = predict(plan.run, plan.cluster, partial(bar.show, "simulating"))
-    if plan.json:
-        print(dry_run.as_json(found))
-    else:
-        dry_run.show(found)
+        result = dry_run.predict(plan.run, plan.cluster, partial(bar.show, "simulating"))
+    print_result(plan.json, partial(dry_run.as_dict, result), partial(dry_run.show, result))
+    return result.fits
 
 
-def sent(argv: Sequence[str]) -> None:
+def sent_bytes(argv: Sequence[str]) -> None:
     """`armillary-plan bytes`."""
     plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
     with Bar(quiet=plan.json) as bar:
         rows = plan_bytes(plan, bar.show)
-    if plan.json:
-        print(bytes_report.as_json(plan, rows))
+    print_result(plan.json, partial(comm_volume.as_dict, plan, rows), partial(comm_volume.show, plan, rows))
+
+
+def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
+    """Prints JSON, or tables."""
+    if as_json:
+        print(json.dumps(as_dict(), indent=2))
     else:
-        bytes_report.show(plan, rows)
+        show()
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "search": find,
+COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
+    "search": search,
     "memory": memory,
-    "run": trainer_run,
-    "bytes": sent,
+    "run": run,
+    "bytes": sent_bytes,
 }

@@ -1,4 +1,4 @@
-"""Models, clusters and quantities as people type them: the planner's only table."""
+"""Models and clusters by name, and quantities, as typed on the planner's command lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
-"""A number of tokens or bytes, as `amount` reads it."""
+"""Tokens or bytes, such as 65536 or "128Ki"; `amount` converts it."""
 
 MODELS: dict[str, Callable[[int], Model]] = {
     "debug": lambda _: LlamaConfig.debug(),
@@ -26,43 +26,49 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "gpt-3b": GPTConfig.wallfacer_3b,
     "gpt-7b": GPTConfig.wallfacer_7b,
 }
-"""From the length of a sequence, which a model with learned positions must have as many of."""
+"""Functions of the sequence length, which is the number of a GPT's learned positions."""
 
 
 def model_of(name: str, length: int) -> Model:
-    """The model of a preset.
+    """The model `name` for sequences of `length` tokens.
 
     Raises:
-        ValueError: no such preset.
+        ValueError: an unknown name.
     """
     if name not in MODELS:
-        raise ValueError(f"--model {name}: known are {', '.join(MODELS)}")
+        raise ValueError(f"--model {name}: must be one of {', '.join(MODELS)}")
     return MODELS[name](length)
 
 
 def cluster_of(name: str) -> Cluster:
-    """The cluster of a name such as "16xh100", or of a TOML file as `Cluster.load` reads it.
+    """A preset such as "16xh100", or a cluster's TOML file (`Cluster.load`).
 
     Raises:
-        ValueError: no such machine, accelerators that do not fill nodes, or a file that describes none.
+        ValueError: an unknown name, an invalid file, or too many ranks.
     """
     try:
-        found = Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
+        cluster = Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--cluster {name}: {why}") from error
-    if found.ranks > MOST_RANKS:
-        raise ValueError(f"--cluster {name}: {found.ranks:,} ranks; at most {MOST_RANKS:,} are supported")
-    return found
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--cluster {name}: {reason}") from error
+    if cluster.ranks > MOST_RANKS:
+        raise ValueError(f"--cluster {name}: {cluster.ranks:,} ranks; at most {MOST_RANKS:,} are supported")
+    return cluster
 
 
 def amount(plan: Any, name: str) -> int:
-    """The quantity that a field has as a number, or as text such as "128Ki".
+    """The number in a `Quantity` field of a plan.
 
     Raises:
-        ValueError: it is none; names the flag.
+        ValueError: not a quantity; names the flag.
     """
     try:
         return quantity(getattr(plan, name))
     except ValueError as error:
         raise ValueError(f"--{flag(name)}: {error}") from error
+
+
+def model_size(model: Model) -> str:
+    """Such as "8.03B parameters"."""
+    count = model.parameters()
+    return f"{count / 1e9:.2f}B parameters" if count >= 1e8 else f"{count / 1e6:.2f}M parameters"

@@ -1,1 +1,1 @@
-"""Machines, the links between them, and how long sends take that are under way together."""
+"""Machines, the links between them, and transfer times of concurrent sends."""

@@ -1,33 +1,35 @@
-"""What a planner needs to know of the machines."""
+"""A cluster: identical nodes, by the name of a preset or from a TOML file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
 from armillary.core.files import parse_toml
 from armillary.core.network import Send
-from armillary.core.quantity import quantity
 from armillary.plan.cluster.machines import EMULATED, MACHINES
-from armillary.plan.cluster.network import Delivery, Level, Link, deliveries
+from armillary.plan.cluster.network import CHECKED, Count, Delivery, Level, Link, deliveries
 from armillary.plan.cluster.node import Accelerator, Node
 
+TABLES = {"accelerator": Accelerator, "within": Link, "between": Link, "switch": Link}
+"""Tables of a cluster's file."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Cluster(Node):
-    """Identical machines.
-
-    Args:
-        nodes: how many.
+    """`nodes` identical machines.
 
     Raises:
         ValueError: as `Node`.
     """
 
-    nodes: int
+    nodes: Count
 
     @property
     def ranks(self) -> int:
@@ -36,50 +38,47 @@ class Cluster(Node):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Groups of ranks that reach each other by one kind of link, from the smallest to all."""
-        inner = () if self.switch is None else (Level("switch", self.switch_ranks, self.switch),)
+        """Groups of ranks by the link inside them, from the smallest groups to all ranks."""
+        switch = () if self.switch is None else (Level("switch", self.switch_ranks, self.switch),)
         node = Level("within", self.ranks_per_node, self.within)
-        return (*inner, node, Level("between", self.ranks, self.between, card=self.ranks_per_node))
+        return (*switch, node, Level("between", self.ranks, self.between, card=self.ranks_per_node))
 
     def deliveries(self, sends: Iterable[Send]) -> list[Delivery]:
-        """How long each of some sends takes that are under way together. Ranks fill one machine after another."""
+        """Timing of concurrent sends. Ranks fill one machine after another."""
         return deliveries(self.levels, sends)
 
     def transit(self, sends: Iterable[Send]) -> float:
-        """Seconds until all of them have arrived."""
+        """Seconds until all of these concurrent sends have arrived."""
         return max((delivery.seconds for delivery in self.deliveries(sends)), default=0.0)
-
-    @classmethod
-    def of(cls, machine: Node, nodes: int, name: str) -> Cluster:
-        """So many identical machines."""
-        given: dict[str, Any] = {each.name: getattr(machine, each.name) for each in fields(machine)}
-        given |= {"nodes": nodes, "name": name}
-        return cls(**given)
 
     @classmethod
     def named(cls, name: str) -> Cluster:
         """A preset: "8xh100", "64xh100-ethernet", "8xl20" or "emulated-..."; see `armillary.plan.cluster.machines`.
 
         Raises:
-            ValueError: no such machine, or accelerators that do not fill nodes.
+            ValueError: an unknown machine, or accelerators that do not fill whole nodes.
         """
+        nodes, machine, full_name = 0, None, ""
         if name in EMULATED:
-            count, machine = EMULATED[name]
-            return cls.of(machine, count, machine.name)
-        found = re.fullmatch(r"(\d+)x(.+)", name)
-        if found and found[2] in MACHINES:
-            machine = MACHINES[found[2]]
-            count, rest = divmod(int(found[1]), machine.ranks_per_node)
-            if count and not rest:
-                return cls.of(machine, count, f"{found[1]} x {machine.name}")
-        known = [f"{machine.ranks_per_node}x{kind}" for kind, machine in MACHINES.items()]
-        raise ValueError(f"no cluster {name!r}; known: {', '.join(known)} and multiples of them; {', '.join(EMULATED)}")
+            nodes, machine = EMULATED[name]
+            full_name = machine.name
+        elif (parts := re.fullmatch(r"(\d+)x(.+)", name)) and (machine := MACHINES.get(parts[2])):
+            nodes, remainder = divmod(int(parts[1]), machine.ranks_per_node)
+            nodes, full_name = 0 if remainder else nodes, f"{parts[1]} x {machine.name}"
+        if machine is None or not nodes:
+            presets = [f"{machine.ranks_per_node}x{kind}" for kind, machine in MACHINES.items()]
+            raise ValueError(
+                f"no cluster {name!r}; known: {', '.join(presets)} and multiples of them; {', '.join(EMULATED)}"
+            )
+        settings: dict[str, Any] = {each.name: getattr(machine, each.name) for each in fields(machine)}
+        settings |= {"nodes": nodes, "name": full_name}
+        return cls(**settings)
 
     @classmethod
     def load(cls, path: Path | str) -> Cluster:
         """A cluster from a TOML file.
 
-            like = "8xh100"              # a preset that all else differs from; or all fields are given
+            like = "8xh100"              # a preset; the file only has the differences. Without it, all fields
             nodes = 4
             host_memory = "1.5TB"
             [between]
@@ -90,60 +89,35 @@ class Cluster(Node):
             memory = "80GB"
 
         Raises:
-            ValueError: unknown or missing keys, or values that do not fit; names the file.
-            OSError: it cannot be read.
+            ValueError: unknown or missing keys, or values outside their range; names the file.
+            OSError: the file cannot be read.
         """
         try:
-            given = parse_toml(Path(path).read_text())
-            like = given.pop("like", None)
-            if not isinstance(like, str | None):
-                raise ValueError(f"like = {like!r} must be the name of a cluster")
-            base = _plain(cls.named(like)) if like else dict[str, Any]()
-            return _built(cls, _joined(base, {"name": Path(path).stem, **given}))
+            settings = parse_toml(Path(path).read_text())
+            preset = settings.pop("like", None)
+            if not isinstance(preset, str | None):
+                raise ValueError(f"like = {preset!r} must be the name of a cluster")
+            # A preset and the file's values are merged as plain data and validated together.
+            base = {} if preset is None else asdict(cls.named(preset))
+            return TypeAdapter(cls).validate_python(_overlaid(base, {"name": Path(path).stem, **settings}))
+        except ValidationError as error:
+            raise ValueError(f"{path}: {'; '.join(map(_problem, error.errors()))}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-PARTS = {"accelerator": Accelerator, "within": Link, "between": Link, "switch": Link}
-WORDS = ("name", "per")
-"""Keys whose values are text; other text is a quantity such as "80GB"."""
+def _overlaid(base: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` over `base`, table by table."""
+    tables = {key: _overlaid(base.get(key) or {}, value) for key, value in settings.items() if isinstance(value, dict)}
+    return {**base, **settings, **tables}
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    """What `_built` makes the value of."""
-    found = {each.name: getattr(value, each.name) for each in fields(value)}
-    return {key: _plain(x) if key in PARTS else x for key, x in found.items() if x is not None}
-
-
-def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """The second over the first, table by table."""
-    tables = (key for key in over if isinstance(over[key], dict))
-    return {**base, **over, **{key: _joined(base.get(key) or {}, over[key]) for key in tables}}
-
-
-def _built(kind: type[Any], given: Mapping[str, Any], table: str = "") -> Any:
-    known = [each.name for each in fields(kind)]
-    needed = [each.name for each in fields(kind) if each.default is MISSING]
-    wrong = [f"{table}{key}" for key in given if key not in known]
-    missing = [f"{table}{key}" for key in needed if key not in given]
-    if wrong or missing:
-        raise ValueError(
-            f"unknown keys {wrong}, missing keys {missing}; known: {', '.join(table + key for key in known)}"
-        )
-    values = {key: _value(key, value, table) for key, value in given.items()}
-    return kind(**values)
-
-
-def _value(key: str, value: Any, table: str) -> Any:
-    if key in PARTS and not isinstance(value, dict):
-        raise ValueError(f"{table}{key} = {value!r} must be a table")
-    if key in PARTS:
-        return _built(PARTS[key], value, f"{table}{key}.")
-    if key in WORDS:
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f'{table}{key} = {value!r} must be a number, or a quantity such as "80GB"')
-    try:
-        return quantity(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"{table}{key}: {error}") from error
+def _problem(detail: Any) -> str:
+    """One of pydantic's errors, with the key and its value or the known keys."""
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "unexpected_keyword_argument":
+        table = TABLES.get(detail["loc"][0], Cluster) if len(detail["loc"]) > 1 else Cluster
+        return f"unknown key {key}; known: {', '.join(each.name for each in fields(table))}"
+    if detail["type"].startswith("missing"):
+        return f"missing key {key}"
+    return f"{key} = {detail['input']!r}: {detail['msg']}" if key else detail["msg"]

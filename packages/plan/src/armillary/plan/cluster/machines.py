@@ -1,4 +1,4 @@
-"""Machines by the names that people type. Bandwidths are what large messages attain, not what is printed on the box."""
+"""Presets of machines. Bandwidths are those that large messages attain, below the nominal ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ H100 = Accelerator(
 )
 H200 = replace(H100, name="H200 141 GB", memory=int(139.7 * GiB), memory_bandwidth=4.8e12)
 A100_80 = Accelerator(
-    name="A100 80 GB",
-    memory=int(79.2 * GiB),
-    flops=312e12,
-    memory_bandwidth=2.0e12,
-    host_bandwidth=22e9,
-    capability=8.0,
+    name="A100 80 GB", memory=int(79.2 * GiB), flops=312e12, memory_bandwidth=2e12, host_bandwidth=22e9, capability=8.0
 )
 A100_40 = replace(A100_80, name="A100 40 GB", memory=int(39.4 * GiB), memory_bandwidth=1.55e12)
 L20 = Accelerator(
@@ -48,38 +43,37 @@ ETHERNET = Link(bandwidth=11e9, latency=50e-6, per="group", disturbs=0.1)
 """100 Gb/s for each machine."""
 PCIE_SWITCH = Link(bandwidth=17.5e9, latency=10e-6, disturbs=1.0)
 HOST_BRIDGES = Link(bandwidth=17.5e9, latency=20e-6, disturbs=1.0, crowding=1.6)
-"""From switch to switch through a machine's processors. What table 3 of USP (arXiv 2405.07719) comes to: a ring attains
-17 GB/s a rank, an all-to-all of four ranks some 3, of eight about 1, and neither is hidden behind computation."""
+"""Between PCIe switches, through the machine's processors. Fitted to table 3 of USP (arXiv 2405.07719): a ring attains
+17 GB/s a rank, an all-to-all of four ranks about 3, one of eight about 1, and neither overlaps with computation."""
 
 _H100 = Node(name="H100 80 GB", ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR)
+_H200 = replace(_H100, name="H200 141 GB", accelerator=H200)
 _A100 = Node(name="A100 80 GB", ranks_per_node=8, accelerator=A100_80, host_memory=TB, within=NVLINK_3, between=HDR)
 _A100_40 = replace(_A100, name="A100 40 GB", accelerator=A100_40)
-_SLOW = "over Ethernet"
+_L20 = Node(
+    name="L20 48 GB on PCIe", ranks_per_node=8, accelerator=L20, host_memory=TB, within=HOST_BRIDGES, between=ETHERNET
+)
+
+
+def _over_ethernet(node: Node, machine: str = "", ranks: int = 8) -> Node:
+    return replace(node, name=f"{node.name}{machine} over Ethernet", ranks_per_node=ranks, between=ETHERNET)
+
 
 MACHINES = {
     "h100": _H100,
-    "h100-ethernet": replace(_H100, name=f"{_H100.name} {_SLOW}", between=ETHERNET),
-    "h200": replace(_H100, name="H200 141 GB", accelerator=H200),
-    "h200-ethernet": replace(_H100, name=f"H200 141 GB {_SLOW}", accelerator=H200, between=ETHERNET),
+    "h100-ethernet": _over_ethernet(_H100),
+    "h200": _H200,
+    "h200-ethernet": _over_ethernet(_H200),
     "a100-80": _A100,
-    "a100-80-ethernet": replace(_A100, name=f"{_A100.name} {_SLOW}", between=ETHERNET),
+    "a100-80-ethernet": _over_ethernet(_A100),
     "a100-40": _A100_40,
-    "a100-40-ethernet": replace(_A100_40, name=f"{_A100_40.name} {_SLOW}", between=ETHERNET),
-    "a100-40x16-ethernet": replace(
-        _A100_40, name=f"A100 40 GB, 16 a machine, {_SLOW}", ranks_per_node=16, between=ETHERNET
-    ),
-    "l20": Node(
-        name="L20 48 GB on PCIe",
-        ranks_per_node=8,
-        accelerator=L20,
-        host_memory=TB,
-        within=HOST_BRIDGES,
-        between=ETHERNET,
-        switch=PCIE_SWITCH,
-        switch_ranks=2,
-    ),
+    "a100-40-ethernet": _over_ethernet(_A100_40),
+    "a100-40x16-ethernet": _over_ethernet(_A100_40, ", 16 a machine,", ranks=16),
+    "l20": replace(_L20, switch=PCIE_SWITCH, switch_ranks=2),
 }
-"""By kind; a number of accelerators before it makes a cluster, as in "16xh100"."""
+"""Nodes by kind; `Cluster.named` takes a number of accelerators and a kind, as in "16xh100"."""
+
+# -- networks slow enough to be emulated by network namespaces on one machine ------------------------------------------
 
 CORE = Accelerator(
     name="share of a processor",
@@ -92,61 +86,43 @@ CORE = Accelerator(
     attention_backward=1.0,
     step=2e-3,
 )
-"""Of 16 ranks on two cores; in float32. What one has really is measured where it matters."""
+"""One of 16 ranks on two cores, in float32. Benchmarks measure the actual speed where it matters."""
 
 _SOFTWARE = 1e-4
-"""Seconds of a processor that a message costs at both ends together, while two of them serve all ranks."""
+"""Processor seconds per message, at both ends together; two processors serve all ranks."""
 
 _LATENCY = 5e-4
-"""Seconds: of gloo and of waking up, as the wires themselves have none."""
+"""Seconds for gloo and for waking a process up; the emulated wires themselves have no latency."""
 
 _TURNS = 0.35
-"""With gloo a rank asks for what it is to be sent, on the connection by which it sends: whoever comes later to a
-collective asks behind its own data. Sometimes nobody is late, sometimes all wait for it."""
+"""A gloo receiver requests data on the connection by which it sends, so a rank that is late for a collective queues its
+request behind its own data. Fitted, between no rank late (0) and every rank late (1)."""
 
 _SOCKET = 1 << 18
-"""Bytes of a connection's send buffer, as the emulation sets it."""
+"""Bytes of a socket's send buffer, as the emulation sets it."""
 
 
-def _wire(megabytes: float, ranks: int, per: Wiring = "rank") -> Link:
-    """So many MB a second, each way; messages of so many ranks wait for the two processors."""
-    software = _SOFTWARE * ranks / 2
-    return Link(bandwidth=megabytes * 1e6, latency=_LATENCY, per=per, message=software, turns=_TURNS, buffer=_SOCKET)
+def _emulated(title: str, nodes: int, per_node: int, within: tuple[float, Wiring], wiring: Wiring) -> tuple[int, Node]:
+    """(nodes, node) with links of `within` MB/s inside nodes and 2 MB/s between them."""
 
+    def link(megabytes: float, per: Wiring) -> Link:
+        software = _SOFTWARE * nodes * per_node / 2
+        speed = megabytes * 1e6
+        return Link(bandwidth=speed, latency=_LATENCY, per=per, message=software, turns=_TURNS, buffer=_SOCKET)
 
-_NODE = Node(
-    name="emulated: 4 nodes of 4, a card each rank",
-    ranks_per_node=4,
-    accelerator=CORE,
-    host_memory=4 * GiB,
-    within=_wire(8, ranks=16),
-    between=_wire(2, ranks=16),
-)
+    return nodes, Node(
+        name=f"emulated: {title}",
+        ranks_per_node=per_node,
+        accelerator=CORE,
+        host_memory=4 * GiB,
+        within=link(*within),
+        between=link(2, wiring),
+    )
+
 
 EMULATED = {
-    "emulated-4x4-card-per-rank": (4, _NODE),
-    "emulated-4x4-card-per-node": (
-        4,
-        replace(_NODE, name="emulated: 4 nodes of 4, a card each node", between=_wire(2, ranks=16, per="group")),
-    ),
-    "emulated-2x4-card-per-node": (
-        2,
-        replace(
-            _NODE,
-            name="emulated: 2 nodes of 4, a card each node",
-            within=_wire(8, ranks=8),
-            between=_wire(2, ranks=8, per="group"),
-        ),
-    ),
-    "emulated-1x8-mesh": (
-        1,
-        replace(
-            _NODE,
-            name="emulated: 8 ranks, a link each pair",
-            ranks_per_node=8,
-            within=_wire(2, ranks=8, per="pair"),
-            between=_wire(2, ranks=8),
-        ),
-    ),
+    "emulated-4x4-card-per-rank": _emulated("4 nodes of 4, a card each rank", 4, 4, (8, "rank"), "rank"),
+    "emulated-4x4-card-per-node": _emulated("4 nodes of 4, a card each node", 4, 4, (8, "rank"), "group"),
+    "emulated-2x4-card-per-node": _emulated("2 nodes of 4, a card each node", 2, 4, (8, "rank"), "group"),
+    "emulated-1x8-mesh": _emulated("8 ranks, a link each pair", 1, 8, (2, "pair"), "rank"),
 }
-"""How many machines, and which: networks slow enough to be made of network namespaces on one machine."""

@@ -1,4 +1,4 @@
-"""How long sends take that are under way together: arithmetic on what each wire has to carry."""
+"""Transfer times of concurrent sends, from the load of each port that they pass."""
 
 from __future__ import annotations
 
@@ -8,65 +8,70 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from math import inf
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from armillary.core.network import Send
+from armillary.core.quantity import LARGEST, quantity
 
 Wiring = Literal["rank", "pair", "group"]
 Port = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+def number(value: Any) -> Any:
+    """Converts text such as "80GB" to a number. pydantic would also accept a bool as one."""
+    if isinstance(value, bool):
+        raise ValueError('must be a number, or a quantity such as "80GB"')
+    return quantity(value) if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(number), Field(ge=1, le=LARGEST)]
+Positive = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1)]
+CHECKED = ConfigDict(extra="forbid")
+
+
+@validated_dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Link:
-    """What ranks reach each other by.
+    """A kind of connection between ranks.
 
     Args:
-        bandwidth: bytes a second, each way, that large messages attain.
+        bandwidth: bytes a second in each direction, as large messages attain it.
         latency: seconds from the start of a send to the arrival of its first byte.
-        per: who has such a link: each "rank", into a switch; each "pair" of ranks (a full mesh); or a "group" of ranks
-            together, which share it: the network card of a node, or the bus within one.
-        disturbs: what an exchange and computation beside it take from each other, as a share of the shorter one: 0
-            where one hides the other, 1 where it is as if they came one after the other.
-        message: seconds that each message takes of its sender, and of its receiver, besides: for software.
-        crowding: a port that serves p others at once attains bandwidth / p ** crowding: 0 where a switch does the work.
-        turns: of what two ranks send each other in a collective, the share that one way waits for the other: 0 where
-            both go at once, 1 where one goes after the other.
-        buffer: bytes that a sender hands over at once when the receiver is ready: it does not wait for their arrival.
+        per: "rank": each rank has one, into a switch. "pair": each pair of ranks has one (full mesh). "group": all
+            ranks of a group share one, such as a node's network card or bus.
+        disturbs: slowdown of an exchange and a concurrent computation, as a share of the shorter one. 0: they overlap
+            fully; 1: they take as long as one after the other.
+        message: software overhead in seconds per message, for its sender and for its receiver.
+        crowding: a port with p concurrent peers attains bandwidth / p ** crowding; 0 for a non-blocking switch.
+        turns: of two opposite sends in a collective, the share that one direction waits for the other. 0: full duplex;
+            1: one after the other.
+        buffer: bytes that a sender hands over at once when the receiver is ready, without waiting for their arrival.
 
     Raises:
-        ValueError: no bandwidth, a negative number, or other wiring.
+        ValueError: a number outside its range, or other wiring.
     """
 
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: Positive
+    latency: NotNegative = 0.0
     per: Wiring = "rank"
-    disturbs: float = 0.0
-    message: float = 0.0
-    crowding: float = 0.0
-    turns: float = 0.0
-    buffer: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bandwidth < inf:
-            raise ValueError(f"bandwidth={self.bandwidth} must be above 0 bytes a second, and finite")
-        for name in ("latency", "disturbs", "message", "crowding", "turns", "buffer"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ValueError(f"{name}={getattr(self, name)} must not be below 0, and finite")
-        for name in ("disturbs", "turns"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name}={getattr(self, name)} must not be above 1")
-        if self.per not in ("rank", "pair", "group"):
-            raise ValueError(f"per={self.per!r}; known: rank, pair, group")
+    disturbs: Share = 0.0
+    message: NotNegative = 0.0
+    crowding: NotNegative = 0.0
+    turns: Share = 0.0
+    buffer: Annotated[int, BeforeValidator(number), Field(ge=0)] = 0
 
 
 @dataclass(frozen=True)
 class Level:
-    """Ranks in groups, that reach each other by `link` where no smaller group has both.
+    """Groups of ranks with a link for sends inside a group, unless a smaller group contains both ends.
 
     Args:
-        ranks: of each group.
-        card: of a link for each "group": so many ranks share a card, in and out; None: all of the group share a bus.
+        ranks: size of a group.
+        card: ranks per network card where the link is per "group"; None: the whole group shares one bus.
     """
 
     name: str
@@ -75,19 +80,24 @@ class Level:
     card: int | None = None
 
     def ports(self, source: int, target: int) -> Iterator[Port]:
-        """What a send takes up; each of them has the link's bandwidth."""
+        """Ports that a send occupies; each has the link's full bandwidth."""
         if self.link.per == "pair":
             yield (self.name, "pair", source, target)
         elif self.link.per == "group" and self.card is None:
             yield (self.name, "bus", source // self.ranks)
         else:
-            sharing = (self.card or 1) if self.link.per == "group" else 1
-            yield (self.name, "out", source // sharing)
-            yield (self.name, "in", target // sharing)
+            ranks_per_port = (self.card or 1) if self.link.per == "group" else 1
+            yield (self.name, "out", source // ranks_per_port)
+            yield (self.name, "in", target // ranks_per_port)
 
 
 class Delivery(NamedTuple):
-    """One of several sends that are under way together: how long it takes, how long its sender, and over which link."""
+    """Timing of one of several concurrent sends.
+
+    Args:
+        seconds: until the last byte arrives.
+        sending: until the sender may continue.
+    """
 
     source: int
     target: int
@@ -95,35 +105,38 @@ class Delivery(NamedTuple):
     sending: float
     link: Link
 
-    def beside(self, compute: float) -> float:
-        """Seconds of it and of computation that begins with it: the longer, and what they take from each other."""
-        return self._beside(self.seconds, compute)
+    def receive_and_compute(self, compute: float) -> float:
+        """Seconds until both the arrival and a computation that starts with it are done."""
+        return self._overlapped(self.seconds, compute)
 
-    def sending_beside(self, compute: float) -> float:
-        """The same, for its sender."""
-        return self._beside(self.sending, compute)
+    def send_and_compute(self, compute: float) -> float:
+        """Seconds until both the sender's part and a computation that starts with it are done."""
+        return self._overlapped(self.sending, compute)
 
-    def _beside(self, seconds: float, compute: float) -> float:
+    def _overlapped(self, seconds: float, compute: float) -> float:
         return max(compute, seconds) + self.link.disturbs * min(compute, seconds)
 
 
 @dataclass
 class Load:
-    """What a port has to carry: sends share it evenly, so that small ones are through before large ones."""
+    """Sends through one port. They share its bandwidth evenly, so small ones finish before large ones."""
 
     link: Link
     sizes: list[int] = field(default_factory=list[int])
     peers: set[int] = field(default_factory=set[int])
 
     @cached_property
-    def ordered(self) -> tuple[list[int], list[int]]:
-        """Sizes from the smallest, and the sums of the first none, one, two, ... Not before all are there."""
+    def sorted_sizes(self) -> tuple[list[int], list[int]]:
+        """(sizes in ascending order, their prefix sums). Only valid once all sends are registered."""
         sizes = sorted(self.sizes)
         return sizes, [0, *accumulate(sizes)]
 
     def seconds(self, size: int) -> float:
-        """Until a send of so many bytes is through, if all begin together."""
-        sizes, sums = self.ordered
+        """Seconds until a send of `size` bytes is through, if all start together.
+
+        By then the port has carried all smaller sends and `size` bytes of each larger one.
+        """
+        sizes, sums = self.sorted_sizes
         smaller = bisect_right(sizes, size)
         carried = sums[smaller] + (len(sizes) - smaller) * size
         crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
@@ -131,7 +144,7 @@ class Load:
 
 
 def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
-    """How long each of some sends takes that begin together: as long as at the busiest port on its way.
+    """Timing of sends that start together; each takes as long as at the busiest port on its route.
 
     Args:
         levels: from the smallest groups to all ranks.
@@ -143,6 +156,7 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
             continue
         sent[send.source] += 1
         received[send.target] += 1
+        # The smallest group that contains both ends carries the send.
         level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
         route = list[Load]()
         for port in level.ports(send.source, send.target):
@@ -152,17 +166,13 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
                 load.peers.add(send.source if "in" in port else send.target)
             route.append(load)
         routes.append((send, level.link, route))
-    return [
-        _delivery(
-            send,
-            link,
-            link.latency + link.message * max(sent[send.source], received[send.target]),
-            max(load.seconds(send.bytes) for load in route),
-        )
-        for send, link, route in routes
-    ]
 
-
-def _delivery(send: Send, link: Link, before: float, busy: float) -> Delivery:
-    unbuffered = max(0.0, 1 - link.buffer / send.bytes)
-    return Delivery(send.source, send.target, before + busy, before + busy * unbuffered, link)
+    # Loads are complete only now, so times are computed in a second pass.
+    timed = list[Delivery]()
+    for send, link, route in routes:
+        start = link.latency + link.message * max(sent[send.source], received[send.target])
+        busy = max(load.seconds(send.bytes) for load in route)
+        # The sender waits for all bytes except those that its send buffer takes.
+        unbuffered = max(0.0, 1 - link.buffer / send.bytes)
+        timed.append(Delivery(send.source, send.target, start + busy, start + busy * unbuffered, link))
+    return timed

@@ -1,127 +1,111 @@
-"""A machine, and what it computes with."""
+"""A node of a cluster and its accelerators."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from math import inf
+from typing import Annotated
 
 import torch
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
 
 from armillary.attention.kernels import Inputs, efficiency, rulings
 from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
-from armillary.core.quantity import LARGEST
-from armillary.plan.cluster.network import Link
+from armillary.plan.cluster.network import CHECKED, Count, Link, NotNegative, Positive, number
 
-USUAL = (0.55, 0.45)
-"""Shares of the peak where nothing is published: forward, backward."""
+DEFAULT_SHARES = (0.55, 0.45)
+"""Attention's shares of the peak for kernels without published figures: (forward, backward)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Accelerator:
-    """What one rank computes with.
+    """The accelerator of one rank.
 
     Args:
-        name: for people.
         memory: bytes, as its driver reports them.
-        flops: dense FLOP/s in bfloat16, the peak that MFU is counted by.
+        flops: dense bfloat16 FLOP/s, the peak that MFU refers to.
         memory_bandwidth: bytes a second of its own memory.
-        host_bandwidth: bytes a second to and from the machine's memory, each way.
-        matmul: share of the peak that large products attain.
-        capability: compute capability of a CUDA device, such as 9.0; with it, attention's shares of the peak are those
-            published of the kernel that runs (`armillary.attention.kernels.efficiency`).
-        attention, attention_backward: those shares, measured or fitted, in place of published ones.
-        step: seconds that each step of a method costs beside its kernels: launches and merges.
+        host_bandwidth: bytes a second between it and the host's memory, each way.
+        matmul: share of the peak that large matrix products attain.
+        capability: compute capability of a CUDA device, such as 9.0. Selects the published efficiency of the attention
+            kernel (`armillary.attention.kernels.efficiency`).
+        attention, attention_backward: measured or fitted efficiency, in place of the published one.
+        step: seconds of overhead per step of an attention method: launches and merges.
 
     Raises:
-        ValueError: a number that is not above 0.
+        ValueError: a number outside its range.
     """
 
     name: str
-    memory: int
-    flops: float
-    memory_bandwidth: float
-    host_bandwidth: float
-    matmul: float = 0.65
-    capability: float | None = None
-    attention: float | None = None
-    attention_backward: float | None = None
-    step: float = 60e-6
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and each.name not in ("name", "step") and not 0 < value < inf:
-                raise ValueError(f"accelerator {self.name}: {each.name}={value} must be above 0, and finite")
-        if not 0 <= self.step < inf:
-            raise ValueError(f"accelerator {self.name}: step={self.step} must not be below 0, and finite")
+    memory: Annotated[int, BeforeValidator(number), Field(gt=0)]
+    flops: Positive
+    memory_bandwidth: Positive
+    host_bandwidth: Positive
+    matmul: Positive = 0.65
+    capability: Positive | None = None
+    attention: Positive | None = None
+    attention_backward: Positive | None = None
+    step: NotNegative = 60e-6
 
     def attention_shares(self, tokens: int, kernel: str | None = None, margin: int = 0) -> tuple[float, float]:
-        """Shares of the peak that attention attains over a causal sequence of so many tokens: (forward, backward).
+        """Shares of the peak that attention attains over a causal sequence of `tokens`: (forward, backward).
 
         Args:
-            kernel: by name; unless given, the fastest that torch ships.
+            kernel: by name; by default the fastest that torch ships.
             margin: multiprocessors that a persistent kernel leaves to NCCL.
         """
-        known = efficiency(kernel or self.kernel or "", self.compute_capability)
-        forward, backward = USUAL if known is None else (known.forward(tokens), known.backward)
+        published = efficiency(kernel or self.kernel or "", self.compute_capability)
+        forward, backward = DEFAULT_SHARES if published is None else (published.forward(tokens), published.backward)
         if self.is_persistent(kernel):
             forward *= 1 - margin / MULTIPROCESSORS
         return self.attention or forward, self.attention_backward or backward
 
     def is_persistent(self, kernel: str | None = None) -> bool:
-        """Whether the forward of a kernel, by default the fastest that torch ships, occupies all multiprocessors."""
+        """True if the kernel's forward occupies all multiprocessors; by default, the fastest that torch ships."""
         return (kernel or self.kernel) in PERSISTENT
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """(9, 0) of 9.0."""
+        """(9, 0) for 9.0."""
         return None if self.capability is None else divmod(round(10 * self.capability), 10)
 
     @property
     def kernel(self) -> str | None:
-        """The kernel of long sequences in 16 bits that needs no other package than torch; None: not known."""
+        """Kernel for long 16-bit sequences, of those in torch itself; None without a compute capability."""
         if self.compute_capability is None:
             return None
         inputs = Inputs("cuda", torch.bfloat16, 128, 128, capability=self.compute_capability)
-        found = (each for each in rulings(inputs) if each.kernel.limits.module is None and each.refused is None)
-        return next(found).kernel.name
+        usable = (each for each in rulings(inputs) if each.kernel.limits.module is None and each.refused is None)
+        return next(usable).kernel.name
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Node:
     """A machine with identical accelerators, and their links to each other and to other machines.
 
     Args:
-        name: for people.
-        ranks_per_node: its accelerators.
-        accelerator: each of them.
+        ranks_per_node: number of accelerators.
         host_memory: bytes of the machine.
-        within: between accelerators of a machine: each has a port into a switch, each pair a link of its own, or all
-            share a bus.
-        between: between machines: a network card for each rank, one for each machine (per "group"), or a link for each
-            pair of ranks.
-        switch: where a machine's accelerators hang in groups of `switch_ranks` on switches of their own (PCIe), what
-            those of one switch reach each other by; `within` is between switches then.
+        within: between accelerators of a machine: a port into a switch for each ("rank"), a link for each "pair", or a
+            bus for all ("group").
+        between: between machines: a network card for each rank, one for each machine ("group"), or a link for each pair
+            of ranks.
+        switch: where groups of `switch_ranks` accelerators have PCIe switches of their own, the link inside such a
+            group; `within` then connects the switches.
 
     Raises:
-        ValueError: a number below 1, or switches that do not divide the machine.
+        ValueError: a number outside its range, or `switch_ranks` that do not divide `ranks_per_node`.
     """
 
     name: str
-    ranks_per_node: int
+    ranks_per_node: Count
     accelerator: Accelerator
-    host_memory: int
+    host_memory: Count
     within: Link
     between: Link
     switch: Link | None = None
-    switch_ranks: int = 1
+    switch_ranks: Count = 1
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self) if each.type == "int"):
-            value = getattr(self, name)
-            if not 1 <= value <= LARGEST or value != int(value):
-                wanted = "a whole number" if 1 < value <= LARGEST else "at least 1"
-                raise ValueError(f"{self.name}: {name}={value} must be {wanted}")
         if self.ranks_per_node % self.switch_ranks:
             raise ValueError(
                 f"{self.name}: switch_ranks={self.switch_ranks} must divide ranks_per_node={self.ranks_per_node}"
@@ -134,5 +118,5 @@ class Node:
 
     @property
     def host_memory_per_rank(self) -> int:
-        """Bytes of a machine's memory for each of its accelerators."""
+        """Bytes of host memory per accelerator."""
         return self.host_memory // self.ranks_per_node

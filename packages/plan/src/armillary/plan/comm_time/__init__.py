@@ -1,1 +1,1 @@
-"""Communication volume of attention methods, and the time of their plans and of a whole step."""
+"""Predicted seconds of a communication plan and of a whole training step."""

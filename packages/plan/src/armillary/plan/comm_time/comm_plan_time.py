@@ -1,4 +1,4 @@
-"""How long a `CommPlan` takes on a cluster: each rank waits for what it computes, sends and receives, step by step."""
+"""Seconds that a `CommPlan` takes on a cluster: a discrete simulation of every rank, step by step."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery
 
 FORWARD, BACKWARD = 4, 10
-"""Floating-point operations for each visible (query, key) pair of a head, by head dim: two products, and five."""
+"""FLOPs per visible (query, key) pair, head and unit of head dim: two matrix products forward, five backward."""
 
 Ends = tuple[int, int]
-"""Source and target of a send."""
+"""(source, target) of a send."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds, and what they are spent on.
+    """Seconds of one or more passes of attention, by cause.
 
     Args:
         compute: kernels, as if nothing were sent.
-        exposed: waiting for exchanges, and computing more slowly beside them.
-        overhead: what steps cost beside kernels.
-        exchange: all exchanges, hidden or not: no part of the sum.
+        exposed: waiting for exchanges, and the slowdown of kernels beside them.
+        overhead: launches and merges of each step.
+        exchange: all exchanges, hidden ones included; no part of `seconds`.
     """
 
     compute: float = 0.0
@@ -38,11 +38,10 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.compute + self.exposed + self.overhead
 
     def times(self, n: float) -> Span:
-        """n of these."""
+        """`n` such passes, one after another."""
         return Span(n * self.compute, n * self.exposed, n * self.overhead, n * self.exchange)
 
     def __add__(self, other: Span) -> Span:
@@ -54,150 +53,167 @@ class Span:
         )
 
 
-def spent(
-    steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1, overlap: bool = True
-) -> Span:
-    """One pass of attention, by all ranks together, until the last is through.
-
-    A rank goes on to its next step when it has computed, has received that step's moves, and is done with sending them
-    (see `Link.buffer`); what is leaving has until the next step is computed. Sends begin when both ends are there.
-
-    Args:
-        steps: of the forward or of the backward of a plan over P ranks.
-        seconds_per_pair: that a rank takes for each visible (query, key) pair of a head.
-        copies: of the plan that run side by side, on ranks 0..P-1, P..2P-1 and so on, and share wires.
-        overlap: whether a step's moves are under way while it computes; else they begin after that, because its kernel
-            leaves no multiprocessor to NCCL.
-    """
-    ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
-    clocks, computing, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
-    for step in steps:
-        compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
-        under_way = sent(step.moves, step.later_moves, cluster, copies)
-        clocks = clocks.after(compute, *under_way, overlap=overlap)
-        computing = [a + b for a, b in zip(computing, compute, strict=True)] if compute else computing
-        exchange += max((delivery.seconds for deliveries in under_way for delivery in deliveries), default=0.0)
-    overheads = overhead * sum(bool(step.pairs) for step in steps)
-    busiest = max(computing, default=0.0)
-    return Span(busiest - overheads, max((*clocks.free, *clocks.owed), default=0.0) - busiest, overheads, exchange)
-
-
 class Clocks(NamedTuple):
-    """How far all ranks are.
+    """Time of each rank.
 
     Args:
-        free: when each begins its next step.
-        owed: when it will be done with what it sends and receives of the last step.
+        ready: when the rank starts its next step.
+        transfers_done: when the outgoing and incoming transfers of its last step are done.
     """
 
-    free: list[float]
-    owed: list[float]
+    ready: list[float]
+    transfers_done: list[float]
 
     def after(
         self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery], overlap: bool = True
     ) -> Clocks:
-        """Clocks after one more step; `compute` is empty where nothing is computed."""
-        begin = self.free if compute else [max(pair) for pair in zip(self.free, self.owed, strict=True)]
-        compute = compute or [0.0] * len(begin)
-        done = [max(a + b, late) for a, b, late in zip(begin, compute, self.owed, strict=True)]
-        ends, owed = list(done), list(done)
+        """The clocks after one more step.
+
+        Args:
+            compute: seconds of each rank's kernels; empty where the step only communicates.
+            moves: transfers that the step waits for.
+            leaving: transfers of the step's results, which overlap with the next step's computation.
+            overlap: True if moves run beside the computation, False if after it.
+        """
+        # A step without computation has nothing to hide earlier transfers behind, so it waits for them.
+        start = self.ready if compute else [max(pair) for pair in zip(self.ready, self.transfers_done, strict=True)]
+        compute = compute or [0.0] * len(start)
+        # A step ends no earlier than the transfers that the last one left behind.
+        computed = [max(a + b, t) for a, b, t in zip(start, compute, self.transfers_done, strict=True)]
+        ready, transfers_done = list(computed), list(computed)
+        # Moves run beside the computation, from the moment when both ends have reached the step; without overlap, from
+        # the moment when both have computed it.
         if not overlap:
-            begin, compute = done, [0.0] * len(begin)
+            start, compute = computed, [0.0] * len(start)
         for send in moves:
-            start = max(begin[send.source], begin[send.target])
-            ends[send.target] = max(ends[send.target], start + send.beside(compute[send.target]))
-            ends[send.source] = max(ends[send.source], start + send.sending_beside(compute[send.source]))
+            begin = max(start[send.source], start[send.target])
+            source, target = send.source, send.target
+            ready[target] = max(ready[target], begin + send.receive_and_compute(compute[target]))
+            ready[source] = max(ready[source], begin + send.send_and_compute(compute[source]))
+        # Results leave once both ends have computed them.
         for send in leaving:
-            start = max(done[send.source], done[send.target])
-            owed[send.target] = max(owed[send.target], start + send.seconds)
-            owed[send.source] = max(owed[send.source], start + send.sending)
-        return Clocks(ends, owed)
+            begin = max(computed[send.source], computed[send.target])
+            transfers_done[send.target] = max(transfers_done[send.target], begin + send.seconds)
+            transfers_done[send.source] = max(transfers_done[send.source], begin + send.sending)
+        return Clocks(ready, transfers_done)
 
 
-@lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are much alike
-def sent(
+def plan_seconds(
+    steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1, overlap: bool = True
+) -> Span:
+    """Time of one pass of attention, until the last rank is done.
+
+    A rank starts its next step once it has computed, received the step's moves and handed over its own (see
+    `Link.buffer`). Results that leave have until the end of the next step's computation. A transfer starts when both
+    of its ends have reached the step.
+
+    Args:
+        steps: forward or backward of a plan over P ranks.
+        seconds_per_pair: kernel seconds per visible (query, key) pair of a head.
+        copies: number of groups that run the plan side by side, on ranks 0..P-1, P..2P-1, ..., and share links.
+        overlap: False for a kernel that leaves no multiprocessor to NCCL: a step's moves then start after it.
+    """
+    ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
+    clocks, kernel_seconds, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
+    for step in steps:
+        compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
+        moves, leaving = step_deliveries(step.moves, step.later_moves, cluster, copies)
+        clocks = clocks.after(compute, moves, leaving, overlap)
+        if compute:
+            kernel_seconds = [a + b for a, b in zip(kernel_seconds, compute, strict=True)]
+        exchange += max((delivery.seconds for delivery in (*moves, *leaving)), default=0.0)
+    overheads = overhead * sum(bool(step.pairs) for step in steps)
+    # Time beyond the busiest rank's computation is exposed communication, or waiting for slower ranks.
+    busiest = max(kernel_seconds, default=0.0)
+    end = max((*clocks.ready, *clocks.transfers_done), default=0.0)
+    return Span(busiest - overheads, end - busiest, overheads, exchange)
+
+
+@lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are mostly equal
+def step_deliveries(
     moves: tuple[Move, ...], leaving: tuple[Move, ...], cluster: Cluster, copies: int
 ) -> tuple[list[Delivery], list[Delivery]]:
-    """How long what the first of several groups of ranks sends takes, while the others send the same.
+    """Timing of a step's (moves, leaving) in the first of `copies` groups, while the others send the same.
 
-    Moves and what is leaving share wires: in the steady state there is always some of both.
+    Both share the links: in the steady state of a plan, transfers of either kind are always in flight.
     """
     ranks = cluster.ranks // copies
-    sends, more = ([send for move in some for send in in_rounds(move)] for some in (moves, leaving))
-    firsts = range(0, copies * ranks, ranks)
-    every = cluster.deliveries(Send(a + first, b + first, size) for first in firsts for a, b, size in (*sends, *more))
-    each = len(every) // copies
-    found = [_slowest(every, range(part, len(every), each), ranks) for part in range(each)]
-    late = lateness(moves, cluster)
-    found = [one._replace(seconds=one.seconds + late[one.source, one.target]) for one in found]
-    return found[: len(sends)], found[len(sends) :]
+    sends = [send for move in moves for send in rounds_of(move)]
+    leaving_sends = [send for move in leaving for send in rounds_of(move)]
+    all_sends = [
+        Send(first + source, first + target, size)
+        for first in range(0, copies * ranks, ranks)
+        for source, target, size in (*sends, *leaving_sends)
+    ]
+    timed = cluster.deliveries(all_sends)
+    # Groups may cross nodes differently: of each send, the slowest group counts.
+    per_group = len(timed) // copies
+    slowest = (max(timed[i::per_group], key=lambda one: one.seconds) for i in range(per_group))
+    delays = collective_delays(moves, cluster)
+    result = list[Delivery]()
+    for delivery in slowest:
+        source, target = delivery.source % ranks, delivery.target % ranks
+        seconds = delivery.seconds + delays[source, target]
+        result.append(delivery._replace(source=source, target=target, seconds=seconds))
+    return result[: len(sends)], result[len(sends) :]
 
 
-def _slowest(every: Sequence[Delivery], copies: Iterable[int], ranks: int) -> Delivery:
-    """Of the same send of several groups, as that of the first."""
-    slowest = max((every[i] for i in copies), key=lambda one: one.seconds)
-    return slowest._replace(source=slowest.source % ranks, target=slowest.target % ranks)
-
-
-def in_rounds(move: Move) -> Iterator[Send]:
-    """A move's sends; of an all-gather, which its plan gives as the sum of them, each round's."""
+def rounds_of(move: Move) -> Iterator[Send]:
+    """Sends of a move; those of an all-gather round by round, of which the plan only has the sum."""
     for send in move.sends:
-        rounds = others(move, send.source) if move.kind == "all_gather" else 1
+        rounds = ring_peers(move, send.source) if move.kind == "all_gather" else 1
         yield from [send._replace(bytes=send.bytes // rounds)] * rounds
 
 
-def lateness(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, float]:
-    """Seconds that collectives take longer than their bytes do, by source and target.
+def collective_delays(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, float]:
+    """Seconds that collectives take beyond the transfer of their bytes, by (source, target).
 
-    Each round of an all-gather waits for the one before. Ranks that send each other tokens, or sums of them, may have
-    to take turns (see `Link.turns`); when they redistribute heads they are still in step.
+    Each round of an all-gather waits for the round before. In all-gathers and reduce-scatters, ranks that send to each
+    other may have to take turns (`Link.turns`): a request for data queues behind the data that the rank sends itself.
+    In an all-to-all all ranks are still in step.
     """
-    late = defaultdict[Ends, float](float)
+    delays = defaultdict[Ends, float](float)
     for move in moves:
-        rounds = _rounds(move, cluster) if move.kind == "all_gather" else ()
-        turns = _turns(move, cluster) if move.kind in ("all_gather", "reduce_scatter") else ()
-        for ends, seconds in (*rounds, *turns):
-            late[ends] += seconds
-    return late
+        # A round passes on the shard of the round before, so each round pays the latency.
+        if move.kind == "all_gather":
+            slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
+            for send in move.sends:
+                delays[send.source, send.target] += (ring_peers(move, send.source) - 1) * slowest
+        # The opposite direction waits for a share (`turns`) of this one.
+        if move.kind in ("all_gather", "reduce_scatter"):
+            by_source = defaultdict[int, list[Send]](list)
+            for send in move.sends:
+                by_source[send.source].append(send)
+            for sends in by_source.values():
+                for delivery in cluster.deliveries(sends):
+                    if any(back.target == delivery.source for back in by_source[delivery.target]):
+                        delays[delivery.target, delivery.source] += delivery.link.turns * delivery.seconds
+    return delays
 
 
-def _rounds(move: Move, cluster: Cluster) -> Iterator[tuple[Ends, float]]:
-    slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
-    return (((send.source, send.target), (others(move, send.source) - 1) * slowest) for send in move.sends)
-
-
-def _turns(move: Move, cluster: Cluster) -> Iterator[tuple[Ends, float]]:
-    """What a rank asks for goes behind all that it sends."""
-    by_source = defaultdict[int, list[Send]](list)
-    for send in move.sends:
-        by_source[send.source].append(send)
-    for sends in by_source.values():
-        for found in cluster.deliveries(sends):
-            if any(back.target == found.source for back in by_source[found.target]):
-                yield (found.target, found.source), found.link.turns * found.seconds
-
-
-def others(move: Move, rank: int) -> int:
-    """Ranks on the ring of an all-gather beside this one."""
-    following = {send.source: send.target for send in move.sends}
-    count, at = 0, following[rank]
-    while at != rank:
-        count, at = count + 1, following[at]
+def ring_peers(move: Move, rank: int) -> int:
+    """Number of other ranks on the ring of an all-gather."""
+    successors = {send.source: send.target for send in move.sends}
+    count, current = 0, successors[rank]
+    while current != rank:
+        count, current = count + 1, successors[current]
     return count
 
 
 @lru_cache(maxsize=1024)
-def around(cluster: Cluster, size: float) -> float:
-    """Seconds that all-gathering a tensor of `size` bytes over all ranks takes, or reduce-scattering it.
+def all_gather_seconds(cluster: Cluster, size: float) -> float:
+    """Seconds to all-gather a tensor of `size` bytes over all ranks, or to reduce-scatter it.
 
-    As NCCL does it: rings that pass each node's ranks and cross from node to node at each of them in turn, so that all
-    cards are used.
+    Like NCCL: one ring per network card. A ring passes through each node's ranks and leaves the node at a different
+    rank, so all cards are used.
     """
-    n, each = cluster.ranks, cluster.ranks_per_node
-    if n == 1:
+    ranks, per_node = cluster.ranks, cluster.ranks_per_node
+    if ranks == 1:
         return 0.0
-    passing = int(size * (n - 1) / n)
-    sends = [Send(rank, rank - rank % each + (rank + 1) % each, passing) for rank in range(n)]
+    # Each rank passes all shards but one on to its neighbor in the node...
+    passed = int(size * (ranks - 1) / ranks)
+    sends = [Send(rank, rank - rank % per_node + (rank + 1) % per_node, passed) for rank in range(ranks)]
+    # ...and one ring per rank of a node crosses to the next node there, with its share of the bytes.
     if cluster.nodes > 1:
-        sends += [Send(rank, (rank + each) % n, passing // each) for rank in range(n)]
+        sends += [Send(rank, (rank + per_node) % ranks, passed // per_node) for rank in range(ranks)]
     return cluster.transit(sends)

@@ -1,35 +1,38 @@
-"""How long a training step takes, part by part, from what is computed and what is sent."""
+"""Seconds of a training step, part by part, from its computation and its communication."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from armillary.attention.planning.comm_plan import CommPlan
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, around, spent
+from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, all_gather_seconds, plan_seconds
 from armillary.plan.memory import Job
-from armillary.plan.memory.estimate.moments import Moments
+from armillary.plan.memory.estimate.peaks import Peaks
 from armillary.plan.memory.estimate.step import MASTER, StepSizes
 
 ADAM = 7 * MASTER
-"""Bytes that AdamW reads and writes for each parameter: itself, its gradient, both moments."""
+"""Bytes that AdamW reads and writes per parameter: the parameter, its gradient and both moments."""
 HOST_BANDWIDTH = 200e9
-"""Bytes a second of a machine's memory, for an optimizer on the host."""
+"""Memory bandwidth of a machine in bytes a second, for an optimizer on the host."""
+
+Seconds = tuple[float, float]
+"""(in forward, in backward) of one block."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step on every rank, by what they are spent on.
+    """Seconds of a training step, by cause.
 
     Args:
         dense: matrix products of blocks, forward and backward.
-        attention: its kernels, forward and backward.
-        recomputed: what backward computes again, attention too.
+        attention: attention kernels, forward and backward.
+        recomputed: recomputation in backward, attention included.
         head: the loss.
-        exchange: waiting for what attention sends, and computing more slowly beside it.
+        exchange: waiting for attention's communication, and the slowdown of kernels beside it.
         steps: launches and merges of attention's steps.
-        parameters: waiting for parameters and gradients on their way between ranks.
-        offload: waiting for what is kept on the host.
+        parameters: waiting for all-gathers of parameters and reduce-scatters of gradients.
+        offload: waiting for copies to and from the host.
         optimizer: the update.
     """
 
@@ -45,20 +48,19 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """By name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """Seconds by name."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Attention of one block: forward and backward.
+    """Time of one block's attention, forward and backward.
 
     Args:
-        overlap: whether anything is sent while forward computes.
+        overlap: False if nothing is sent while forward computes.
     """
 
     forward: Span
@@ -76,12 +78,12 @@ class Passes:
         kernel: str | None = None,
         margin: int = 0,
     ) -> Passes:
-        """Attention of `copies` groups of ranks side by side.
+        """Times the plan, run by `copies` groups of ranks side by side.
 
-        A kernel that is persistent and leaves no margin hides nothing in forward: NCCL's kernels start when it ends.
+        Forward of a persistent kernel without a margin hides no communication: NCCL's kernels start when it ends.
 
         Args:
-            tokens, kernel, margin: as of `Accelerator.attention_shares`.
+            tokens, kernel, margin: as in `Accelerator.attention_shares`.
         """
         device = cluster.accelerator
         overlap = margin > 0 or not device.is_persistent(kernel)
@@ -89,8 +91,8 @@ class Passes:
         forward = FORWARD * head_dim / (device.flops * forward_share)
         backward = BACKWARD * head_dim / (device.flops * backward_share)
         return cls(
-            spent(plan.forward, cluster, forward, copies, overlap),
-            spent(plan.backward, cluster, backward, copies),
+            plan_seconds(plan.forward, cluster, forward, copies, overlap),
+            plan_seconds(plan.backward, cluster, backward, copies),
             overlap,
         )
 
@@ -98,9 +100,9 @@ class Passes:
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
-    What a block waits for is hidden behind its own computation, as far as that is not hiding attention's exchanges
-    already: parameters are gathered a block ahead, gradients and checkpoints leave meanwhile. Checkpoints that are not
-    brought back a block ahead are waited for, and so are those that a segment is run again from, and what it keeps.
+    Parameters are gathered a block ahead, gradients and checkpoints leave meanwhile: a block's computation hides these
+    transfers, except for the part of it that already hides attention's exchanges. Exposed are checkpoints without
+    prefetch, and what a recomputed segment gathers and copies.
 
     Raises:
         ValueError: as `estimate`.
@@ -108,109 +110,117 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     step, device = StepSizes.of(job), cluster.accelerator
     products = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
+    # Two FLOPs per parameter and token in forward, and twice as many in backward.
     dense = 2 * step.model.block * tokens / products
-    again, attended_again = recomputed(step, dense, passes.forward)
-    attended = (passes.forward + passes.backward).times(layers)
-    lasts = {segment[-1] for segment in step.segments}
-    hiding = [hidden_by(step, i in lasts, i, dense, passes) for i in range(layers)]
-    waiting = waits(step, cluster)
-    gathered_again, copied_again = running_again(step, cluster)
+    recomputed, recomputed_attention = recomputed_blocks(step, dense, passes.forward)
+    attention = (passes.forward + passes.backward).times(layers)
+    segment_ends = {segment[-1] for segment in step.segments}
+    computing = [block_computation(step, i, i in segment_ends, dense, passes) for i in range(layers)]
+    gather = parameter_transfers(step, cluster)
+    segment_gathers, segment_copies = recomputed_segments(step, cluster)
     return StepTime(
         dense=3 * dense * layers,
-        attention=attended.compute,
-        recomputed=again + attended_again.compute,
+        attention=attention.compute,
+        recomputed=recomputed + recomputed_attention.compute,
         head=6 * step.model.vocabulary * step.model.dim * tokens / products,
-        exchange=attended.exposed + attended_again.exposed,
-        steps=attended.overhead + attended_again.overhead,
-        parameters=sum(exposed(waiting, each) for each in hiding) + gathered_again + ends(step, cluster),
-        offload=sum(offloaded(step, i, cluster, each) for i, each in enumerate(hiding)) + copied_again,
-        optimizer=update(step, cluster),
+        exchange=attention.exposed + recomputed_attention.exposed,
+        steps=attention.overhead + recomputed_attention.overhead,
+        parameters=sum(exposed(gather, each) for each in computing) + segment_gathers + root_transfers(step, cluster),
+        offload=sum(block_offload(step, i, cluster, each) for i, each in enumerate(computing)) + segment_copies,
+        optimizer=optimizer_update(step, cluster),
     )
 
 
-def hides(attention: Span) -> float:
-    """Seconds of attention's computation beside which nothing is sent yet."""
-    return max(0.0, attention.compute + attention.exposed - attention.exchange)
+def exposed(transfers: Seconds, computing: Seconds) -> float:
+    """Seconds of transfers that the concurrent computation does not hide."""
+    return sum(max(0.0, transfer - compute) for transfer, compute in zip(transfers, computing, strict=True))
 
 
-def exposed(waiting: tuple[float, float], hiding: tuple[float, float]) -> float:
-    """What of waiting in forward and in backward is not hidden."""
-    return sum(max(0.0, wait - free) for wait, free in zip(waiting, hiding, strict=True))
+def recomputed_blocks(step: StepSizes, dense: float, forward: Span) -> tuple[float, Span]:
+    """Recomputation in backward, over all blocks: (seconds of matrix products, attention).
 
-
-def recomputed(step: StepSizes, dense: float, forward: Span) -> tuple[float, Span]:
-    """What backward computes again in all blocks: (matrix products, attention).
-
-    What projects in stages does that again in any case. Keeping x alone, all is computed again; keeping attention's
-    results, all but attention; and in pieces, what follows it. For a block that keeps no x, what follows attention in
-    the one below is computed once more.
+    - Policy "none" recomputes the projections of staged methods, and chunked MLPs.
+    - With a block's input, all its products are recomputed; with attention's output, all but attention.
+    - Without its input, the part after attention of the block below is recomputed once more.
     """
-    layers, rest = step.model.layers, step.model.rest / step.model.block * dense
+    layers, after_attention = step.model.layers, step.model.rest / step.model.block * dense
     if step.checkpointing.policy == "none":
-        projecting = dense - rest if step.projects_in_stages else 0.0
-        return layers * (projecting + (rest if step.checkpointing.tiled else 0.0)), Span()
-    without_x, unattended = sum(not keep.x for keep in step.keeps), sum(not keep.attended for keep in step.keeps)
-    return layers * dense + without_x * rest, forward.times(unattended)
+        projections = dense - after_attention if step.projects_in_stages else 0.0
+        return layers * (projections + (after_attention if step.checkpointing.tiled else 0.0)), Span()
+    # `keeps` has the checkpoints of each block; see `armillary.models.activation_checkpoint`.
+    without_input = sum(not keep.x for keep in step.keeps)
+    without_attention = sum(not keep.attended for keep in step.keeps)
+    return layers * dense + without_input * after_attention, forward.times(without_attention)
 
 
-def hidden_by(step: StepSizes, last: bool, i: int, dense: float, passes: Passes) -> tuple[float, float]:
-    """What block i computes in forward and in backward, beside which it may be waiting for something.
+def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> Seconds:
+    """Computation of block i that can hide transfers.
 
     Args:
-        last: of its segment; attention of the others is computed again when that is run again.
+        ends_segment: the block is the last of its segment. Other blocks recompute their attention when the segment is
+            recomputed, not in their own backward.
     """
-    backward, parts = passes.backward, step.checkpointing.policy != "none"
-    if parts and last and passes.overlap and not step.keeps[i].attended:
+    backward, by_parts = passes.backward, step.checkpointing.policy != "none"
+    if by_parts and passes.overlap and ends_segment and not step.keeps[i].attended:
         backward += passes.forward
-    again = dense if parts else recomputed(step, dense, passes.forward)[0] / step.model.layers
-    return dense + (hides(passes.forward) if passes.overlap else 0.0), 2 * dense + again + hides(backward)
+    recomputed = dense if by_parts else recomputed_blocks(step, dense, passes.forward)[0] / step.model.layers
+
+    def idle_links(span: Span) -> float:
+        # Attention's own exchanges use the links first; the rest of its time is free for other transfers.
+        return max(0.0, span.compute + span.exposed - span.exchange)
+
+    hidden_by_forward = idle_links(passes.forward) if passes.overlap else 0.0
+    return dense + hidden_by_forward, 2 * dense + recomputed + idle_links(backward)
 
 
-def running_again(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
-    """Waiting when segments are run again: (for parameters, for copies), which nothing hides.
+def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
+    """Exposed transfers of recomputed segments: (all-gathers of parameters, copies from and to the host).
 
-    Parameters are those of each block but the last two, which are gathered in any case then. Copies are of what each
-    block but the last has on the host, and what it keeps there from then on.
+    The last two blocks' parameters are gathered at that time in any case. Copied are the other blocks' checkpoints,
+    from the host, and the tensors that recomputation stores there for them.
     """
-    moments, gathers, moved = Moments(step), 0, 0.0
+    peaks, gathers, copied = Peaks(step), 0, 0.0
     for segment in step.segments:
         gathers += len(segment[:-2])
-        moved += sum((moments.kept(segment[:-1], host=True) + moments.made_again(segment[:-1], host=True)).values())
-    return gathers * waits(step, cluster)[0], moved / cluster.accelerator.host_bandwidth
+        copied += sum(
+            (peaks.stored(segment[:-1], host=True) + peaks.recomputed_checkpoints(segment[:-1], host=True)).values()
+        )
+    return gathers * parameter_transfers(step, cluster)[0], copied / cluster.accelerator.host_bandwidth
 
 
-def waits(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
-    """What a block's parameters take on their way in forward, and with their gradients in backward."""
+def parameter_transfers(step: StepSizes, cluster: Cluster) -> Seconds:
+    """All-gather of a block's parameters in forward; in backward also the reduce-scatter of its gradients."""
     if step.sharing == 1:
         return 0.0, 0.0
-    gather, reduce = (around(cluster, step.model.block * size) for size in (step.e, MASTER))
+    gather, reduce = (all_gather_seconds(cluster, step.model.block * size) for size in (step.e, MASTER))
     return gather, gather + reduce
 
 
-def ends(step: StepSizes, cluster: Cluster) -> float:
-    """Gathering the embedding and the head, and reducing their gradients: nothing hides that."""
+def root_transfers(step: StepSizes, cluster: Cluster) -> float:
+    """All-gather of embedding and head, and reduce-scatter of their gradients. Nothing hides these."""
     if step.sharing == 1:
         return 0.0
-    alone = step.model.table + step.model.head + step.model.root
-    return around(cluster, alone * step.e) + around(cluster, alone * MASTER)
+    parameters = step.model.table + step.model.head + step.model.root
+    return all_gather_seconds(cluster, parameters * step.e) + all_gather_seconds(cluster, parameters * MASTER)
 
 
-def offloaded(step: StepSizes, i: int, cluster: Cluster, hiding: tuple[float, float]) -> float:
-    """Waiting for checkpoints of block i, on their way to the host in forward and back in backward.
+def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds) -> float:
+    """Exposed copies of block i's checkpoints: to the host in forward and back in backward.
 
-    Back, nothing hides them unless they are brought while the block above is differentiated.
+    Backward of the block above hides the copy back, if it is prefetched.
     """
-    moments, bandwidth = Moments(step), cluster.accelerator.host_bandwidth
-    there = sum(moments.kept([i], host=True).values())
-    back = there + sum(moments.made_again([i], host=True).values())
-    ahead = step.checkpointing.prefetch and i < step.model.layers - 1
-    return exposed((there / bandwidth, back / bandwidth), (hiding[0], hiding[1] if ahead else 0.0))
+    peaks, bandwidth = Peaks(step), cluster.accelerator.host_bandwidth
+    to_host = sum(peaks.stored([i], host=True).values())
+    from_host = to_host + sum(peaks.recomputed_checkpoints([i], host=True).values())
+    prefetched = step.checkpointing.prefetch and i < step.model.layers - 1
+    return exposed((to_host / bandwidth, from_host / bandwidth), (computing[0], computing[1] if prefetched else 0.0))
 
 
-def update(step: StepSizes, cluster: Cluster) -> float:
-    """AdamW on a rank's share of the parameters; on the host, with its gradients going there and the result back."""
+def optimizer_update(step: StepSizes, cluster: Cluster) -> float:
+    """AdamW on a rank's shard. On the host, gradients are copied there and parameters back."""
+    # AdamW is bound by memory bandwidth; on the host all ranks of a node share it.
     owned = step.model.all / step.sharing
     if not step.on_host:
         return ADAM * owned / cluster.accelerator.memory_bandwidth
-    moved = 2 * MASTER * owned / cluster.accelerator.host_bandwidth
-    return moved + ADAM * owned * cluster.ranks_per_node / HOST_BANDWIDTH
+    copied = 2 * MASTER * owned / cluster.accelerator.host_bandwidth
+    return copied + ADAM * owned * cluster.ranks_per_node / HOST_BANDWIDTH

@@ -1,24 +1,35 @@
-"""Memory of a training step, simulated without a GPU."""
+"""Peak memory of a training step: simulated without a GPU, or estimated by formulas.
+
+simulation/   a step on fake tensors, its live bytes counted by category
+estimate/     closed formulas, within a few percent of the simulation
+room.py       available memory, and the longest sequence that fits
+plan.py       the command `armillary-plan memory`
+report.py     its output
+"""
 
 from armillary.core.fake_world import fake_world
-from armillary.plan.memory.accounts import Account
-from armillary.plan.memory.intermediates import Before, attention_intermediates, before_attention
-from armillary.plan.memory.live import LiveBytes
-from armillary.plan.memory.measured import measured_peak
-from armillary.plan.memory.simulate import Job, SimulatedStep, StepMemory, simulate
-from armillary.plan.memory.simulated_flash import SimulatedFlash
+from armillary.plan.memory.simulation.accounts import Account
+from armillary.plan.memory.simulation.allocator_peak import measured_peak
+from armillary.plan.memory.simulation.attention_memory import (
+    MemoryBeforeAttention,
+    attention_intermediates,
+    memory_before_attention,
+)
+from armillary.plan.memory.simulation.live_bytes import LiveBytes
+from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
+from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 
 __all__ = [
     "Account",
-    "Before",
     "Job",
     "LiveBytes",
+    "MemoryBeforeAttention",
     "SimulatedFlash",
     "SimulatedStep",
     "StepMemory",
     "attention_intermediates",
-    "before_attention",
     "fake_world",
     "measured_peak",
+    "memory_before_attention",
     "simulate",
 ]

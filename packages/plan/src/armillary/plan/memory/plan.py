@@ -1,4 +1,4 @@
-"""`armillary-plan memory`: what a training step of a model takes on a cluster, and the longest sequence that fits."""
+"""`armillary-plan memory`: peak memory of a model's training step on a cluster, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Fit, Room, longest
-from armillary.plan.memory.simulate import Progress
+from armillary.plan.memory.room import (
+    HOST_RESERVE,
+    RESERVE,
+    DoesNotFitError,
+    LongestFit,
+    Room,
+    longest_fit,
+    more_devices,
+)
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
-BEYOND = 4
-"""A simulation takes as long as its step has chunks: beyond this share of the memory it is refused."""
+SIMULATED_SHARE = 4
+"""Largest estimated share of the room that is still simulated: a simulation takes as long as its step has chunks."""
 
 
 @dataclass(frozen=True)
@@ -33,47 +40,51 @@ class MemoryPlan:
       # another method, and all on the device
       armillary-plan memory --tokens 256Ki --attention usp --ulysses 4 --no-on-host
 
-    The model is the real one, sharded by the real FSDP2; its tensors hold no numbers.
+    The model is the real one, sharded by the real FSDP2, on tensors without storage. Exit code 1: it does not fit.
     """
 
     model: str = "llama3-8b"
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
-    """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file that describes one."""
+    """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file."""
     tokens: Quantity = "1M"
-    """Length of a sequence: 5M, 128Ki, ... With --max-context, where to begin looking."""
+    """Sequence length: 5M, 128Ki, ... With --max-context, the length to start the search with."""
     max_context: bool = False
     """Find the longest sequence that fits."""
     attention: str = "upipe"
-    """As the trainer's --parallel.attention."""
+    """Method, as for the trainer's --parallel.attention."""
     heads_per_stage: CountOrNone = None
-    """Of upipe; by default one head for each rank of the head axis."""
+    """upipe: query heads per stage; by default one for each rank of the head axis."""
     shard: Count = 1
-    """Ranks that have sequences of their own."""
+    """Data-parallel ranks (FSDP2 without context parallelism)."""
     ring: CountOrNone = None
-    """Ranks on the sequence axis; by default what ulysses leaves."""
+    """Ranks on the sequence axis; by default all that shard and ulysses leave."""
     ulysses: CountOrNone = None
-    """Ranks on the head axis; by default all, or beside a ring as many of a node as share key/value heads evenly."""
+    """Ranks on the head axis; by default all, or with a ring the most in a node that divide the key/value heads."""
     rows: Count = 1
-    """Sequences of each rank."""
+    """Sequences per rank."""
     checkpointing: Checkpointing = field(
         default_factory=lambda: Checkpointing(policy="layer", offload=True, prefetch=False)
     )
     on_host: bool = True
-    """Master weights, their gradients and the optimizer's state in the host's memory."""
+    """Keep master weights, their gradients and the optimizer's state in the host's memory."""
     reserve: Quantity = RESERVE
-    """Of each device, for what is not torch's tensors: CUDA context, NCCL's buffers, libraries, fragments."""
+    """Memory of each device to reserve for the CUDA context, NCCL, libraries and fragmentation."""
     host_memory: Quantity | None = None
-    """Of each node; by default the cluster's."""
+    """Memory of each node; by default the cluster's."""
     host_reserve: Quantity = HOST_RESERVE
-    """Of each node, for what is not torch's tensors: system, loaders, and pinned memory's rounding up."""
+    """Memory of each node to reserve for the system, data loaders and rounding of pinned memory."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What was asked, in full, and what was found."""
+class MemoryResult:
+    """A plan with its defaults filled in, and the memory of its step.
+
+    Args:
+        fit: with `max_context`, the longest sequence that fits.
+    """
 
     plan: MemoryPlan
     model: Model
@@ -83,19 +94,29 @@ class Planned:
     length: int
     memory: StepMemory
     estimate: Estimate
-    fit: Fit | None = None
+    fit: LongestFit | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.room.share(self.memory) <= 1
+
+    @property
+    def job(self) -> Job:
+        """The simulated step."""
+        return job_of(self.plan, self.axes, self.length)
 
 
 def plan_memory(
-    plan: MemoryPlan, progress: Callable[[str, int, int], None] = lambda _what, _done, _of: None
-) -> Planned:
-    """Runs the simulations that a plan asks for.
+    plan: MemoryPlan, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
+) -> MemoryResult:
+    """Simulates the plan's step, or with `max_context` the longest one that fits.
 
     Args:
-        progress: called with the subject of a simulation, and how many gradients of how many it has found.
+        progress: called with a simulation's title, its gradients so far, and their total number.
 
     Raises:
-        ValueError: an unknown name, axes that do not fit the cluster or the model, or no room for anything.
+        ValueError: an unknown name, axes that do not match the cluster or the model, or reserves that leave nothing.
+        DoesNotFitError: so far from fitting that a simulation would take too long; or no length fits.
     """
     check_limits(plan)
     cluster = cluster_of(plan.cluster)
@@ -103,49 +124,52 @@ def plan_memory(
         cluster = replace(cluster, host_memory=amount(plan, "host_memory"))
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
     length = amount(plan, "tokens")
-    axes = axes_of(plan, model_of(plan.model, length), cluster)
+    axes = mesh_axes(plan, model_of(plan.model, length), cluster)
 
     def measure(length: int) -> StepMemory:
         return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
     def outlook(length: int) -> StepMemory | Estimate:
-        if not alike(plan.checkpointing):
-            return estimate(job_of(plan, axes, length))
-        return from_few_blocks(job_of(plan, axes, length), partial(progress, f"{length:,} tokens in a few blocks"))
-
-    def planned(length: int, memory: StepMemory, fit: Fit | None = None) -> Planned:
-        closed = estimate(job_of(plan, axes, length))
-        return Planned(plan, model_of(plan.model, length), cluster, axes, room, length, memory, closed, fit)
-
-    if (share := room.share(estimate(job_of(plan, axes, length)))) > BEYOND:
-        raise ValueError(
-            f"--tokens {length:,}: by closed formulas a step takes {share:,.0f} times the memory that there is; "
-            f"what is simulated may take up to {BEYOND} times as much, see --max-context"
+        job, kept = job_of(plan, axes, length), plan.checkpointing
+        if (kept.inputs, kept.outputs, kept.on_device) != (None, None, 0):
+            return estimate(job)
+        # With the same checkpoints in every block, memory is linear in blocks: two short simulations suffice.
+        title = f"{length:,} tokens in a few blocks"
+        two, three = (
+            simulate(replace(job, model=replace(job.model, layers=n)), partial(progress, title)) for n in (2, 3)
         )
-    if not plan.max_context:
-        return planned(length, measure(length))
-    fit = longest(measure, outlook, room, step=1024 * cluster.ranks, start=length)
-    return planned(fit.length, fit.memory, fit)
+        more = job.model.layers - 2
+        device, host = (a + more * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
+        return replace(three, device=device, host=host)
 
-
-def alike(checkpointing: Checkpointing) -> bool:
-    """Whether all blocks keep the same, so that few of them tell of many."""
-    return (checkpointing.inputs, checkpointing.outputs, checkpointing.on_device) == (None, None, 0)
-
-
-def from_few_blocks(job: Job, progress: Progress) -> StepMemory:
-    """Extrapolates from a step with two blocks and one with three: memory is linear in blocks."""
-    two, three = (simulate(replace(job, model=replace(job.model, layers=n)), progress) for n in (2, 3))
-    more = job.model.layers - 2
-
-    def along(a: int, b: int) -> int:
-        return a + more * (b - a)
-
-    return replace(three, device=along(two.device, three.device), host=along(two.host, three.host))
+    # Refuse before simulating: the formulas are instantaneous.
+    job = job_of(plan, axes, length)
+    if room.share(usage := estimate(job)) > SIMULATED_SHARE:
+        raise DoesNotFitError(
+            f"--tokens {length:,} does not fit {cluster.name}: {room.comparison(usage)}; "
+            f"{more_devices(job, cluster, room)}"
+        )
+    step = 1024 * cluster.ranks
+    try:
+        fit = longest_fit(measure, outlook, room, step, start=length) if plan.max_context else None
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, step), cluster, room)}") from error
+    length = length if fit is None else fit.length
+    return MemoryResult(
+        plan=plan,
+        model=model_of(plan.model, length),
+        cluster=cluster,
+        axes=axes,
+        room=room,
+        length=length,
+        memory=measure(length) if fit is None else fit.memory,
+        estimate=estimate(job_of(plan, axes, length)),
+        fit=fit,
+    )
 
 
 def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
-    """The training step to simulate."""
+    """The step to simulate."""
     return Job(
         model=model_of(plan.model, length),
         axes=axes,
@@ -157,21 +181,22 @@ def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
     )
 
 
-def axes_of(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
-    """Sizes of the mesh axes, the open ones filled in.
+def mesh_axes(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
+    """Sizes of the mesh axes, with defaults for ring and ulysses.
 
     Raises:
-        ValueError: they do not multiply to the ranks of the cluster.
+        ValueError: their product is not the cluster's number of ranks.
     """
-    left, divided = max(1, cluster.ranks // plan.shard), named_method(plan.attention).axes
-    open_ranks = left // (plan.ring or 1)
+    ranks, method_axes = max(1, cluster.ranks // plan.shard), named_method(plan.attention).axes
+    free_ranks = ranks // (plan.ring or 1)
     if plan.ulysses is not None:
         ulysses = plan.ulysses
-    elif divided == ("ring", "ulysses"):
-        ulysses = gcd(model.kv_heads, cluster.ranks_per_node, open_ranks)
+    elif method_axes == ("ring", "ulysses"):
+        # Heads within a node, where links are fast, and at most as many ranks as divide the key/value heads evenly.
+        ulysses = gcd(model.kv_heads, cluster.ranks_per_node, free_ranks)
     else:
-        ulysses = open_ranks if "ulysses" in divided else 1
-    ring = max(1, left // ulysses) if plan.ring is None else plan.ring
+        ulysses = free_ranks if "ulysses" in method_axes else 1
+    ring = max(1, ranks // ulysses) if plan.ring is None else plan.ring
     if plan.shard * ring * ulysses != cluster.ranks:
         raise ValueError(
             f"shard {plan.shard} x ring {ring} x ulysses {ulysses} = {plan.shard * ring * ulysses} ranks, but "

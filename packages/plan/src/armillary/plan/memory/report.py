@@ -1,8 +1,7 @@
-"""Showing what was planned: a table for people, JSON for machines."""
+"""Output of `armillary-plan memory`: a table, or JSON."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -11,68 +10,51 @@ from armillary.core.quantity import gib, short
 from armillary.core.table import Column, print_table
 from armillary.models import Checkpointing
 from armillary.plan.memory import StepMemory
-from armillary.plan.memory.fit import Room
-from armillary.plan.memory.plan import Planned
+from armillary.plan.memory.plan import MemoryResult
+from armillary.plan.memory.room import Room, more_devices
+from armillary.plan.presets import model_size
+
+COLUMNS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (GiB)"))
 
 
-def as_json(planned: Planned) -> str:
-    """All of it, bytes as numbers."""
+def as_dict(result: MemoryResult) -> dict[str, Any]:
+    """All figures for JSON, sizes in bytes."""
     fields: dict[str, Any] = {
-        "plan": asdict(planned.plan),
-        "model": asdict(planned.model),
-        "parameters": planned.model.parameters(),
-        "cluster": asdict(planned.cluster),
-        "axes": planned.axes,
-        "room": asdict(planned.room),
-        "tokens": planned.length,
-        "memory": asdict(planned.memory),
-        "estimate": asdict(planned.estimate),
-        "fits": planned.room.share(planned.memory) <= 1,
+        "plan": asdict(result.plan),
+        "model": asdict(result.model),
+        "parameters": result.model.parameters(),
+        "cluster": asdict(result.cluster),
+        "axes": result.axes,
+        "room": asdict(result.room),
+        "tokens": result.length,
+        "memory": asdict(result.memory),
+        "estimate": asdict(result.estimate),
+        "fits": result.fits,
     }
-    if planned.fit is not None:
-        fields["limit"] = planned.room.limit(planned.fit.longer)
-        fields["longer"] = {"tokens": planned.fit.longer_length, "memory": asdict(planned.fit.longer)}
-    return json.dumps(fields, indent=2)
+    if not result.fits:
+        fields["advice"] = more_devices(result.job, result.cluster, result.room)
+    if result.fit is not None:
+        fields["limit"] = result.room.limit(result.fit.longer)
+        fields["longer"] = {"tokens": result.fit.longer_length, "memory": asdict(result.fit.longer)}
+    return fields
 
 
-def show(planned: Planned) -> None:
-    """A table of what is held at the peaks, and in a sentence whether it fits or what is the limit."""
-    print(*heading(planned), "", sep="\n")
-    print_table(HEADS, rows(planned.memory, planned.room))
-    print("", *verdict(planned), sep="\n")
+def show(result: MemoryResult) -> None:
+    """Prints memory at the peak by category, and the verdict."""
+    plan, ranks = result.plan, result.axes["ring"] * result.axes["ulysses"]
+    axes = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "1 rank"
+    optimizer = "host" if plan.on_host else "device"
+    print(f"{plan.model}, {model_size(result.model)}, on {result.cluster.name}")
+    print(f"{plan.attention} ({axes}), checkpoints: {policy_text(plan.checkpointing)}, optimizer: on the {optimizer}")
+    print(f"a sequence of {result.length:,} tokens, {short(result.length // ranks)} on a rank\n")
+    print_table(COLUMNS, memory_rows(result.memory, result.room))
+    print("", *verdict(result), sep="\n")
 
 
-def heading(planned: Planned) -> list[str]:
-    """What was simulated."""
-    plan, ranks = planned.plan, planned.axes["ring"] * planned.axes["ulysses"]
-    axes = " x ".join(f"{name} {size}" for name, size in planned.axes.items() if size > 1) or "1 rank"
-    keeps, optimizer = checkpoints(plan.checkpointing), "host" if plan.on_host else "device"
-    return [
-        f"{plan.model}, {planned.model.parameters() / 1e9:.2f}B parameters, on {planned.cluster.name}",
-        f"{plan.attention} ({axes}), checkpoints: {keeps}, optimizer: on the {optimizer}",
-        f"a sequence of {planned.length:,} tokens, {short(planned.length // ranks)} on a rank",
-    ]
-
-
-def checkpoints(kept: Checkpointing) -> str:
-    """Such as "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
-    outputs = "" if kept.outputs is None else f" of {blocks(kept.outputs)}"
-    inputs = "" if kept.inputs is None else f" and {kept.inputs} inputs"
-    here = f", of {blocks(kept.on_device)} on the device" if kept.on_device else ""
-    return f"{kept.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if kept.offload else ''}{here}"
-
-
-def blocks(count: int) -> str:
-    """So many blocks."""
-    return f"{count} block{'' if count == 1 else 's'}"
-
-
-HEADS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (GiB)"))
-
-
-def rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
-    """GiB by category at the peak of the device's memory and at that of the host's."""
+def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
+    """Table rows: GiB by category, each memory at its own peak; then the peaks and the room."""
     device, host = memory.device_breakdown, memory.host_breakdown
+    # By size on the device; the small weight of the host orders categories that are only there.
     for name in sorted({**device, **host}, key=lambda name: -device.get(name, 0) - host.get(name, 0) / 1e6):
         yield [name, *(gib(sizes[name]) if sizes.get(name) else "" for sizes in (device, host))]
     yield []
@@ -80,35 +62,40 @@ def rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
     yield ["room", gib(room.device), gib(room.host)]
 
 
-def verdict(planned: Planned) -> list[str]:
-    """Whether it fits; of the longest sequence that does, what holds the next million tokens back."""
-    room, memory = planned.room, planned.memory
-    device, host = gib(planned.estimate.device), gib(planned.estimate.host)
-    closed = f"by closed formulas: {device} GiB on the device, {host} GiB on the host"
-    took = f"(simulated in {memory.seconds:.0f} s, {memory.ops:,} operations; most is held during {memory.label})"
-    if planned.fit is None:
-        fits = room.share(memory) <= 1
-        return [
-            f"{'fits' if fits else 'does not fit'}: {fullness(room.share(memory), room.limit(memory))}",
-            closed,
-            took,
-        ]
-    longer = planned.fit.longer
-    more = short(planned.fit.longer_length)
-    return [
-        f"the longest that fits; full is the {room.limit(longer)}'s memory",
-        f"{more} would need {lacking(longer.device, room.device)} on the device and {lacking(longer.host, room.host)} "
-        f"on the host",
-        closed,
-        took,
-    ]
+def verdict(result: MemoryResult) -> Iterator[str]:
+    """Lines on fit; after a search, the memory that the next million tokens would need."""
+    room, memory = result.room, result.memory
+    if result.fit is not None:
+        longer = result.fit.longer
+        device, host = (spare_text(*pair) for pair in ((longer.device, room.device), (longer.host, room.host)))
+        yield f"the longest that fits; the limit is the {room.limit(longer)}'s memory"
+        yield f"{short(result.fit.longer_length)} would need {device} on the device and {host} on the host"
+    else:
+        yield f"{'fits' if result.fits else 'does not fit'}: {fullness(room, memory)}"
+        if not result.fits:
+            yield more_devices(result.job, result.cluster, room)
+    device, host = gib(result.estimate.device), gib(result.estimate.host)
+    yield f"by closed formulas: {device} GiB on the device, {host} GiB on the host"
+    yield f"(simulated in {memory.seconds:.0f} s, {memory.ops:,} operations; the peak is during {memory.label})"
 
 
-def fullness(share: float, limit: str) -> str:
-    return f"the {limit}'s memory is {share:.0%} full"
+def policy_text(policy: Checkpointing) -> str:
+    """Such as "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
+
+    def blocks(count: int) -> str:
+        return f"{count} block{'' if count == 1 else 's'}"
+
+    outputs = "" if policy.outputs is None else f" of {blocks(policy.outputs)}"
+    inputs = "" if policy.inputs is None else f" and {policy.inputs} inputs"
+    on_device = f", of {blocks(policy.on_device)} on the device" if policy.on_device else ""
+    return f"{policy.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if policy.offload else ''}{on_device}"
 
 
-def lacking(need: int, have: int) -> str:
-    """Bytes needed, and how many are missing or to spare."""
-    word = "missing" if need > have else "to spare"
-    return f"{gib(need)} GiB ({gib(abs(need - have))} {word})"
+def fullness(room: Room, memory: StepMemory) -> str:
+    """Such as "the host's memory is 88% full"."""
+    return f"the {room.limit(memory)}'s memory is {room.share(memory):.0%} full"
+
+
+def spare_text(need: int, size: int) -> str:
+    """Needed GiB, and how many are missing or to spare."""
+    return f"{gib(need)} GiB ({gib(abs(need - size))} {'missing' if need > size else 'to spare'})"

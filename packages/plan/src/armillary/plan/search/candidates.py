@@ -1,50 +1,35 @@
-"""The search space: meshes, methods and checkpoint policies."""
+"""The search space: meshes and attention methods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 from armillary.attention.registry import ALIASES, variants
-from armillary.models import Checkpointing
 from armillary.plan.memory.estimate import AttentionChoice
-
-KEEPING = (
-    Checkpointing("none"),
-    Checkpointing("none", tiled=True),
-    Checkpointing("attention_output"),
-    Checkpointing("layer"),
-    Checkpointing("attention_output", offload=True),
-    Checkpointing("layer", offload=True),
-    Checkpointing("attention_output", offload=True, prefetch=False),
-    Checkpointing("layer", offload=True, prefetch=False),
-)
-"""What blocks may keep, from most and fastest to least and slowest."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks on each axis, tensor parallelism left out."""
+    """Sizes of the mesh axes, without tensor parallelism."""
 
     shard: int
     ring: int
     ulysses: int
 
     def __str__(self) -> str:
-        axes = (("shard", self.shard), ("ring", self.ring), ("ulysses", self.ulysses))
-        return " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "1 rank"
+        return " x ".join(f"{name} {size}" for name, size in self.axes.items() if size > 1) or "1 rank"
 
     @property
     def axes(self) -> dict[str, int]:
-        """As a `Job` wants them."""
-        return {"shard": self.shard, "ring": self.ring, "ulysses": self.ulysses}
+        """Sizes by name, as for a `Job`."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run it, but for what blocks keep and where the optimizer is."""
+    """A mesh and an attention method on it."""
 
     mesh: Mesh
     attention: AttentionChoice
@@ -54,40 +39,28 @@ class Candidate:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """As fields of `ParallelConfig`."""
+        """Fields of the trainer's `ParallelConfig`."""
         options = asdict(self.attention)
         return {**self.mesh.axes, "cp": None, "attention": options.pop("name"), **options}
 
 
-def candidates(heads: int, ranks: int, rows: int) -> Iterator[Candidate]:
-    """All meshes over all ranks with all methods that use them.
+def candidates(heads: int, ranks: int, rows: int, names: Sequence[str] = ()) -> Iterator[Candidate]:
+    """All meshes over all ranks, with all methods that use them.
 
     Args:
-        heads: of queries.
-        rows: sequences of a step, which `shard` must divide.
+        heads: query heads.
+        rows: sequences per step, which `shard` must divide.
+        names: only these methods; "usp" is ulysses+ring.
     """
-    for mesh in meshes(ranks, rows, heads):
-        for method in variants(mesh.ring, mesh.ulysses, heads):
-            yield Candidate(mesh, AttentionChoice.of(method))
-
-
-def is_one_of(attention: AttentionChoice, names: Iterable[str]) -> bool:
-    """Whether it is one of the methods asked for, if any are; "usp" is ulysses+ring."""
-    wanted = [ALIASES.get(name, name) for name in names]
-    return not wanted or attention.name in wanted
-
-
-def meshes(ranks: int, rows: int, heads: int) -> Iterator[Mesh]:
-    """Factorizations of the ranks over sequences, tokens and heads."""
+    allowed = [ALIASES.get(name, name) for name in names]
     for shard in divisors(ranks):
         for ulysses in divisors(ranks // shard):
-            if rows % shard == 0 and ulysses <= heads:
-                yield Mesh(shard, ranks // shard // ulysses, ulysses)
-
-
-def policies() -> Iterator[tuple[Checkpointing, bool]]:
-    """(what blocks keep, whether the optimizer is on the host)."""
-    yield from product(KEEPING, (False, True))
+            mesh = Mesh(shard, ranks // shard // ulysses, ulysses)
+            if rows % shard or ulysses > heads:
+                continue
+            for method in variants(mesh.ring, mesh.ulysses, heads):
+                if not allowed or method.name in allowed:
+                    yield Candidate(mesh, AttentionChoice.of(method))
 
 
 def divisors(n: int) -> list[int]:

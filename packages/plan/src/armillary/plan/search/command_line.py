@@ -1,4 +1,4 @@
-"""The command that trains what was planned."""
+"""The trainer's configuration for a choice, as a file or as a `torchrun` command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from armillary.models import GPTConfig
-from armillary.plan.choice import flags, recipe_of, write
 from armillary.plan.presets import Model
 from armillary.plan.search.search import Choice, SearchResult
+from armillary.plan.train_config import flags, recipe_config, write_toml
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.model import OF_GPT, SIZES
 
@@ -23,60 +23,62 @@ RECIPES = {
     "gpt-3b": "gpt_wallfacer_3b",
     "gpt-7b": "gpt_wallfacer_7b",
 }
-"""How a model of each preset is trained."""
+"""Recipe with suitable hyperparameters for each model preset."""
 
 
-def config_of(found: SearchResult, choice: Choice) -> Config:
+def trainer_config(result: SearchResult, choice: Choice) -> Config:
     """The trainer's configuration for a choice.
 
-    Learning rate, steps and when to save are those of the recipe for such a model, which trains on from published
-    weights; its mesh, checkpoints and rows are not."""
-    recipe = recipe_of(RECIPES[found.plan.model])
+    Learning rate, steps and saving are those of the model's recipe, which continues from published weights.
+    """
+    recipe = recipe_config(RECIPES[result.plan.model])
     return replace(
         recipe,
-        model=sizes_of(found.model),
-        parallel=ParallelConfig(**choice.candidate.parallel, kernel=found.plan.kernel),
-        checkpointing=choice.checkpointing,
-        data=DataConfig(sequence_length=found.length, global_batch_size=found.plan.rows),
-        optimizer=replace(recipe.optimizer, cpu_offload=choice.on_host),
+        model=model_flags(result.model),
+        parallel=ParallelConfig(**choice.candidate.parallel, kernel=result.plan.kernel),
+        checkpointing=choice.job.checkpointing,
+        data=DataConfig(sequence_length=result.length, global_batch_size=result.plan.rows),
+        optimizer=replace(recipe.optimizer, cpu_offload=choice.job.on_host),
         train=replace(recipe.train, accumulation=1),
     )
 
 
-def sizes_of(model: Model) -> ModelConfig:
-    """The flags that make this model, but for RoPE's scaling."""
-    gpt = isinstance(model, GPTConfig)
-    names = [name for name in (OF_GPT if gpt else SIZES) if name not in ("family", "pretrained")]
+def model_flags(model: Model) -> ModelConfig:
+    """The trainer's model section for this model, without RoPE scaling."""
+    is_gpt = isinstance(model, GPTConfig)
+    names = [name for name in (OF_GPT if is_gpt else SIZES) if name not in ("family", "pretrained")]
     sizes: dict[str, Any] = {name: getattr(model, name) for name in (*names, "vocab_size")}
     if not isinstance(model, GPTConfig):
         sizes |= {"rope_theta": model.rope_theta, "rope_scaling": "none"}
         sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim
-    sizes["family"] = "gpt" if gpt else "llama"
+    sizes["family"] = "gpt" if is_gpt else "llama"
     return ModelConfig(**sizes)
 
 
-def write_choice(found: SearchResult, path: Path) -> None:
+def write_choice(result: SearchResult, path: Path) -> None:
     """Writes the first choice to a file for `armillary-train --config`.
 
     Raises:
         ValueError: nothing fits, or the file cannot be written.
     """
-    if not found.fitting:
+    if not result.fitting:
         raise ValueError(f"--out {path}: nothing fits, so there is nothing to write")
-    best = found.fitting[0]
-    about = f"{best.candidate}, predicted by armillary-plan to be fastest on {found.cluster.name}"
-    write(path, RECIPES[found.plan.model], config_of(found, best), about)
+    best = result.fitting[0]
+    comment = f"{best.candidate}, predicted by armillary-plan to be fastest on {result.cluster.name}"
+    write_toml(path, RECIPES[result.plan.model], trainer_config(result, best), comment)
 
 
-def command_line(found: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
-    """For every node: torchrun, which starts a process for each accelerator and finds the others at HEAD_NODE.
+def command_line(result: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
+    """The `torchrun` command to start on every node; one of them is HEAD_NODE.
 
     Args:
-        config: the file that has the choice; by default all of it stands in flags.
+        config: file with the choice; by default the command has all of its flags.
     """
-    cluster = found.cluster
+    cluster = result.cluster
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
-    start = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
-    start += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
-    given = flags(RECIPES[found.plan.model], config_of(found, choice)) if config is None else ["--config", str(config)]
-    return " ".join([*start, shlex.join([*given, "--data.path", str(data)])])
+    launcher = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
+    launcher += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
+    arguments = (
+        ["--config", str(config)] if config else flags(RECIPES[result.plan.model], trainer_config(result, choice))
+    )
+    return " ".join([*launcher, shlex.join([*arguments, "--data.path", str(data)])])

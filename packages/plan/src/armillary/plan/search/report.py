@@ -1,8 +1,7 @@
-"""Output of a search: a table, or JSON."""
+"""Output of `armillary-plan search`: tables, JSON, or a plot of stacked bars."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,143 +10,171 @@ from pathlib import Path
 from typing import Any
 
 from armillary.attention.registry import unplanned
+from armillary.core.files import writing
 from armillary.core.quantity import gib
 from armillary.core.table import Column, print_table
-from armillary.plan.memory.fit import missing
-from armillary.plan.memory.report import checkpoints
+from armillary.data.optional import optional
+from armillary.plan.memory.report import policy_text
+from armillary.plan.memory.room import more_devices
+from armillary.plan.presets import model_size
 from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import NEEDED, Choice, SearchResult
 
-
-def as_json(found: SearchResult) -> str:
-    """All choices, with every part of their times."""
-    return json.dumps(
-        {
-            "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(found.plan).items()},
-            "model": asdict(found.model),
-            "cluster": asdict(found.cluster),
-            "room": asdict(found.room),
-            "tokens": found.length,
-            "choices": [as_fields(found, choice) for choice in found.choices],
-        },
-        indent=2,
-    )
-
-
-def as_fields(found: SearchResult, choice: Choice) -> dict[str, Any]:
-    """A choice, and the command that trains it."""
-    attention = choice.candidate.attention
-    return {
-        "axes": choice.candidate.mesh.axes,
-        "attention": asdict(attention),
-        "checkpointing": asdict(choice.checkpointing),
-        "on_host": choice.on_host,
-        "fits": choice.fits,
-        "seconds": choice.time.seconds,
-        "parts": choice.time.parts(),
-        "mfu": choice.mfu,
-        "device": choice.memory.device,
-        "host": choice.memory.host,
-        "reason": None if choice.fits and choice is found.fitting[0] else found.reason(choice),
-        "command": command_line(found, choice),
-    }
-
-
-def show(found: SearchResult) -> None:
-    """The best, why each is slower than the first, counts of the rest, and the command that trains the first."""
-    print(*heading(found), "", sep="\n")
-    best = found.fitting[: found.plan.best]
-    if not best:
-        for choice in found.choices[:3]:
-            print(f"{choice.candidate}: {found.reason(choice)}")
-        print("nothing fits: give more accelerators, or shorter sequences")
-        return
-    print_table(HEADS, rows(found, best))
-    print("\nMFU: the model's FLOPs, of pairs that the mask shows and without what is computed again, over the peak")
-    print("\nwhere the time of the first goes\n")
-    print_table(PARTS, parts(best[0]))
-    print("\nwhat its blocks might keep instead\n")
-    print_table(KEEPING, keeping(found))
-    print(f"\n{rest(found)}\n\n{command_line(found, best[0], found.plan.out)}")
-
-
-def heading(found: SearchResult) -> list[str]:
-    """Model, cluster and step."""
-    plan, sizes = found.plan, f"{found.model.parameters() / 1e9:.2f}B parameters"
-    rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {found.length:,} tokens"
-    lacking = {} if plan.attention else unplanned(*NEEDED)
-    return [
-        f"{plan.model}, {sizes}, on {found.cluster.name}: a step of {rows}",
-        f"{len(found.choices)} ways to run it, {len(found.fitting)} of which fit; predicted, not measured",
-        *(f"left out: {name} has no {', '.join(functions)}" for name, functions in lacking.items()),
-    ]
-
-
-HEADS = (
+FIGURES = tuple(map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")))
+CHOICES = (
     *(Column(name, text=True) for name in ("attention", "mesh")),
-    *map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")),
+    *FIGURES,
     *(Column(name, text=True, below=True) for name in ("keeps", "reason")),
 )
-
-
-def rows(found: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
-    """A line for each choice."""
-    for choice in best:
-        why = "" if choice is best[0] else found.reason(choice)
-        names = [str(choice.candidate.attention), str(choice.candidate.mesh)]
-        memory = [gib(choice.memory.device), gib(choice.memory.host)]
-        figures = [significant(choice.time.seconds, best[0].time.seconds), f"{100 * choice.mfu:.1f}", *memory]
-        yield [*names, *figures, keeps(choice), why]
-
-
-def significant(number: float, first: float) -> str:
-    """A number, to as many decimals as give the first one four digits."""
-    return f"{number:,.{max(0, 3 - floor(log10(first)))}f}"
-
-
-def keeps(choice: Choice) -> str:
-    """What blocks keep, and where things are."""
-    kept = choice.checkpointing
-    tiled = ", chunked MLP" if kept.tiled else ""
-    optimizer = ", optimizer on the host" if choice.on_host else ""
-    return f"{'no recompute' if kept.policy == 'none' else checkpoints(kept)}{tiled}{optimizer}"
-
-
+POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
+DRAWN_SHARE = 0.002
+"""Share of the slowest step below which a part is not drawn."""
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
 
 
-def parts(choice: Choice) -> Iterator[list[str]]:
-    """What the first choice's time goes to."""
-    total = choice.time.seconds
-    for name, seconds in choice.time.parts().items():
-        if seconds > 0:
-            yield [name, f"{100 * seconds / total:.1f}", f"{1000 * seconds:,.1f}"]
+def as_dict(result: SearchResult) -> dict[str, Any]:
+    """All choices for JSON, with the parts of their times."""
+    advice = {} if result.fitting else {"advice": more_devices(result.choices[0].job, result.cluster, result.room)}
+    return advice | {
+        "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(result.plan).items()},
+        "model": asdict(result.model),
+        "cluster": asdict(result.cluster),
+        "room": asdict(result.room),
+        "tokens": result.length,
+        "choices": [
+            {
+                "axes": choice.candidate.mesh.axes,
+                "attention": asdict(choice.candidate.attention),
+                "checkpointing": asdict(choice.job.checkpointing),
+                "on_host": choice.job.on_host,
+                "fits": choice.fits,
+                "seconds": choice.time.seconds,
+                "parts": choice.time.parts(),
+                "mfu": choice.mfu,
+                "device": choice.memory.device,
+                "host": choice.memory.host,
+                "reason": None if choice.fits and choice is result.fitting[0] else result.reason(choice),
+                "command": command_line(result, choice),
+            }
+            for choice in result.choices
+        ],
+    }
 
 
-KEEPING = (
-    Column("keeps", text=True),
-    *map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")),
-    Column("fits", text=True),
-)
+def show(result: SearchResult) -> None:
+    """Prints the best choices, the first one's time by part and policies, and the command that trains it.
+
+    If nothing fits: the nearest choices, and the number of accelerators that would suffice.
+    """
+    print(*heading(result), "", sep="\n")
+    best = result.fitting[: result.plan.best]
+    if not best:
+        for choice in result.choices[:3]:
+            print(f"{choice.candidate}: {result.reason(choice)}")
+        print(f"nothing fits; {more_devices(result.choices[0].job, result.cluster, result.room)}")
+        return
+    first = best[0].time
+    print_table(CHOICES, choice_rows(result, best))
+    print("\nMFU: the model's FLOPs over the peak, for visible pairs under the mask and without recomputation")
+    print("\ntime of the first, by part\n")
+    print_table(
+        PARTS,
+        (
+            [name, f"{100 * seconds / first.seconds:.1f}", f"{1000 * seconds:,.1f}"]
+            for name, seconds in first.parts().items()
+            if seconds > 0
+        ),
+    )
+    print("\nits other checkpoint policies\n")
+    print_table(POLICIES, policy_rows(result))
+    print(f"\n{summary_of_others(result)}\n\n{command_line(result, best[0], result.plan.out)}")
 
 
-def keeping(found: SearchResult) -> Iterator[list[str]]:
-    """The first choice's mesh and method with each policy, at its best; those that do not fit come last."""
-    told = set[tuple[str, bool, bool]]()
-    for choice in found.others:
-        kept = choice.checkpointing
-        kind = kept.policy, kept.offload, choice.fits
-        if kind in told or (kept.policy, kept.offload, True) in told:
-            continue
-        told.add(kind)
-        sizes = gib(choice.memory.device), gib(choice.memory.host)
-        fits = "yes" if choice.fits else f"no: {missing(choice.memory, found.room)}"
-        yield [keeps(choice), f"{choice.time.seconds:,.4g}", f"{100 * choice.mfu:.1f}", *sizes, fits]
+def heading(result: SearchResult) -> list[str]:
+    """Model, cluster and step."""
+    plan = result.plan
+    rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {result.length:,} tokens"
+    unsupported = {} if plan.attention else unplanned(*NEEDED)
+    return [
+        f"{plan.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
+        f"{len(result.choices)} ways to run it, {len(result.fitting)} of which fit; predicted, not measured",
+        *(f"left out: {name} has no {', '.join(functions)}" for name, functions in unsupported.items()),
+    ]
 
 
-def rest(found: SearchResult) -> str:
-    """Counts of the candidates that are not shown."""
-    slower = len(found.fitting) - min(len(found.fitting), found.plan.best)
-    limits = Counter(found.room.limit(choice.memory) for choice in found.choices if not choice.fits)
-    full = [f"{count} need more memory on the {where}" for where, count in limits.most_common()]
-    return "; ".join([f"{slower} more fit and are slower", *full])
+def figures(choice: Choice, first: Choice) -> list[str]:
+    """Cells for time, MFU and memory; times have as many decimals as give the first choice's four digits."""
+    decimals = max(0, 3 - floor(log10(first.time.seconds)))
+    memory = gib(choice.memory.device), gib(choice.memory.host)
+    return [f"{choice.time.seconds:,.{decimals}f}", f"{100 * choice.mfu:.1f}", *memory]
+
+
+def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
+    """A table row for each choice."""
+    for choice in best:
+        names = str(choice.candidate.attention), str(choice.candidate.mesh)
+        reason = "" if choice is best[0] else result.reason(choice)
+        yield [*names, *figures(choice, best[0]), stored_text(choice), reason]
+
+
+def stored_text(choice: Choice) -> str:
+    """Checkpoints and their place, and the optimizer's if it is the host."""
+    policy = choice.job.checkpointing
+    checkpoints = "no recompute" if policy.policy == "none" else policy_text(policy)
+    chunked, optimizer = (
+        ", chunked MLP" if policy.tiled else "",
+        ", optimizer on the host" if choice.job.on_host else "",
+    )
+    return f"{checkpoints}{chunked}{optimizer}"
+
+
+def policy_rows(result: SearchResult) -> Iterator[list[str]]:
+    """A table row for each policy of the first choice's candidate, in its best variant; last those that do not fit."""
+    shown = set[tuple[str, bool]]()
+    for choice in result.policies:
+        kind = choice.job.checkpointing.policy, choice.job.checkpointing.offload
+        if kind not in shown:
+            shown.add(kind)
+            fits = "yes" if choice.fits else f"no: {result.room.comparison(choice.memory)}"
+            yield [stored_text(choice), *figures(choice, result.fitting[0]), fits]
+
+
+def summary_of_others(result: SearchResult) -> str:
+    """Numbers of choices that are not shown, by reason."""
+    slower = max(0, len(result.fitting) - result.plan.best)
+    limits = Counter(result.room.limit(choice.memory) for choice in result.choices if not choice.fits)
+    too_large = [f"{count} need more memory on the {place}" for place, count in limits.most_common()]
+    return "; ".join([f"{slower} more fit and are slower", *too_large])
+
+
+def draw(result: SearchResult, path: Path) -> Path:
+    """Draws a bar for each of the best choices, by parts of its step, as a PNG at `path`, which is returned.
+
+    Raises:
+        ValueError: nothing fits.
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    best = result.fitting[: result.plan.best]
+    if not best:
+        raise ValueError(f"--plot {path}: nothing fits, so there is nothing to draw")
+    size = (11, 2.2 + 0.5 * len(best))
+    figure = optional("matplotlib.figure", "plot", package="armillary-plan").Figure(size, layout="constrained")
+    axes = figure.subplots()
+    ends = [0.0] * len(best)
+    for i, name in enumerate(best[0].time.parts()):
+        widths = [choice.time.parts()[name] for choice in best]
+        if max(widths) > DRAWN_SHARE * best[-1].time.seconds:
+            axes.barh(range(len(best)), widths, left=ends, label=name, color=f"C{i}")
+        ends = [a + b for a, b in zip(ends, widths, strict=True)]
+    for i, choice in enumerate(best):
+        axes.text(ends[i], i, f" {choice.mfu:.1%} MFU", va="center", fontsize=8)
+    axes.set_yticks(range(len(best)), [f"{choice.candidate}\n{stored_text(choice)}" for choice in best], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("predicted step time (s)")
+    axes.set_title("\n".join(heading(result)), fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    with writing(path):
+        figure.savefig(path, dpi=120)
+    return path

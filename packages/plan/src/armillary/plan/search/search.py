@@ -1,10 +1,11 @@
-"""`armillary-plan`: which mesh, method and checkpoints train a model fastest on a cluster, and why not the others."""
+"""Time and memory of all candidates, and the choice between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,77 +19,83 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
+from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
-from armillary.plan.search.candidates import Candidate, candidates, is_one_of, policies
-from armillary.plan.search.keeping import fitted
+from armillary.plan.search.candidates import Candidate, candidates
+from armillary.plan.search.fit_policy import POLICIES, fitted
 from armillary.train.config.limits import Count, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
-"""Functions of a method's plan. Methods without them are left out, or refused where they are asked for."""
-AS_FAST = 1e-3
-"""By so much of its time a choice may be slower than another, and be taken because it leaves more memory free."""
+"""Functions of a method's plan that a prediction takes. A search leaves out methods without them."""
+TIE = 1e-3
+"""Share of the step time within which the choice with more free memory wins."""
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Finds the fastest way to train a model on a cluster, by arithmetic: nothing is run, and no GPU is needed.
+    """Finds the fastest way to train a model on a cluster, by formulas: nothing is run, and no GPU is needed.
 
     Three ways to start:
       # all meshes and methods on 16 GPUs
       armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens 256Ki
       # the best as a file for armillary-train --config
       armillary-plan search --cluster 8xh100 --tokens 128Ki --out planned.toml
-      # two methods alone, drawn
+      # two methods alone, with a plot
       armillary-plan search --tokens 1M --attention usp upipe --plot best.png
+
+    Exit code 1: nothing fits.
     """
 
     model: str = "llama3-8b"
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
-    """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file that describes one."""
+    """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file."""
     tokens: Quantity = "128Ki"
-    """Length of a sequence."""
+    """Sequence length."""
     rows: Count = 1
-    """Sequences of a step, over all ranks."""
+    """Sequences per step, over all ranks."""
     attention: tuple[str, ...] = ()
-    """Only these methods, as --parallel.attention has them."""
+    """Only these methods, named as for --parallel.attention."""
     kernel: str | None = None
-    """Attention kernel, as --parallel.kernel has it; by default the fastest that torch ships."""
+    """Attention kernel, named as for --parallel.kernel; by default the fastest that torch ships."""
     best: Count = 10
-    """Number of candidates to show."""
+    """Number of choices to show."""
     reserve: Quantity = RESERVE
     """Memory of each device to reserve for CUDA, NCCL and fragmentation."""
     host_reserve: Quantity = HOST_RESERVE
     """Memory of each node to reserve for the system."""
     plot: Path | None = None
-    """PNG file for a plot of the best."""
+    """PNG file for a plot of the best choices."""
     out: Path | None = None
-    """TOML file for the best, for armillary-train --config."""
+    """TOML file for the best choice, for armillary-train --config."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with the checkpoints that make it fastest, or that come nearest to fitting."""
+    """A candidate with a checkpoint policy and a place for the optimizer, and its predicted time and memory.
+
+    Args:
+        job: the step on one rank, to be simulated.
+    """
 
     candidate: Candidate
-    checkpointing: Checkpointing
-    on_host: bool
+    job: Job
     time: StepTime
     memory: Estimate
     fits: bool
     mfu: float
 
-    def job(self, found: SearchResult) -> Job:
-        """The step that was planned, to be simulated."""
-        return job_of(self.candidate, found.model, found.length, found.plan.rows, self.on_host, self.checkpointing)
-
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was asked, in full, and all choices: those that fit, fastest first, and then those that don't."""
+    """A plan with its names resolved, and all choices.
+
+    Args:
+        choices: one per candidate; first those that fit, fastest first, then those nearest to fitting.
+        policies: the first choice's candidate under every policy, in the same order.
+    """
 
     plan: SearchPlan
     model: Model
@@ -96,62 +103,65 @@ class SearchResult:
     room: Room
     length: int
     choices: list[Choice] = field(default_factory=list[Choice])
-    others: list[Choice] = field(default_factory=list[Choice])
-    """The first choice's mesh and method with all else that blocks may keep, the same way."""
+    policies: list[Choice] = field(default_factory=list[Choice])
 
     @property
     def fitting(self) -> list[Choice]:
-        """Those that fit, fastest first."""
+        """Choices that fit, fastest first."""
         return [choice for choice in self.choices if choice.fits]
 
     def reason(self, choice: Choice) -> str:
         """Why a choice is not the first."""
         if not choice.fits:
-            return f"does not fit: {missing(choice.memory, self.room)}"
+            return f"does not fit: {self.room.comparison(choice.memory)}"
         best = self.fitting[0].time
-        more = {name: part - best.parts()[name] for name, part in choice.time.parts().items()}
-        lost = sorted(((amount, name) for name, amount in more.items() if amount > 0), reverse=True)
+        parts = best.parts()
         behind = choice.time.seconds - best.seconds
-        if behind <= 0 or not lost:
+        slower = sorted(
+            ((part - parts[name], name) for name, part in choice.time.parts().items() if part > parts[name]),
+            reverse=True,
+        )
+        if behind <= 0 or not slower:
             return "as fast"
-        named = [f"{name} +{duration(amount)}" for amount, name in lost if amount > behind / 10][:3]
-        return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(named)}"
+        causes = [f"{name} +{duration(seconds)}" for seconds, name in slower if seconds > behind / 10][:3]
+        return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(causes)}"
 
 
-def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _of: None) -> SearchResult:
+def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _total: None) -> SearchResult:
     """Evaluates all candidates.
 
     Args:
-        progress: called with the numbers of candidates done, and of all.
+        progress: called with (candidates done, all candidates).
 
     Raises:
-        ValueError: an unknown name, a length or rows that no candidate takes.
+        ValueError: an unknown name, or a length or number of rows that no candidate supports.
     """
     check_limits(plan)
     check_kernel_name("--kernel", plan.kernel)
     cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
-    wanted = [c for c in candidates(model.heads, cluster.ranks, plan.rows) if is_one_of(c.attention, plan.attention)]
+    every = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention))
     if not plan.attention:
-        wanted = [c for c in wanted if not c.attention.method.missing(*NEEDED)]
-    if not wanted:
+        every = [candidate for candidate in every if not candidate.attention.method.missing(*NEEDED)]
+    if not every:
         raise ValueError(
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
             f"{' '.join(plan.attention) or 'of any kind'}"
         )
-    found = list[list[Choice]]()
-    for i, candidate in enumerate(wanted):
-        progress(i, len(wanted))
+    choices = list[list[Choice]]()
+    for i, candidate in enumerate(every):
+        progress(i, len(every))
         passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel)
-        found.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes))
+        # Attention's time does not depend on the checkpoint policy, so it is computed once per candidate.
+        choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes))
 
-    def rank(choice: Choice) -> tuple[bool, float]:
+    def order(choice: Choice) -> tuple[bool, float]:
         return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
 
-    found.sort(key=lambda several: rank(best_of(several, room)))
-    choices = [best_of(several, room) for several in found]
-    return SearchResult(plan, model, cluster, room, length, choices, sorted(found[0], key=rank))
+    choices.sort(key=lambda per_policy: order(best_of(per_policy, room)))
+    best = [best_of(per_policy, room) for per_policy in choices]
+    return SearchResult(plan, model, cluster, room, length, best, sorted(choices[0], key=order))
 
 
 def passes_of(
@@ -163,13 +173,14 @@ def passes_of(
     kernel: str | None = None,
     margin: int | None = None,
 ) -> Passes:
-    """Attention of a block, on causal zigzag sequences; by the fastest kernel that torch ships, or the one named.
+    """Time of a block's attention, on causal sequences with a zigzag layout.
 
     Args:
-        margin: multiprocessors that a persistent kernel leaves to NCCL; None: as many as by default.
+        kernel: by name; by default the fastest that torch ships.
+        margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
     """
     mesh, attention = candidate.mesh, candidate.attention
-    work = AttentionShape.of(
+    shape = AttentionShape.of(
         attention.layout(length, mesh.ring),
         AttentionMask(),
         heads=model.heads,
@@ -178,7 +189,8 @@ def passes_of(
         dtype=torch.bfloat16,
         batch=rows // mesh.shard,
     )
-    plan = attention.comm_plan(work, mesh.ring, mesh.ulysses)
+    # Groups along `shard` run the same plan side by side and share the links between nodes.
+    plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel, margin)
 
@@ -186,51 +198,45 @@ def passes_of(
 def choices_of(
     candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, room: Room, passes: Passes
 ) -> list[Choice]:
-    """A candidate with all that blocks may keep, and as much of it as fits."""
-    found = list[Choice]()
-    for policy, on_host in policies():
-        job = job_of(candidate, model, length, rows, on_host, policy)
+    """A candidate under all checkpoint policies, with the optimizer on the device and on the host."""
+    mesh, choices = candidate.mesh, list[Choice]()
+    flops = rows * length * model.flops_per_token(length)
+    for policy, on_host in product(POLICIES, (False, True)):
+        job = Job(
+            model=model,
+            axes=mesh.axes,
+            attention=candidate.attention,
+            length=length,
+            rows=rows // mesh.shard,
+            on_host=on_host,
+        )
 
+        # `fitted` bisects over counts and asks for the same policies repeatedly.
         @cache
         def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
             return estimate(replace(job, checkpointing=checkpointing))
 
         for checkpointing in fitted(policy, model.layers, memory, room):
-            held, time = memory(checkpointing), step_time(replace(job, checkpointing=checkpointing), passes, cluster)
-            flops = rows * length * model.flops_per_token(length)
+            job, usage = replace(job, checkpointing=checkpointing), memory(checkpointing)
+            time = step_time(job, passes, cluster)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
-            found.append(Choice(candidate, checkpointing, on_host, time, held, room.share(held) <= 1, mfu))
-            if checkpointing == policy and found[-1].fits and time.offload <= AS_FAST * time.seconds:
-                break  # all is kept, and nothing waits for it
-    return found
+            choice = Choice(candidate, job, time, usage, room.share(usage) <= 1, mfu)
+            choices.append(choice)
+            if checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:
+                break  # storing fewer checkpoints would be slower, with nothing gained
+    return choices
 
 
-def job_of(
-    candidate: Candidate, model: Model, length: int, rows: int, on_host: bool, checkpointing: Checkpointing
-) -> Job:
-    """A candidate's step on one rank."""
-    return Job(
-        model=model,
-        axes=candidate.mesh.axes,
-        attention=candidate.attention,
-        length=length,
-        rows=rows // candidate.mesh.shard,
-        checkpointing=checkpointing,
-        on_host=on_host,
-    )
-
-
-def best_of(found: list[Choice], room: Room) -> Choice:
-    """The fastest that fits, or one nearly as fast that leaves more memory; if none fits, what is fullest least."""
-    if not any(choice.fits for choice in found):
-        return min(found, key=lambda choice: room.share(choice.memory))
-    fastest = min(choice.time.seconds for choice in found if choice.fits)
-    as_fast = [choice for choice in found if choice.fits and choice.time.seconds <= (1 + AS_FAST) * fastest]
-    return min(as_fast, key=lambda choice: room.share(choice.memory))
+def best_of(choices: list[Choice], room: Room) -> Choice:
+    """The choice with most free memory among the fastest that fit, or among all if none fits."""
+    fitting = [choice for choice in choices if choice.fits]
+    fastest = min((choice.time.seconds for choice in fitting), default=0.0)
+    ties = [choice for choice in fitting if choice.time.seconds <= (1 + TIE) * fastest]
+    return min(ties or choices, key=lambda choice: room.share(choice.memory))
 
 
 def duration(seconds: float) -> str:
-    """For people: 2.1 h, 35 s, 120 ms."""
+    """Such as 2.1 h, 35 s or 120 ms."""
     for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,11 +1,10 @@
-"""Measuring which mesh and which attention method train a model fastest on the machines at hand (`armillary-tune`).
+"""`armillary-tune`: measures which mesh and attention method train a model fastest on the machine at hand.
 
-command.py     the command line
-question.py    all settings that measurements depend on
-file.py        the file of measurements
-prune.py       candidates, without those predicted to be slow or not to fit
-bench.py       a block of the model on a candidate's mesh, and its seconds
-tuner.py       measures candidate after candidate, and the fastest again in turns
-groups.py      a process group for each candidate
-screen.py      progress on the terminal
+command.py        command line
+measurements.py   the JSON file of measurements, and their cache key
+prune.py          candidates, without those predicted to be slow or not to fit
+bench.py          times one block of the model on a candidate's mesh
+tuner.py          measures all candidates, then the fastest again in turns
+groups.py         a process group for each candidate
+screen.py         progress on the terminal
 """

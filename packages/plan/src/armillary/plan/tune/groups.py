@@ -1,4 +1,4 @@
-"""A process group of its own for each candidate, so that communicators do not pile up."""
+"""A process group for each candidate, so that its communicators end with it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from armillary.train.trainer import watchdog_of
 
 @dataclass(frozen=True)
 class Groups:
-    """All ranks, and a watchdog that sees to it that none waits for ever, when groups come and go too.
+    """Successive process groups of the same ranks, under one watchdog that also covers their start and end.
 
     Args:
-        store: of the first rendezvous, through which the watchdog communicates.
+        store: of the first rendezvous. The watchdog communicates through it, so it must outlive the groups.
     """
 
     config: Config
@@ -33,25 +33,26 @@ class Groups:
     @classmethod
     @contextmanager
     def watched(cls, config: Config) -> Generator[Groups]:
-        """All ranks must enter it. Starts a group, for the store, and takes it down again."""
+        """Starts the watchdog, with the store of a temporary group. All ranks must enter."""
         with ExitStack() as stack:
             with process_group(config):
                 watchdog = stack.enter_context(watchdog_of(config))
                 store = compat.default_store()
+            # The temporary group has ended; the watchdog and its store remain.
             yield cls(config, watchdog, store)
 
     @contextmanager
     def group(self, phase: str, number: int = 0) -> Generator[tuple[torch.device, Ranks]]:
-        """(this rank's device, all ranks on a group that candidates do not use) around what ranks do together.
+        """A new process group around the block: (this rank's device, all ranks on a group of their own).
 
         Args:
-            phase, number: what is done in it, for the watchdog.
+            phase, number: title of the block in the watchdog's reports.
         """
         self.watchdog.begins(phase, number)
-        hook = sys.excepthook  # each group that starts wraps it once more
+        hook = sys.excepthook  # each start of a group wraps it once more
         with process_group(self.config) as device:
             ranks = Ranks(collective_timeout(self.config))
             yield device, ranks
-            ranks.gather()  # no rank destroys a group that others still use
+            ranks.gather()  # no rank destroys a group that another still uses
             ranks.close()
         sys.excepthook = hook

@@ -1,4 +1,4 @@
-"""Candidates, and which of them the planner predicts to be fast enough to measure."""
+"""Candidates, and the planner's predictions of which ones are worth measuring."""
 
 from __future__ import annotations
 
@@ -7,114 +7,94 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from armillary.core.quantity import quantity
-from armillary.plan.comm_time.step_time import step_time
-from armillary.plan.memory import Job
+from armillary.plan.dry_run import job_of, time_of
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.fit import HOST_RESERVE, RESERVE, Room, missing
+from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of
-from armillary.plan.search.candidates import Candidate, candidates, is_one_of
-from armillary.plan.search.search import passes_of
+from armillary.plan.search.candidates import Candidate, candidates
 from armillary.plan.tune.bench import VOCABULARY
-from armillary.plan.tune.command import Order
-from armillary.plan.tune.file import Measured
-from armillary.train.config import Config
-from armillary.train.kernels import sm_margin
+from armillary.plan.tune.command import TunePlan
+from armillary.plan.tune.measurements import Measurement
 from armillary.train.model import model_config
 
 
 @dataclass(frozen=True)
 class CandidatePrediction:
-    """The planner's prediction for a candidate: seconds of a step, and what is missing where it does not fit."""
+    """Predicted seconds of a step; `missing` compares needed and available memory if it does not fit."""
 
     candidate: Candidate
     seconds: float
     missing: str | None = None
 
 
-def all_candidates(order: Order, ranks: int) -> list[Candidate]:
-    """All candidates for so many ranks.
+def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
+    """All candidates on `ranks` ranks; replicate and tp stay as the run has them.
 
     Raises:
         ValueError: there are none.
     """
-    config = order.measured_run
-    fixed = config.parallel.replicate * config.parallel.tp
-    heads = model_config(config.model, VOCABULARY, config.data.sequence_length).heads // config.parallel.tp
-    rows = config.data.global_batch_size // (config.parallel.replicate * config.train.accumulation)
-    if ranks % fixed:
+    config = plan.measured_run
+    parallel = config.parallel
+    other_ranks = parallel.replicate * parallel.tp
+    if ranks % other_ranks:
         raise ValueError(
-            f"--parallel.replicate {config.parallel.replicate} x --parallel.tp {config.parallel.tp} do not divide "
-            f"{ranks} ranks"
+            f"--parallel.replicate {parallel.replicate} x --parallel.tp {parallel.tp} do not divide {ranks} ranks"
         )
-    found = [each for each in candidates(heads, ranks // fixed, rows) if is_one_of(each.attention, order.attention)]
-    if not found:
-        raise ValueError(f"--attention {' '.join(order.attention)}: nothing to measure on {ranks} ranks; name others")
-    return found
+    heads = model_config(config.model, VOCABULARY, config.data.sequence_length).heads // parallel.tp
+    rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
+    every = list(candidates(heads, ranks // other_ranks, rows, plan.attention))
+    if not every:
+        raise ValueError(f"--attention {' '.join(plan.attention)}: nothing to measure on {ranks} ranks; name others")
+    return every
 
 
 def pruned(
-    order: Order, ranks: int, precision: torch.dtype, every: Sequence[Candidate]
-) -> tuple[list[Candidate], list[Measured]]:
-    """(candidates to measure, the fastest by prediction first; those left out, with reasons). Without a cluster all are
-    to be measured.
+    plan: TunePlan, ranks: int, precision: torch.dtype, every: Sequence[Candidate]
+) -> tuple[list[Candidate], list[Measurement]]:
+    """(candidates to measure, excluded ones with reasons), by prediction; without a cluster, all are measured.
 
     Raises:
-        ValueError: no such cluster, or one of other ranks.
+        ValueError: an unknown cluster, or one with another number of ranks.
     """
-    if order.cluster is None:
+    if plan.cluster is None:
         return list(every), []
-    predict = predictor(order, ranks, precision)
-    return parted([predict(candidate) for candidate in every], order.slower)
+    predict = predictor(plan, ranks, precision)
+    return partition([predict(candidate) for candidate in every], plan.slower)
 
 
-def parted(predictions: Sequence[CandidatePrediction], slower: float) -> tuple[list[Candidate], list[Measured]]:
-    """What to measure, and what not because it does not fit or takes more than `slower` times as long as the fastest.
+def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tuple[list[Candidate], list[Measurement]]:
+    """(candidates to measure, the fastest first; excluded ones with reasons).
 
-    Where nothing fits by prediction, all are to be measured: the formulas may be wrong, and the device will tell.
+    Excluded are candidates that do not fit, or take more than `slower` times as long as the fastest. If nothing fits,
+    all are measured: the formulas may be wrong, and the device has the last word.
     """
     fitting = [each for each in predictions if each.missing is None] or list(predictions)
-    least = min(each.seconds for each in fitting)
-    kept = sorted((each for each in fitting if each.seconds <= slower * least), key=lambda each: each.seconds)
-    reasons = {
-        each.candidate: f"predicted not to fit: {each.missing}"
-        if each.missing is not None
-        else f"predicted to take {each.seconds / least:.2f} times as long as the fastest"
-        for each in predictions
-        if each not in kept
-    }
-    return [each.candidate for each in kept], [Measured(each, reason=reason) for each, reason in reasons.items()]
+    fastest = min(each.seconds for each in fitting)
+    selected = sorted((each for each in fitting if each.seconds <= slower * fastest), key=lambda each: each.seconds)
+    excluded = list[Measurement]()
+    for each in predictions:
+        if each not in selected:
+            reason = f"predicted not to fit: {each.missing}"
+            if each.missing is None:
+                reason = f"predicted to take {each.seconds / fastest:.2f} times as long as the fastest"
+            excluded.append(Measurement(each.candidate, reason=reason))
+    return [each.candidate for each in selected], excluded
 
 
-def predictor(order: Order, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
-    """The planner, asked about the order's model on its cluster."""
-    config, cluster = order.measured_run, cluster_of(order.cluster or "")
+def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
+    """The planner's prediction for the plan's model, on its cluster."""
+    config, cluster = plan.measured_run, cluster_of(plan.cluster or "")
     if cluster.ranks != ranks:
-        raise ValueError(f"--cluster {order.cluster} has {cluster.ranks} ranks, and {ranks} are running")
-    room = Room.of(cluster, quantity(RESERVE), quantity(HOST_RESERVE))
-    job = job_of(config, precision)
+        raise ValueError(f"--cluster {plan.cluster} has {cluster.ranks} ranks, and {ranks} are running")
+    room = Room.of(cluster)
+    # Without a known vocabulary, embedding and head are as small as the tuner's.
+    model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
 
     def predict(candidate: Candidate) -> CandidatePrediction:
-        mesh, attention = candidate.mesh, candidate.attention
-        mine = replace(job, axes=mesh.axes, attention=attention, rows=job.rows // mesh.shard)
-        kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
-        passes = passes_of(candidate, job.model, cluster, job.length, job.rows, kernel, margin)
-        memory, taken = estimate(mine), step_time(mine, passes, cluster)
-        return CandidatePrediction(candidate, taken.seconds, missing(memory, room) if room.share(memory) > 1 else None)
+        run = replace(config, parallel=replace(config.parallel, **candidate.parallel))
+        job = job_of(run, candidate.mesh.axes, model, precision)
+        memory = estimate(job)
+        missing = room.comparison(memory) if room.share(memory) > 1 else None
+        return CandidatePrediction(candidate, time_of(run, job, cluster).seconds, missing)
 
     return predict
-
-
-def job_of(config: Config, precision: torch.dtype) -> Job:
-    """The step on one rank, with all rows."""
-    sizes = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
-    return Job(
-        model=sizes,
-        axes={},
-        attention=lambda mesh: NotImplemented,
-        length=config.data.sequence_length,
-        rows=config.data.global_batch_size // config.train.accumulation,
-        checkpointing=config.checkpointing,
-        on_host=config.optimizer.cpu_offload,
-        precision=precision,
-    )

@@ -1,39 +1,45 @@
-"""Progress on the terminal: a line for each candidate, and a progress bar below."""
+"""Progress on the terminal: a line for each candidate, above a progress bar."""
 
 from __future__ import annotations
 
 from typing import Self
 
 from armillary.data.progress import Bar
-from armillary.plan.tune.file import Measured, Tuned
+from armillary.plan.tune.measurements import Measurement, TunerState
 
 
 class TunerScreen:
-    """Shows progress on rank 0, and nothing elsewhere."""
+    """Shows progress on rank 0 and nothing on other ranks."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.bar = Bar("tuning", quiet=rank > 0)
 
-    def begins(self, known: int, total: int, left_out: int) -> None:
-        """So many of all candidates are known already."""
-        parts = [f"{total} candidate{'' if total == 1 else 's'}"]
-        parts += [f"{left_out} more left out by prediction"] if left_out else []
-        parts += [f"{known} measured before"] if known else []
-        self.say(", ".join(parts))
-        self.bar.show("tuning", known, total)
+    def show_start(self, total: int, state: TunerState) -> None:
+        """Prints numbers of candidates."""
+        counts = [f"{total} candidate{'' if total == 1 else 's'}"]
+        counts += [f"{len(state.excluded)} more excluded by prediction"] if state.excluded else []
+        measured = total - state.remaining
+        counts += [f"{measured} measured before"] if measured else []
+        self.print(", ".join(counts))
+        self.bar.show("tuning", measured, total)
 
-    def measured(self, number: int, total: int, found: Measured, tuned: Tuned) -> None:
-        """A candidate was measured, or failed."""
+    def show_measurement(self, number: int, total: int, measurement: Measurement, state: TunerState) -> None:
+        """Prints a line such as "2/7 ring on ring 8: 1.24 s (best 1.10 s: ulysses on ulysses 8)"."""
         self.bar.show("tuning", number, total)
-        self.say(f"{number}/{total} {line(found, tuned)}")
+        outcome = measurement.reason
+        if measurement.seconds is not None:
+            best = state.fastest_first[0]
+            comparison = "the best" if best == measurement else f"best {short_time(best.seconds)}: {best.candidate}"
+            outcome = f"{short_time(measurement.seconds)} ({comparison})"
+        self.print(f"{number}/{total} {measurement.candidate}: {outcome}")
 
-    def compares(self, count: int) -> None:
-        """The nearest are measured again."""
+    def show_finalists(self, count: int) -> None:
+        """Announces the comparison of the fastest candidates."""
         self.bar.show("comparing")
-        self.say(f"the {count} fastest again, in turns")
+        self.print(f"the {count} fastest again, in turns")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
@@ -45,16 +51,7 @@ class TunerScreen:
         self.bar.__exit__(None, None, None)
 
 
-def line(found: Measured, tuned: Tuned) -> str:
-    """Such as "ring on ring 8: 1.24 s (best 1.10 s: ulysses on ulysses 8)"."""
-    if found.seconds is None:
-        return f"{found.candidate}: {found.reason}"
-    best = tuned.fastest[0]
-    so_far = "the best" if best == found else f"best {seconds(best.seconds)}: {best.candidate}"
-    return f"{found.candidate}: {seconds(found.seconds)} ({so_far})"
-
-
-def seconds(value: float | None) -> str:
-    """For people: three digits, in seconds or milliseconds."""
-    value = value or 0.0
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+def short_time(seconds: float | None) -> str:
+    """Three digits, in seconds or milliseconds."""
+    seconds = seconds or 0.0
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""An attention method as plain data: a name and its options, from which a `Job` can build it."""
+"""An attention method as data: its name and options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from armillary.core import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The method `build_attention(name, mesh, ...)`; calling it with a mesh builds it, as a `Job` wants.
+    """The method `build_attention(name, mesh, ...)`. Called with a mesh, builds it: the `attention` of a `Job`.
 
     Args:
         name: such as "ring", "usp" or "upipe+wallfacer".
-        heads_per_stage, team, placement: options, as the trainer's `ParallelConfig` has them.
+        heads_per_stage, team, placement: options of the trainer's `ParallelConfig`.
     """
 
     name: str
@@ -29,13 +29,13 @@ class AttentionChoice:
 
     @classmethod
     def of(cls, method: NamedMethod) -> AttentionChoice:
-        """The same as data."""
+        """The choice that stands for a method."""
         options = method.options
         return cls(method.name, options.heads_per_stage, options.team, options.placement)
 
     @property
     def method(self) -> NamedMethod:
-        """What the registry knows of it.
+        """The registry's method.
 
         Raises:
             ValueError: an unknown name, or an option that the method does not have.
@@ -49,9 +49,9 @@ class AttentionChoice:
         return self.method.build(mesh)
 
     def layout(self, length: int, ranks: int) -> SequenceLayout:
-        """Zigzag, over so many ranks of the sequence axis; what `Method.layout` gives, not refined for a head axis."""
+        """Zigzag layout over `ranks` sequence ranks, as of `Method.layout` but not refined for a head axis."""
         return self.method.layout(length, ranks)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
-        """What it sends and computes on a mesh of ring x ulysses ranks."""
+        """Communication plan on a mesh of ring x ulysses ranks."""
         return self.method.comm_plan(work, ring, ulysses)

@@ -1,4 +1,4 @@
-"""A training step in numbers: what tensors of each kind take on a rank, and how its attention goes about them."""
+"""Sizes of a training step's tensors on a rank, and the memory of its attention."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.widths import Widths
-from armillary.plan.memory.simulate import Job
+from armillary.plan.memory.simulation.simulate import Job
 
 MASTER = float32.itemsize
-"""Bytes of a number in master weights, in gradients, and in each of the two moments that AdamW keeps."""
+"""Bytes of a number in master weights, gradients and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class StepSizes:
     """Sizes of a job's tensors on a rank, in bytes.
 
     Args:
-        tokens: T, of the rank; of `rows` sequences, B.
+        tokens: local tokens T of each of `rows` sequences (B).
         e: bytes of an element in forward and backward.
-        sharing: ranks that parameters are sharded over.
+        sharing: number of ranks that parameters are sharded over.
     """
 
     model: Widths
@@ -47,9 +47,7 @@ class StepSizes:
     @classmethod
     def of(cls, job: Job) -> StepSizes:
         if not isinstance(job.attention, AttentionChoice):
-            raise ValueError(
-                f"attention {job.attention!r} can be anything; to be estimated it must be an AttentionChoice"
-            )
+            raise ValueError(f"attention={job.attention!r} must be an AttentionChoice, so that its formulas are known")
         axes: Mapping[str, int] = job.axes
         ring, ulysses = axes.get("ring", 1), axes.get("ulysses", 1)
         method = job.attention.method
@@ -68,7 +66,7 @@ class StepSizes:
         )
 
     def tensor(self, width: float, tokens: int | None = None, size: int | None = None) -> float:
-        """[B, T, width], of all tokens and in the compute dtype unless `size` is given."""
+        """Bytes of [B, T, width]; by default of all local tokens, in the compute dtype."""
         return self.rows * (self.tokens if tokens is None else tokens) * width * (self.e if size is None else size)
 
     @property
@@ -88,63 +86,63 @@ class StepSizes:
 
     @cached_property
     def piece(self) -> int:
-        """Tokens that what follows attention is run on at once."""
+        """Chunk size in tokens of the part after attention."""
         return chunks(self.tokens, self.checkpointing.chunk)[0].stop
 
     @property
     def total(self) -> int:
-        """Bytes of a number in sums of parameters' gradients: wide where there are several pieces to sum."""
+        """Bytes of a number in accumulated parameter gradients: float32 if there are several chunks."""
         return self.e if self.piece >= self.tokens else MASTER
 
     @cached_property
     def stages(self) -> HeadStages:
-        """The stages in which heads come."""
+        """Stages of heads."""
         return self.method.stages(self.model.heads, self.model.key_heads, self.ulysses)
 
     @property
     def projects_in_stages(self) -> bool:
-        """Whether attention keeps out and lse alone, and projects again in backward."""
+        """True if attention saves only out and lse, and projects again in backward."""
         return self.method.head is not None and self.method.head.plan.projects_in_stages
 
     @cached_property
     def keeps(self) -> tuple[Keep, ...]:
-        """What each block keeps, where blocks are run in parts."""
+        """Checkpoints of each block, unless the policy is "none"."""
         return self.checkpointing.keeps(self.model.layers)
 
     @cached_property
     def segments(self) -> tuple[range, ...]:
-        """Blocks of which the first alone keeps its input."""
+        """Runs of blocks whose first block alone stores its input."""
         firsts = [i for i, keep in enumerate(self.keeps) if keep.x]
         return tuple(starmap(range, pairwise([*firsts, len(self.keeps)])))
 
     @property
     def attended(self) -> Sizes:
-        """What attention is about at a time: heads of a stage."""
+        """Sizes of attention's tensors in one stage of heads."""
         return self.call(self.stages.queries, self.stages.keys)
 
     def call(self, queries: int, keys: int) -> Sizes:
-        """What attention is about with so many heads of each rank of the head axis: of all its tokens, so U times."""
+        """Sizes for so many heads per rank of the head axis, each with the tokens of all U ranks of the axis."""
         head = self.tensor(self.model.head_dim) * self.ulysses
         lse = self.tensor(1, size=MASTER) * self.ulysses
         return Sizes(queries * head, keys * head, queries * lse, max(MASTER, self.e) / self.e, queries / keys)
 
     def forward(self, x: Sizes) -> float:
-        """Of the method on the sequence axis."""
+        """Forward memory of the method on the sequence axis."""
         return self.method.sequence_plan(self.ring).forward_memory(x, self.ring)
 
     def backward(self, x: Sizes) -> float:
-        """Likewise."""
+        """Backward memory of the method on the sequence axis."""
         return self.method.sequence_plan(self.ring).backward_memory(x, self.ring)
 
     def attention_forward(self) -> float:
-        """What attention allocates, q, k and v too. Blocks that keep x alone run any method as UPipe."""
+        """Attention's memory in forward, with q, k and v. Under recomputation any method runs in UPipe's stages."""
         inner, head = self.forward(self.attended), self.method.head_plan(self.ulysses)
         if self.checkpointing.policy == "none" and head is not None:
             return head.forward_memory(self.attended, inner)
         return UPipePlan().forward_memory(self.attended, inner)
 
     def attention_backward(self) -> float:
-        """What it allocates besides out and dout of this rank's tokens, and besides what autograd has kept."""
+        """Attention's memory in backward, without out and dout of local tokens and without autograd's saved tensors."""
         inner, alone = self.backward(self.attended), self.ring == 1
         if self.checkpointing.policy != "none":
             return UPipePlan().backward_memory(self.attended, inner, self.stages, alone)
@@ -152,9 +150,9 @@ class StepSizes:
         return inner if head is None else head.backward_memory(self.attended, inner, self.stages, alone)
 
     def kept_attention(self) -> float:
-        """What attention's backward wants, where autograd has its way: q, k, v, out and lse.
+        """Tensors that autograd saves for attention's backward: q, k, v, out and lse.
 
-        Norms of queries and keys keep what these were before.
+        Norms of queries and keys also save their inputs.
         """
         if self.projects_in_stages:
             return self.out + self.lse

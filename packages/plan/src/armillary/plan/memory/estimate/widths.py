@@ -1,4 +1,4 @@
-"""What the estimate needs to know of a model: widths, and how many numbers each gathered unit has."""
+"""Widths of a model, and parameter counts of the units that FSDP gathers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from armillary.models import GPTConfig, LlamaConfig
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of a model, and numbers of parameters by units that FSDP gathers together.
+    """Widths of a model, and parameter counts by FSDP unit.
 
     Args:
-        inner: the width inside the MLP.
+        inner: width inside the MLP.
         gated: the MLP has a gate (SwiGLU), and positions are rotations (RoPE).
-        head_norms: queries and keys go through norms of their own.
-        block: of a block; `rest` of them are used after attention.
-        table: of the embedding, where it is a unit of its own.
-        head: of the head, likewise.
-        root: of what stays gathered from forward to the end of backward: norms, and a tied table with its positions.
+        head_norms: queries and keys have norms.
+        block: parameters of a block; `rest` of them are used after attention.
+        table, head: parameters of embedding and head, if they are units; 0 if they are tied.
+        root: parameters that stay gathered until the end of backward: norms, and a tied table with positions.
     """
 
     dim: int
@@ -39,12 +38,16 @@ class Widths:
     @classmethod
     def of(cls, model: LlamaConfig | GPTConfig) -> Widths:
         block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
-        around = model.parameters() - model.layers * block
+        outside_blocks = model.parameters() - model.layers * block
         llama = isinstance(model, LlamaConfig)
         inner = model.hidden_dim if llama else 4 * model.dim
-        attended = model.heads * model.head_dim
-        rest = attended * model.dim + (3 if llama else 2) * model.dim * inner + (model.dim if llama else 8 * model.dim)
-        alone = 0 if not llama or model.tied_embeddings else model.vocab_size * model.dim
+        attention_width = model.heads * model.head_dim
+        rest = (
+            attention_width * model.dim
+            + (3 if llama else 2) * model.dim * inner
+            + (model.dim if llama else 8 * model.dim)
+        )
+        unit = 0 if not llama or model.tied_embeddings else model.vocab_size * model.dim
         return cls(
             dim=model.dim,
             heads=model.heads,
@@ -57,17 +60,17 @@ class Widths:
             head_norms=llama and model.qk_norm,
             block=block,
             rest=rest,
-            table=alone,
-            head=alone,
-            root=around - 2 * alone,
+            table=unit,
+            head=unit,
+            root=outside_blocks - 2 * unit,
         )
 
     @property
     def all(self) -> int:
-        """Numbers of parameters."""
+        """Number of all parameters."""
         return self.layers * self.block + self.table + self.head + self.root
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding table."""
+        """True if the head is the embedding table."""
         return self.head == 0

@@ -1,4 +1,4 @@
-"""What really was allocated on the CPU: an independent witness for simulations."""
+"""Peak of torch's CPU allocator, to validate simulations with."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measured_peak(work: Callable[[], object]) -> int:
-    """The most bytes that `work` held at once of the CPU allocator, above what was held before.
+    """Peak bytes that `work` allocates on the CPU, above those allocated before.
 
-    Counts every allocation of torch's, those inside kernels too. Nothing watches the ops themselves, so that torch does
-    what it does without a watcher.
+    Reads the profiler's allocator events, so memory that kernels take inside an op counts too, and no dispatch mode
+    changes how torch executes.
     """
-    gc.collect()  # else what an earlier measurement has left may be freed in this one, and count as less than nothing
+    gc.collect()  # garbage of earlier work, if freed during `work`, would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = cast(Any, profiler).profiler.kineto_results.events()
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     changes.sort(key=lambda change: change[0])
-    return max(accumulate((change for _, change in changes), initial=0))
+    return max(accumulate((size for _, size in changes), initial=0))

@@ -1,4 +1,4 @@
-"""One training step without a GPU and without its numbers: the real model, FSDP2 and optimizer on fake tensors."""
+"""Simulation of one training step: the real model, FSDP2 and optimizer on fake tensors, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, 
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
-from armillary.plan.memory.live import CUDA_BLOCK, LiveBytes
-from armillary.plan.memory.simulated_flash import SimulatedFlash
+from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
+from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.train.config import OptimizerConfig
 from armillary.train.optimizer import build_optimizer
 
 Progress = Callable[[int, int], None]
-"""Called with how many of how many are done."""
+"""Called with (items done, all items)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to simulate a step of, as rank 0 sees it.
+    """A training step to simulate, from the view of rank 0.
 
     Args:
-        axes: ranks on the mesh axes, such as {"ring": 2, "ulysses": 4}.
-        attention: makes the method, from the mesh.
-        length: tokens of a sequence, N, over all ranks that share it.
-        rows: sequences of this rank, B.
-        checkpointing: what blocks keep for backward.
+        axes: sizes of the mesh axes, such as {"ring": 2, "ulysses": 4}.
+        attention: builds the method on the mesh.
+        length: global sequence length N.
+        rows: sequences per rank, B.
+        checkpointing: tensors that blocks store for backward.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
-        precision: of forward and backward; master weights, gradients and the optimizer's state are float32.
-        kernel: what attention allocates. With a real one, a `SimulatedStep` can be run on real tensors.
+        precision: dtype of forward and backward; master weights, gradients and optimizer state are float32.
+        kernel: attention kernel. With a real one, a `SimulatedStep` also runs on real tensors.
     """
 
     model: LlamaConfig | GPTConfig
@@ -61,9 +61,13 @@ class Job:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a training step on one rank at the moment when the device held most, and when the host did.
+    """Peak bytes of a training step on one rank, of the device's memory and of the host's.
 
-    Breakdowns are by label and by "parameters", "gradients", "optimizer" and "other"; `label` was computed then.
+    Args:
+        device_breakdown, host_breakdown: at the peak, by label and by "parameters", "gradients", "optimizer", "other".
+        label: label of the computation at the device's peak.
+        seconds: duration of the simulation.
+        ops: number of simulated ops.
     """
 
     device: int
@@ -72,29 +76,27 @@ class StepMemory:
     host_breakdown: dict[str, int]
     label: str | None
     seconds: float
-    """That the simulation took."""
     ops: int
 
 
-def simulate(job: Job, progress: Progress = lambda _done, _of: None) -> StepMemory:
-    """What one training step holds at most, and where. Needs no GPU, and a process without a process group.
+def simulate(job: Job, progress: Progress = lambda _done, _total: None) -> StepMemory:
+    """Peak memory of one training step. Needs no GPU, and a process without a process group.
 
-    Tensors are counted, as the CUDA allocator rounds them. Not counted are the allocator's fragments, the CUDA context,
-    buffers of NCCL, and what library kernels take for themselves.
+    Counts tensors, rounded as by the CUDA allocator. Not counted: fragmentation, the CUDA context, NCCL's buffers and
+    workspaces inside library kernels.
 
     Args:
-        progress: called in backward, with the numbers of parameters that have a gradient, and of all.
+        progress: called in backward with (parameters that have a gradient, all parameters).
     """
     with fake_world(**job.axes) as mesh:
         step = SimulatedStep.of(job, mesh)
-        # The mesh's own tensors are real ones.
-        with FakeTensorMode(allow_non_fake_inputs=True), simulating():
+        with FakeTensorMode(allow_non_fake_inputs=True), simulating():  # the mesh's own tensors are real
             return step.run(progress=progress)
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A model on the meta device, sharded over a mesh, and where the tokens lie that it is to be trained on."""
+    """A model on the meta device, sharded over a mesh, and the layout of its tokens."""
 
     job: Job
     model: Llama | GPT
@@ -110,13 +112,22 @@ class SimulatedStep:
         parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, cpu_offload=job.on_host)
         return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 
-    def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _of: None) -> StepMemory:
-        """Allocates everything and trains for a step: on fake tensors in a `FakeTensorMode`, else on real ones."""
-        began = time.perf_counter()
+    def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _total: None) -> StepMemory:
+        """Allocates all state and trains for one step: on fake tensors in a `FakeTensorMode`, else on real ones."""
+        start = time.perf_counter()
+        parameters, gradients = list(self.model.parameters()), count(1)
         with LiveBytes(block) as live, simulated_stream():
-            optimizer = self.start()
+
+            def pin_gradient(parameter: Tensor) -> None:
+                # FSDP2 has just set it; on a GPU it would now be copied to the host under CPU offload.
+                progress(next(gradients), len(parameters))
+                if parameter.grad is not None:
+                    live.pin("gradients", [parameter.grad], self.job.on_host)
+
+            optimizer = self.allocate_state()
             live.pin("parameters", self.model.parameters(), self.job.on_host)
-            self.book_gradients(live, progress)
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(pin_gradient)
             self.train_step(optimizer)
         return StepMemory(
             device=live.device.peak,
@@ -124,23 +135,12 @@ class SimulatedStep:
             host=live.host.peak,
             host_breakdown=live.host.breakdown(),
             label=live.device.label_at_peak,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start,
             ops=live.ops,
         )
 
-    def book_gradients(self, live: LiveBytes, progress: Progress) -> None:
-        """Has each gradient counted as one once it is there."""
-        parameters, done = list(self.model.parameters()), count(1)
-
-        def book(parameter: Tensor) -> None:
-            progress(next(done), len(parameters))
-            book_gradient(live, self.job.on_host, parameter)
-
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(book)
-
-    def start(self) -> Optimizer:
-        """Allocates the parameters and what the optimizer keeps of them, so that the first step is like any other."""
+    def allocate_state(self) -> Optimizer:
+        """Allocates parameters and optimizer state, so that the simulated step is not the first one."""
         host = self.job.on_host
         with label("parameters", host=host):
             self.model.to_empty(device="cpu" if host else self.device)
@@ -150,11 +150,12 @@ class SimulatedStep:
         optimizer = build_optimizer(self.model, OptimizerConfig())
         with label("optimizer", host=host):
             optimizer.step()
+        # AdamW allocates its moments in its first step, which this was; gradients are freed as after any step.
         optimizer.zero_grad()
         return optimizer
 
     def train_step(self, optimizer: Optimizer) -> None:
-        """As `armillary.train.trainer.train_step`, but for what reads numbers."""
+        """`armillary.train.trainer.train_step` without the parts that read numbers."""
         self.loss().backward()
         with label("optimizer", host=self.job.on_host):
             clip_gradients(self.model, 1.0)
@@ -162,7 +163,7 @@ class SimulatedStep:
         optimizer.zero_grad()
 
     def loss(self) -> Tensor:
-        """As `armillary.train.trainer.global_loss`."""
+        """`armillary.train.trainer.global_loss` on a batch of zeros."""
         with label("batch"):
             positions = self.layout.positions(self.shard).to(self.device)
             tokens = torch.zeros(self.job.rows, len(positions), dtype=torch.long, device=self.device)
@@ -175,9 +176,3 @@ class SimulatedStep:
         mask = AttentionMask(causal=True)
         total, count = self.model(tokens, positions=positions, mask=mask, layout=self.layout, head=head)
         return total / count
-
-
-def book_gradient(live: LiveBytes, host: bool, parameter: Tensor) -> None:
-    """FSDP2 has just set it. On a GPU it would be copied to the host now, if it is to be there."""
-    if parameter.grad is not None:
-        live.pin("gradients", [parameter.grad], host)

@@ -1,0 +1,190 @@
+"""`armillary-plan run`: memory and time of a step, from the trainer's own flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from armillary.core.table import print_table
+from armillary.data.parsing import parse
+from armillary.models import GPTConfig, LlamaConfig
+from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.comm_time.step_time import StepTime, step_time
+from armillary.plan.memory import Job, StepMemory, simulate
+from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory.report import COLUMNS, fullness, memory_rows
+from armillary.plan.memory.room import Room
+from armillary.plan.memory.simulation.simulate import Progress
+from armillary.plan.presets import cluster_of
+from armillary.plan.search.candidates import Candidate, Mesh
+from armillary.plan.search.search import duration, passes_of
+from armillary.train.config import Config
+from armillary.train.config.command import Source, read_source
+from armillary.train.dry_run import DryRun, dry_run, report
+from armillary.train.dry_run.predict import precision_of
+from armillary.train.kernels import sm_margin
+
+
+@dataclass(frozen=True)
+class RunPlan(Source):
+    """Predicts mesh, shapes, memory and step time of a run, from the trainer's own flags.
+
+    Two ways to start:
+      # a recipe on its machine
+      armillary-plan run --recipe llama3_8b_1m --cluster 8xh100
+      # a file, and what differs from it
+      armillary-plan run --config planned.toml --cluster 16xh100 --data.sequence-length 256Ki
+
+    Exit code 1: the run does not fit.
+    """
+
+    cluster: str = "8xh100"
+    """8xh100, 16xh200, 8xa100-80, ..., or a TOML file. The run has a rank for each accelerator."""
+    json: bool = False
+    """Print JSON."""
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def read_plan(argv: Sequence[str], program: str) -> RunPlan:
+    """Parses a command line with a recipe, a file and flags, as the trainer's. Errors as in `parse`."""
+    source, _, config = read_source(argv, program)
+    return parse(argv, RunPlan, program, RunPlan(source.recipe, source.config, run=config))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run on a cluster, from the view of rank 0.
+
+    Args:
+        memory: of a step; None under tensor parallelism, which is not simulated.
+        bound: whether `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
+            the tensors that CUDA's do.
+        time: None with replicas and under tensor parallelism, whose messages are in no communication plan.
+        limit: seconds after which the run's watchdog ends a step.
+    """
+
+    run: DryRun
+    cluster: Cluster
+    room: Room
+    memory: StepMemory | None
+    bound: bool
+    time: StepTime | None
+    limit: float
+
+    @property
+    def fits(self) -> bool | None:
+        """True if memory suffices; None if it is not simulated."""
+        return None if self.memory is None else self.room.share(self.memory) <= 1
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's FLOPs over those of the cluster's peak in the predicted time."""
+        peak = self.cluster.ranks * self.cluster.accelerator.flops
+        return None if self.time is None else self.run.flops / (self.time.seconds * peak)
+
+
+def predict(config: Config, cluster: str, progress: Progress = lambda _done, _total: None) -> Prediction:
+    """Memory and time of a step.
+
+    Args:
+        progress: as in `simulate`.
+
+    Raises:
+        ValueError: a configuration that could not be trained, or an unknown cluster.
+    """
+    machines = cluster_of(cluster)
+    run = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
+    job = job_of(config, run.axes, run.model, precision_of(config))
+    # Neither simulation nor communication plans cover tensor parallelism; plans do not cover replicas either.
+    simulated = run.axes["tp"] == 1
+    return Prediction(
+        run=run,
+        cluster=machines,
+        room=Room.of(machines),
+        memory=memory_of(config, job, run.local_parameters, progress) if simulated else None,
+        bound=config.checkpointing.policy == "none",
+        time=time_of(config, job, machines) if simulated and run.axes["replicate"] == 1 else None,
+        limit=60 * config.train.timeout_minutes,
+    )
+
+
+def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
+    """Simulated memory of a step.
+
+    With gradient accumulation, adds the float32 gradients of earlier micro-batches: an upper bound, because the
+    simulation contains some of them.
+    """
+    memory = simulate(job, progress)
+    if config.train.accumulation == 1:
+        return memory
+    place, sizes = ("host", memory.host_breakdown) if job.on_host else ("device", memory.device_breakdown)
+    accumulated = 4 * local_parameters  # float32
+    sizes = sizes | {"gradients": sizes.get("gradients", 0) + accumulated}
+    return replace(memory, **{place: getattr(memory, place) + accumulated, f"{place}_breakdown": sizes})
+
+
+def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
+    """Predicted time of a step: that of one micro-batch, as many times, and one optimizer update."""
+    assert isinstance(job.attention, AttentionChoice)
+    mesh = Mesh(job.axes["shard"], job.axes["ring"], job.axes["ulysses"])
+    rows = job.rows * mesh.shard
+    kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
+    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, kernel, margin)
+    micro_batch = step_time(job, passes, cluster)
+    parts = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
+    return StepTime(**parts | {"optimizer": micro_batch.optimizer})
+
+
+def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:
+    """One rank's micro-batch, to be simulated or estimated."""
+    parallel = config.parallel
+    return Job(
+        model=model,
+        axes=axes,
+        attention=AttentionChoice(parallel.attention, parallel.heads_per_stage, parallel.team, parallel.placement),
+        length=config.data.sequence_length,
+        rows=config.rows_per_batch,
+        checkpointing=config.checkpointing,
+        on_host=config.optimizer.cpu_offload,
+        precision=dtype,
+    )
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def as_dict(prediction: Prediction) -> dict[str, Any]:
+    """All figures for JSON."""
+    return asdict(prediction) | {"fits": prediction.fits, "mfu": prediction.mfu}
+
+
+def show(prediction: Prediction) -> None:
+    """Prints the trainer's dry run, then memory and time."""
+    report.show(prediction.run, f", on {prediction.cluster.name}")
+    if prediction.memory is not None:
+        print_table(COLUMNS, memory_rows(prediction.memory, prediction.room))
+        print()
+    print(*verdict(prediction), sep="\n")
+
+
+def verdict(prediction: Prediction) -> Iterator[str]:
+    """Lines on fit and step time."""
+    if prediction.memory is None:
+        yield "memory: not simulated under tensor parallelism"
+    else:
+        fits = "fits" if prediction.fits else "does not fit"
+        yield f"memory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}"
+        if prediction.bound:
+            yield "an upper bound: with --checkpointing.policy none, CUDA's kernels save less than the simulated ones"
+    time, run = prediction.time, prediction.run
+    work = f"{run.tokens_per_step:,} tokens, {run.flops:.3g} FLOPs"
+    if time is None:
+        yield f"a step: {work}; its time is not predicted with replicas or under tensor parallelism"
+        return
+    yield f"a step: {work}, {duration(time.seconds)} by its communication plan, an MFU of {prediction.mfu:.1%}"
+    if time.seconds > prediction.limit:
+        yield f"longer than --train.timeout-minutes ({duration(prediction.limit)}), after which the run would end"

@@ -1,0 +1,19 @@
+"""Bytes by category."""
+
+from __future__ import annotations
+
+
+class CategoryBytes(dict[str, float]):
+    """Bytes by category: `CategoryBytes(attention=a, mlp=b) + CategoryBytes(mlp=c)` adds per category."""
+
+    def __add__(self, other: CategoryBytes) -> CategoryBytes:
+        return CategoryBytes({key: self.get(key, 0) + other.get(key, 0) for key in (*self, *other)})
+
+    def times(self, n: float) -> CategoryBytes:
+        """`n` times all bytes."""
+        return CategoryBytes({category: n * size for category, size in self.items()})
+
+    def rounded(self) -> dict[str, int]:
+        """Integral bytes, largest first, without empty categories."""
+        sizes = sorted(((round(size), category) for category, size in self.items()), reverse=True)
+        return {category: size for size, category in sizes if size}

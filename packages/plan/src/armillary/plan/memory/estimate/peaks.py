@@ -1,0 +1,247 @@
+"""Device memory at the moments of a training step that may be its peak, by category."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from armillary.models.loss.linear_loss import chunk_rows
+from armillary.plan.memory.estimate.category_bytes import CategoryBytes
+from armillary.plan.memory.estimate.step import MASTER, StepSizes
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Memory at each candidate moment of a step."""
+
+    step: StepSizes
+
+    def all(self) -> Iterator[tuple[str, CategoryBytes]]:
+        """Yields (name of the moment, device memory)."""
+        last = self.step.model.layers - 1
+        yield "forward: attention", self.forward_attention()
+        yield "loss", self.loss()
+        yield "loss: backward", self.loss_backward()
+        policy = self.step.checkpointing
+        # Without prefetch, a recomputed segment fetches its checkpoints from the host one by one, so it is no peak.
+        segment_ends = [] if policy.offload and not policy.prefetch else self.recomputed_segment_ends()
+        # Block 1 counts because it prefetches block 0's checkpoints.
+        for i in sorted({0, min(1, last), max(0, last - 1), last, *segment_ends}, reverse=True):
+            yield f"backward: mlp of block {i}", self.backward_mlp(i)
+            yield f"backward: attention of block {i}", self.backward_attention(i)
+            yield f"backward: gradients of block {i}", self.backward_gradients(i)
+        yield "backward: tables", self.tables()
+        yield "optimizer", self.state() + CategoryBytes(gradients=self.shard(self.step.model.all))
+
+    # -- persistent state ---------------------------------------------------------------------------------------------
+
+    def shard(self, parameters: float) -> float:
+        """Bytes of this rank's float32 shard of `parameters` numbers, if it is on the device."""
+        return 0 if self.step.on_host else MASTER * parameters / self.step.sharing
+
+    def state(self) -> CategoryBytes:
+        """Master weights and AdamW's two moments."""
+        weights = self.shard(self.step.model.all)
+        return CategoryBytes(parameters=weights, optimizer=2 * weights)
+
+    def always(self) -> CategoryBytes:
+        """Memory from the first block's forward to the last one's backward.
+
+        State, the root's parameters, ids, labels and positions (8 bytes each), cosines and sines [T, 1, D / 2].
+        """
+        step, model = self.step, self.step.model
+        batch = 8 * step.tokens * (2 * step.rows + 1)
+        rotation = step.tokens * model.head_dim * MASTER if model.gated else 0
+        return self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
+
+    def in_backward(self, i: int) -> CategoryBytes:
+        """FSDP's memory in block i's backward.
+
+        This unit and the one below are gathered. Gradients of the one above are reduced; their unsharded float32 copy
+        is freed by the next reduction. A tied table's gradient from the head waits for that from the embedding.
+        """
+        step, model = self.step, self.step.model
+        last = i == model.layers - 1
+        unit_below = model.block if i else model.table
+        reducing = MASTER * (model.head if last else model.block)
+        reduced = self.shard(model.head + (model.layers - 1 - i) * model.block)
+        tied = step.e * model.vocabulary * model.dim if model.tied else 0
+        memory = CategoryBytes(parameters=step.e * (model.block + unit_below), gradients=reducing + reduced + tied)
+        return self.always() + memory
+
+    # -- tensors stored for backward ----------------------------------------------------------------------------------
+
+    def recomputed_segment_ends(self) -> list[int]:
+        """Last blocks of segments with more than one block, which are recomputed from the first one's input."""
+        return [segment[-1] for segment in self.step.segments if len(segment) > 1]
+
+    def stored(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
+        """Tensors that these blocks store in forward, on the device or on the host: by policy, or autograd's."""
+        step = self.step
+        if step.checkpointing.policy == "none":
+            return (self.saved_to_attention() + self.saved_after_attention()).times(0 if host else len(blocks))
+        keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
+        return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attended for keep in keeps))
+
+    def outgoing(self, i: int) -> CategoryBytes:
+        """Checkpoints of block i on their way to the host: on the device until the next block, or the loss, is done."""
+        if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
+            return CategoryBytes()
+        return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attended)
+
+    def stored_below(self, i: int) -> CategoryBytes:
+        """Stored tensors of the blocks below block i, or below the loss, on the device while that runs forward."""
+        return self.stored(range(i)) + (self.outgoing(i - 1) if i else CategoryBytes())
+
+    def recomputed_checkpoints(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
+        """Checkpoints that these blocks store when their segment is recomputed; its last block needs none."""
+        keeps = [self.step.keeps[i] for i in blocks if i + 1 < len(self.step.keeps) and not self.step.keeps[i + 1].x]
+        keeps = [keep for keep in keeps if keep.host == host]
+        return self.checkpoints(sum(not keep.x for keep in keeps), sum(not keep.attended for keep in keeps))
+
+    def checkpoints(self, inputs: int, attended: int) -> CategoryBytes:
+        """Bytes of so many blocks' inputs and attention outputs."""
+        return CategoryBytes(checkpoints=inputs * self.step.x + attended * (self.step.out + self.step.lse))
+
+    def stored_before(self, i: int, host: bool) -> CategoryBytes:
+        """Stored tensors of all blocks on the device, or on the host, before block i's backward."""
+        first = next((segment.start for segment in self.step.segments if i in segment), i)
+        return self.stored(range(i + 1), host) + self.recomputed_checkpoints(range(first, i), host)
+
+    def saved_to_attention(self) -> CategoryBytes:
+        """Autograd's tensors up to attention: x, its norm, and those of attention."""
+        step = self.step
+        return CategoryBytes(other=2 * step.x, attention=step.kept_attention())
+
+    def saved_after_attention(self) -> CategoryBytes:
+        """Autograd's tensors after attention: out, unless attention saves the same one, and the MLP's.
+
+        The MLP's are its input, the norm of it, and inside: gate, silu(gate), up and their product; or the tensors
+        before and after GELU.
+        """
+        step = self.step
+        out = step.out if step.ulysses > 1 and not step.projects_in_stages else 0
+        mlp = 2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
+        return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
+
+    def stored_at(self, i: int) -> CategoryBytes:
+        """Stored tensors in block i's backward; also fetched, recomputed and prefetched ones."""
+        step, block_below = self.step, range(i)[-1:]
+        if step.checkpointing.policy == "none":
+            return self.stored(range(i + 1))
+        keep = step.keeps[i]
+        memory = self.stored_before(i, host=False) + self.checkpoints(
+            not keep.x or keep.host, keep.attended and keep.host
+        )
+        return memory + (
+            self.stored(block_below, True) + self.recomputed_checkpoints(block_below, True)
+            if step.checkpointing.prefetch
+            else CategoryBytes()
+        )
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def forward_attention(self) -> CategoryBytes:
+        """Attention in the last block, or in the one after the block that copies most to the host.
+
+        The block itself has x and a buffer for its output, and gathers its parameters into a copy first.
+        """
+        step, model = self.step, self.step.model
+        largest_copy = max(range(model.layers - 1), key=lambda i: sum(self.outgoing(i).values()), default=-1)
+        candidates = (self.stored_below(i) for i in {model.layers - 1, largest_copy + 1})
+        lower_blocks = max(candidates, key=lambda stored: sum(stored.values()))
+        attention = step.out + step.lse + step.attention_forward()
+        block = CategoryBytes(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
+        return self.always() + lower_blocks + block
+
+    def loss(self) -> CategoryBytes:
+        """The last block's output, its norm and gradient, the head's float32 gradient, and a chunk's logits twice.
+
+        The head is gathered into a copy first.
+        """
+        step, model = self.step, self.step.model
+        chunk = chunk_rows(step.rows * step.tokens, model.dim, model.vocabulary, step.e)
+        logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
+        gradients = step.x + MASTER * model.vocabulary * model.dim
+        head = CategoryBytes(parameters=2 * step.e * model.head, other=2 * step.x, loss=gradients + logits)
+        return self.always() + self.stored_below(model.layers) + head
+
+    def loss_backward(self) -> CategoryBytes:
+        """Copies of both gradients, scaled and in the compute dtype; the last block is being gathered."""
+        step, model = self.step, self.step.model
+        table = model.vocabulary * model.dim
+        loss = 2 * step.x + (MASTER + step.e) * table
+        head = CategoryBytes(parameters=step.e * (model.head + model.block), other=step.x, loss=loss)
+        return self.always() + self.stored_below(model.layers) + head
+
+    def backward_mlp(self, i: int) -> CategoryBytes:
+        """Backward of block i after attention, at the MLP's peak: dy, dx, dout and the MLP's tensors."""
+        step, model = self.step, self.step.model
+        memory = self.in_backward(i) + self.stored_at(i) + CategoryBytes(gradients=step.x)
+        last_matrix = step.e * model.inner * model.dim
+        if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
+            return memory + CategoryBytes(mlp=(2 if model.gated else 1) * step.tensor(model.inner) + last_matrix)
+        if step.checkpointing.policy == "none":
+            memory += CategoryBytes(gradients=step.x)
+        chunk = max(self.mlp_chunk() + last_matrix, step.e * model.rest)
+        return (
+            memory + self.recomputed_output(i) + CategoryBytes(attention=step.out, mlp=step.total * model.rest + chunk)
+        )
+
+    def mlp_chunk(self) -> float:
+        """One chunk of tokens at its MLP's peak: the residual x + out, its norm, the output, and the MLP's tensors.
+
+        Gated: gate, silu(gate), up, and the gradients of their product, of silu and of up. Otherwise: the tensor before
+        GELU, and the gradients after and before it.
+        """
+        step, inner = self.step, self.step.model.inner
+        return step.tensor(3 * step.model.dim + (6 if step.model.gated else 3) * inner, step.piece)
+
+    def recomputed_output(self, i: int) -> CategoryBytes:
+        """Out and lse of block i in its backward, if they are recomputed."""
+        recomputed = self.step.checkpointing.policy != "none" and not self.step.keeps[i].attended
+        return CategoryBytes(attention=self.step.out + self.step.lse if recomputed else 0)
+
+    def backward_attention(self, i: int) -> CategoryBytes:
+        """Backward of attention in block i, at its peak: dx, dout, and accumulated gradients of later layers."""
+        step = self.step
+        if step.checkpointing.policy == "none":
+            return self.backward_saved_attention(i)
+        memory = self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i)
+        accumulated = step.total * step.model.rest
+        attention = step.out + self.projection_gradients() + step.attention_backward()
+        return memory + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
+
+    def projection_gradients(self) -> float:
+        """Accumulated gradients of projections: of queries after the first stage, of keys after the first round."""
+        step, model, stages = self.step, self.step.model, self.step.stages
+        queries = model.heads if stages.several else 0
+        keys = 2 * model.key_heads if stages.rounds else 0
+        return step.total * (queries + keys) * model.head_dim * model.dim
+
+    def backward_saved_attention(self, i: int) -> CategoryBytes:
+        """The same under policy "none": the part after attention has freed its tensors."""
+        step, model = self.step, self.step.model
+        memory = self.in_backward(i) + self.stored(range(i)) + self.saved_to_attention()
+        projections = step.x + self.projection_gradients() if step.projects_in_stages else 0
+        attention = step.out + (projections + step.attention_backward())
+        return memory + CategoryBytes(gradients=step.x + step.e * model.rest, attention=attention)
+
+    def backward_gradients(self, i: int) -> CategoryBytes:
+        """End of block i's backward: accumulated gradients of its parameters, and a copy in the compute dtype."""
+        step, model = self.step, self.step.model
+        if step.checkpointing.policy == "none":
+            return self.in_backward(i) + self.stored(range(i)) + CategoryBytes(gradients=step.x + step.e * model.block)
+        rounded = step.e if step.total != step.e else 0
+        grads = CategoryBytes(gradients=step.x + rounded * model.block, mlp=step.total * model.block)
+        return self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i) + grads
+
+    def tables(self) -> CategoryBytes:
+        """Gradient of the embedding, with a tied head's and the positions'; then its float32 reduction."""
+        step, model = self.step, self.step.model
+        numbers = model.root if model.tied else model.table
+        reduced = self.shard(model.all - numbers)
+        before_reduction = step.e * numbers * 2 + step.x + MASTER * model.block
+        before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0
+        reduction = (MASTER + step.e) * numbers
+        return self.state() + CategoryBytes(gradients=reduced + max(before_reduction, reduction))

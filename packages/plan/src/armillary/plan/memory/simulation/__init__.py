@@ -1,0 +1,1 @@
+"""A training step on fake tensors, with its live bytes counted by category."""

@@ -1,0 +1,98 @@
+"""Memory at two moments that papers count: during attention, and right before it in recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention import AttentionMask, Method, Projected, Ring, UPipe
+from armillary.core.chunks import simulating
+from armillary.core.fake_world import fake_world
+from armillary.models import Checkpointing, LlamaConfig
+from armillary.models.layers.projections import HeadProjections
+from armillary.plan.memory.simulation.live_bytes import LiveBytes
+from armillary.plan.memory.simulation.simulate import Job, SimulatedStep
+from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
+from armillary.plan.memory.simulation.torch_private import patched
+
+Build = Callable[[DeviceMesh], Method]
+
+TOKENS, DIM, WIDTH = 1024, 128, 64
+
+
+def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, key_heads: int) -> float:
+    """Peak of q, k, v and out in a forward pass from hidden states, communication buffers included.
+
+    In units of one head of a rank's tokens in 16 bits. The inputs x and weights, and the results out and lse, are not
+    counted.
+    """
+    with fake_world(**axes) as mesh:
+        method = build(mesh)
+        method.kernel = SimulatedFlash()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            x = torch.empty(1, TOKENS, WIDTH, dtype=torch.bfloat16)
+            query, key, value = (
+                nn.Linear(WIDTH, n * DIM, bias=False, dtype=torch.bfloat16) for n in (heads, key_heads, key_heads)
+            )
+            source = HeadProjections(query, key, value, heads, key_heads, DIM)
+            layout, mask = method.layout(TOKENS * prod(axes.values())), AttentionMask()
+            with LiveBytes(block=1) as live:
+                if isinstance(method, UPipe):
+                    results = method.attend(
+                        Projected(x, source), method.check_projected(x, source, mask=mask, layout=layout)
+                    )
+                else:
+                    results = [method.projected(x, source, mask=mask, layout=layout)]
+            # Results outlive the call, so they are no intermediates.
+            return (live.device.peak - sum(tensor.nbytes for tensor in results)) / (TOKENS * DIM * 2)
+
+
+@dataclass(frozen=True)
+class MemoryBeforeAttention:
+    """Activations when the last block's attention is about to start in its recomputation, in units of one [T, E].
+
+    Args:
+        checkpoints: stored inputs of blocks. The incoming gradient takes one more unit.
+        qkv: q, k and v that the ring starts with.
+        activations: checkpoints and all of attention's tensors: besides q, k and v, a buffer for out, and for WallFacer
+            the rank's own q, k and v, from which the team's are gathered.
+    """
+
+    checkpoints: float
+    qkv: float
+    activations: float
+
+
+def memory_before_attention(
+    model: LlamaConfig, axes: Mapping[str, int], build: Build, length: int
+) -> MemoryBeforeAttention:
+    """Simulates a step under policy "layer", with one sequence in 16 bits, for a method with a ring of keys."""
+    unit, snapshots = length // prod(axes.values()) * model.dim * 2, list[MemoryBeforeAttention]()
+    job = Job(
+        model=model, axes=axes, attention=build, length=length, checkpointing=Checkpointing("layer"), on_host=True
+    )
+
+    def with_snapshot(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def take_snapshot(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+            sizes = {category: count / unit for category, count in live.device.current.items()}
+            checkpoints, qkv = sizes["checkpoints"] + sizes["other"], sum(x.nbytes for x in (q, k, v)) / unit
+            snapshots.append(MemoryBeforeAttention(checkpoints, qkv, checkpoints + sizes["attention"]))
+            return forward(ring, q, k, v, *args)
+
+        return take_snapshot
+
+    with fake_world(**axes) as mesh:
+        step = SimulatedStep.of(job, mesh)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, simulating(), LiveBytes() as live, patched(Ring, "forward", with_snapshot):
+            step.allocate_state()
+            step.loss().backward()
+    # One snapshot per block in forward; the next one is the last block's, recomputed first.
+    return snapshots[model.layers]

@@ -1,0 +1,158 @@
+"""Live bytes of tensors by category, for real tensors on the CPU and for fake ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+from weakref import ref
+
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from armillary.core.observe.label import current_label
+from armillary.plan.memory.simulation import torch_private
+from armillary.plan.memory.simulation.accounts import Account, Allocation
+from armillary.plan.memory.simulation.eager_semantics import EagerSemantics
+from armillary.plan.memory.simulation.torch_private import storage_key
+
+CUDA_BLOCK = 512
+"""torch's CUDA allocator rounds sizes up to multiples of this."""
+
+OTHER = "other"
+
+FSDP_TENSORS: dict[str, str] = {
+    "fsdp::all_gather_copy_in": "parameters",
+    "fsdp::split_with_sizes_copy": "parameters",
+    "fsdp::chunk_cat_mixed_dtype": "gradients",
+    "c10d::_reduce_scatter_base_": "gradients",
+}
+"""Category of the arguments of FSDP2's ops. FSDP2 allocates them by ordinary ops, which tell nothing."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors from allocation to deallocation, while the context is open.
+
+        with LiveBytes() as live:
+            model(x).sum().backward()
+        live.device.peak, live.device.breakdown()
+
+    A storage counts once, however many views it has. Its category is the label (`armillary.core.observe.label`) under
+    which it was allocated, unless `pin` sets another. Unlabelled storages that FSDP2 handles are "parameters" or
+    "gradients"; all other unlabelled ones "other". Allocations under a label with `host=True` count for the host.
+
+    Earlier tensors only count if pinned. Memory that a kernel takes inside an op is invisible; composite ops of
+    Armillary are counted by the ops they are made of.
+
+    Args:
+        block: sizes are rounded up to multiples of this many bytes; 1 does not round.
+    """
+
+    def __init__(self, block: int = CUDA_BLOCK) -> None:
+        super().__init__()
+        self.device, self.host = Account(), Account()
+        self.ops = 0
+        """Number of ops so far."""
+        self._block = block
+        self._storages: dict[int, tuple[Allocation, ref[UntypedStorage]]] = {}
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._contexts.enter_context(torch_private.observe_resizes(self._resized))
+        self._contexts.enter_context(torch_private.hide_shape_propagation())
+        super().__enter__()
+        # EagerSemantics goes on top of this mode: it decomposes ops before they are counted.
+        self._contexts.push(super().__exit__)
+        self._contexts.enter_context(EagerSemantics())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.__exit__(kind, error, trace)
+
+    def pin(self, category: str, tensors: Iterable[Tensor], host: bool = False) -> None:
+        """Books tensors under `category`, on the device or the host; also tensors from before."""
+        account = self.host if host else self.device
+        for tensor in tensors:
+            storage = torch_private.local_tensor(tensor).untyped_storage()
+            allocation = self._allocation(storage)
+            if allocation is None:
+                self._allocate(storage, account, category)
+                continue
+            allocation.account.relabel(allocation, category)
+            if allocation.account is not account:
+                allocation.account.transfer(allocation, account)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor dispatches again with its local tensors
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # queries a fake tensor's device
+            return result
+        self.ops += 1
+        arguments = args, kwargs or {}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage_key(storage) in self._storages:
+                self._resized(storage)
+            # An uncounted storage among the arguments is an earlier tensor's, and stays uncounted.
+            elif all(storage_key(storage) != storage_key(x.untyped_storage()) for x in tensors_in(arguments)):
+                category, host = current_label() or (OTHER, False)
+                self._allocate(storage, self.host if host else self.device, category)
+        if func.namespace in ("fsdp", "c10d") and (category := FSDP_TENSORS.get(torch_private.op_name(func))):
+            for tensor in tensors_in(arguments):
+                allocation = self._allocation(tensor.untyped_storage())
+                if allocation is not None and allocation.category == OTHER:
+                    allocation.account.relabel(allocation, category)
+        return result
+
+    def _allocation(self, storage: UntypedStorage) -> Allocation | None:
+        allocation, _ = self._storages.get(storage_key(storage), (None, None))
+        return allocation
+
+    def _allocate(self, storage: UntypedStorage, account: Account, category: str) -> None:
+        allocation = account.allocate(self._rounded(storage.nbytes()), category, label_name())
+        self._storages[storage_key(storage)] = (
+            allocation,
+            ref(storage, partial(self._died, storage_key(storage))),
+        )
+
+    def _died(self, key: int, _: ref[UntypedStorage]) -> None:
+        allocation, _ = self._storages.pop(key)
+        allocation.account.resize(allocation, 0)
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        allocation = self._allocation(storage)
+        size = self._rounded(storage.nbytes())
+        if allocation is None or allocation.bytes == size:
+            return
+        # FSDP2 frees and refills gathered parameters by resizing their storage to 0 and back; nothing else does.
+        if allocation.category == OTHER and 0 in (size, allocation.bytes):
+            allocation.account.relabel(allocation, "parameters")
+        allocation.account.resize(allocation, size, label_name())
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._block) * self._block
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """Tensors in an op's result or arguments, except on the meta device."""
+    if isinstance(x, Tensor):
+        if x.device.type != "meta":
+            yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(item)
+
+
+def label_name() -> str | None:
+    """Name of the current label."""
+    label = current_label()
+    return None if label is None else label.name

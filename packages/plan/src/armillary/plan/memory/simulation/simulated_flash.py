@@ -1,0 +1,90 @@
+"""FlashAttention for CUDA reduced to its allocations, for fake tensors on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from armillary.attention.kernels.flash import Flash
+from armillary.attention.kernels.inputs import Inputs
+from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.packing import Lengths
+
+ROWS = 128
+"""Work buffers are padded to a multiple of this many tokens."""
+
+
+@dataclass(frozen=True)
+class SimulatedFlash(Flash):
+    """Allocates as a CUDA kernel does and returns tensors without numbers. Splits and packs calls as those kernels do.
+
+    Besides its results, backward allocates in float32 an accumulator for dq and one number per row. With grouped keys,
+    version 2 also allocates dk and dv for each query head and then sums them; version 3 accumulates them in float32.
+
+    Version 2 also stands for cuDNN: its backward allocates the same two buffers, without padding (`dQ_accum` and
+    `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of its closed part, such
+    as for dk and dv of each query head, is not published.
+
+    Args:
+        version: 2 is torch's own kernel, which also copies non-contiguous out and dout; 3 is the flash-attn package's.
+    """
+
+    name: str = "simulated_flash"
+    version: Literal[2, 3] = 2
+
+    def refuses(self, inputs: Inputs) -> str | None:
+        device = "cuda" if inputs.device == "cpu" else inputs.device
+        return super().refuses(replace(inputs, device=device, capability=None))
+
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor]:
+        lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # heads first
+        return torch.empty_like(q), q.new_empty(lse_shape, dtype=torch.float32)
+
+    def call_backward(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        window: tuple[int, int],
+        scores: Scores,
+        lengths: Lengths | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, _ = tensors
+        if self.version == 2:
+            dout, out = dout.contiguous(), out.contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        # All buffers must be alive at once, as in the kernel.
+        buffers = [*self._query_buffers(q, lengths), *self._key_buffers(k, q.shape[-2], lengths)]
+        del buffers
+        return dq, dk, dv
+
+    def _query_buffers(self, q: Tensor, lengths: Lengths | None) -> list[Tensor]:
+        # An accumulator for dq, and the row sums of dout * out.
+        rows = padded_rows(q, lengths.queries if lengths else None)
+        sums = [rows] if self.version == 2 else [rows, rows]  # 3 also stores lse in base 2
+        shapes = [(rows, q.shape[-2], padded_head_dim(q.shape[-1])), *((n, q.shape[-2]) for n in sums)]
+        return [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+    def _key_buffers(self, k: Tensor, heads: int, lengths: Lengths | None) -> list[Tensor]:
+        """Buffers for dk and for dv."""
+        if heads == k.shape[-2]:
+            return []
+        if self.version == 2:
+            return [k.new_empty((*k.shape[:-2], heads, k.shape[-1])) for _ in range(2)]
+        shape = padded_rows(k, lengths.keys if lengths else None), k.shape[-2], padded_head_dim(k.shape[-1])
+        return [k.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+
+
+def padded_rows(x: Tensor, document_ends: Tensor | None) -> int:
+    """Rows of a work buffer for x [B, T, H, D], or for packed documents [tokens, H, D]."""
+    if document_ends is None:
+        return x.shape[0] * -(-x.shape[1] // ROWS) * ROWS
+    return x.shape[0] + ROWS * (len(document_ends) - 1)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    multiple = 32 if head_dim <= 128 else 64
+    return -(-head_dim // multiple) * multiple

@@ -1,0 +1,75 @@
+"""A trainer configuration as a TOML file for `armillary-train --config`, or as flags: a recipe and the differences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from armillary.core.files import parse_toml
+from armillary.train.config import Config
+from armillary.train.config.command import find_recipe
+from armillary.train.config.overlay import flag, flat, overlaid
+
+
+def recipe_config(name: str) -> Config:
+    """The configuration of a recipe."""
+    config = find_recipe(name)()
+    assert isinstance(config, Config)
+    return config
+
+
+def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:
+    """Writes the file, with `comment` as its first line.
+
+    Raises:
+        ValueError: it cannot be written, or a value has no representation in TOML.
+    """
+    text = toml_text(recipe, config, comment)
+    settings = parse_toml(text)
+    # Read it back: a recipe of the user's may have values, such as objects, that a file cannot express.
+    if overlaid(recipe_config(settings.pop("recipe")), settings, path) != config:
+        raise ValueError(f"--out {path}: the recipe {recipe} has a value that TOML cannot express; name another recipe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be written ({error.strerror}); name another file") from error
+
+
+def toml_text(recipe: str, config: Config, comment: str) -> str:
+    """The recipe's name, and a table for each section with differences from it."""
+    sections = dict[str, list[str]]()
+    for name, value in changes(recipe, config):
+        section, _, key = flag(name).rpartition(".")
+        sections.setdefault(section, []).append(f"{key} = {literal(value)}")
+    tables = ["\n".join([f"[{section}]", *lines]) for section, lines in sections.items()]
+    return "\n".join([f"# {comment}", f"recipe = {literal(recipe)}", *tables, ""])
+
+
+def flags(recipe: str, config: Config) -> list[str]:
+    """Arguments for `armillary-train`."""
+    words = ["--recipe", recipe]
+    for name, value in changes(recipe, config):
+        if isinstance(value, bool):  # --section.no-key
+            section, _, key = flag(name).rpartition(".")
+            words.append(f"--{section}.{'' if value else 'no-'}{key}")
+        else:
+            words += [f"--{flag(name)}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def changes(recipe: str, config: Config) -> Iterator[tuple[str, Any]]:
+    """("section.key", value) of all differences from the recipe."""
+    defaults = dict(flat(recipe_config(recipe)))
+    return ((name, value) for name, value in flat(config) if value != defaults[name])
+
+
+def literal(value: Any) -> str:
+    """A TOML value; None is "none", as `overlaid` reads it."""
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(literal, value))}]"
+    return json.dumps("none" if value is None else str(value), ensure_ascii=False)

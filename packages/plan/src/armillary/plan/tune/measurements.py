@@ -1,0 +1,147 @@
+"""The tuner's JSON file: measurements, the choice, and the cache key of all settings that they depend on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from armillary.core.files import write_whole
+from armillary.models import GPTConfig
+from armillary.plan.search.candidates import Candidate
+from armillary.train.config import Config
+from armillary.train.config.overlay import flag, shown
+from armillary.train.model import SIZES, model_config
+
+CacheKey = dict[str, Any]
+"""Values by "section.key", and "ranks"."""
+
+
+def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
+    """The cache key of a configuration on `ranks` ranks.
+
+    A model counts by its sizes, whether flags or a pretrained folder set them.
+
+    Raises:
+        ValueError: sizes that make no model.
+    """
+    model = model_config(config.model, 1, config.data.sequence_length)
+    return {
+        "ranks": ranks,
+        "parallel.replicate": config.parallel.replicate,
+        "parallel.tp": config.parallel.tp,
+        "model.family": "gpt" if isinstance(model, GPTConfig) else "llama",
+        **{f"model.{name}": getattr(model, name) for name in SIZES if hasattr(model, name)},
+        "data.sequence_length": config.data.sequence_length,
+        "data.global_batch_size": config.data.global_batch_size,
+        "data.layout": config.data.layout,
+        "optimizer.cpu_offload": config.optimizer.cpu_offload,
+        "train.accumulation": config.train.accumulation,
+        "train.precision": str(precision).removeprefix("torch."),
+        **{f"checkpointing.{name}": value for name, value in asdict(config.checkpointing).items()},
+    }
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The first difference between two keys, such as "--data.layout zigzag instead of striped"."""
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            setting = "ranks" if name == "ranks" else f"--{flag(name)}"
+            return f"{setting} {shown(old.get(name))} instead of {shown(new.get(name))}"
+    return None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A candidate's forward and backward of one block, on the slowest rank.
+
+    Args:
+        seconds: median over passes; None if it was not measured.
+        fastest_pass: seconds of the fastest pass; far below the median on a machine with other load.
+        paired_seconds: median in turns with other fast candidates, if it was among the finalists.
+        memory: peak bytes of any rank's device; None on the CPU.
+        reason: why there are no seconds.
+    """
+
+    candidate: Candidate
+    seconds: float | None = None
+    fastest_pass: float | None = None
+    paired_seconds: float | None = None
+    memory: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class TunerState:
+    """Contents of the file.
+
+    Args:
+        settings: cache key of the measurements.
+        complete: all candidates are measured and the choice is made.
+        remaining: number of candidates still to be measured.
+        choice: the fastest; None before the end, and if nothing could be measured.
+        measurements: of candidates that were measured or failed.
+        excluded: candidates that the planner advised against.
+        attempts: starts of candidates that have not ended yet, by name.
+    """
+
+    settings: CacheKey
+    complete: bool = False
+    remaining: int = 0
+    choice: Candidate | None = None
+    measurements: tuple[Measurement, ...] = ()
+    excluded: tuple[Measurement, ...] = ()
+    attempts: dict[str, int] = field(default_factory=dict[str, int])
+
+    def has(self, candidate: Candidate) -> bool:
+        """True if the candidate was measured, or failed."""
+        return any(each.candidate == candidate for each in self.measurements)
+
+    @property
+    def fastest_first(self) -> list[Measurement]:
+        """Successful measurements, the fastest first."""
+        return sorted(
+            (each for each in self.measurements if each.seconds is not None), key=lambda each: each.seconds or 0.0
+        )
+
+
+def load(path: Path, settings: CacheKey) -> TunerState:
+    """The file's state, or an empty one if there is no file.
+
+    Raises:
+        ValueError: it cannot be read, is no such file, or has measurements with other settings.
+    """
+    if not path.exists():
+        return TunerState(settings)
+    try:
+        state = TypeAdapter(TunerState).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        detail = error.errors()[0]
+        problem = ": ".join([*([".".join(map(str, detail["loc"]))] if detail["loc"] else []), detail["msg"]])
+        raise ValueError(
+            f"--out {path}: is no file of armillary-tune ({problem}); name another file, or remove this one"
+        ) from error
+    if (change := difference(state.settings, settings)) is not None:
+        raise ValueError(f"--out {path}: was measured with {change}; name another file, or remove this one")
+    return state
+
+
+def save(path: Path, state: TunerState) -> None:
+    """Replaces the file atomically.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    text = json.dumps(asdict(state), indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda partial: partial.write_text(text))
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be written ({error.strerror}); name another file") from error
