@@ -170,6 +170,7 @@ MOBILE = {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size":
 REFUSED = {
     "RobertaForMaskedLM": ({}, "padding_idx=3"),
     "RobertaForCausalLM": ({"is_decoder": True}, "padding_idx=3"),
+    "RobertaForMaskedLM, no position ids": ({}, "padding_idx=3"),
     "EsmForMaskedLM": (PROTEIN, "padding_idx=3"),
     "EsmForMaskedLM, dropout": (PROTEIN | {"token_dropout": True}, "token_dropout=False"),
     "MobileBertForMaskedLM": (MOBILE, "trigram_input=False"),
@@ -183,15 +184,16 @@ REFUSED = {
 
 
 def refusal(family: str) -> str:
-    """The error of position ids that count from 0, as a model's layers and masks take them."""
+    """Returns the error of position ids that count from 0, or of none."""
     attend = usp()
     register_transformers(attend)
     layout = attend.layout(LENGTH)
     ids = layout.take(tokens(False)[0], attend.shard)
     try:
         built = model(family, "armillary", **REFUSED[family][0])
+        position_ids = None if family.endswith("no position ids") else layout.positions(attend.shard)[None]
         with sequence(layout=layout, documents=(0, LENGTH)):
-            built(ids, position_ids=layout.positions(attend.shard)[None])
+            built(ids, position_ids=position_ids)
     except ValueError as error:
         return str(error)
     return "accepted"

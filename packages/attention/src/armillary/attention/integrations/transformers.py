@@ -71,9 +71,9 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
         ValueError: where a model is given the implementation that mixes tokens without attention (Mamba, RWKV, linear
             attention, convolution) or attends by itself (Falcon, GPT-J, BLOOM). At a call that cannot be done on a
             shard: cross-attention, masks of a model's own, padding, a filled KV cache, attention dropout, attention
-            weights as output, position ids that do not fit the layout or that the model would make itself, a pooler of
-            the first token, labels without shift_labels and num_items_in_batch. On every rank alike, but for what only
-            its arguments show.
+            weights as output, position ids that do not fit the layout, are below those of the model's own rule
+            (`padding_idx_of`) or that the model would make itself, a pooler of the first token, labels without
+            shift_labels and num_items_in_batch. On every rank alike, but for what only its arguments show.
     """
     check_method(attend)
     try:
@@ -122,9 +122,9 @@ class Implementation:
         first_position = self._check_model(model_of(around))
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.attend, q_length)
+        position_ids, unplaced = _position_ids(around, self.attend.shards)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
-        position_ids, unplaced = _position_ids(around, self.attend.shards)
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)

@@ -73,9 +73,11 @@ class DocumentFinder:
     def _without_positions(self, name: str, mask: ShardMask, tokens: int, told: Documents | None) -> Documents | None:
         check_tokens(self.attend.shard, tokens, mask.layout)
         if mask.unplaced and self.attend.shards > 1:
+            first = mask.first_position
+            remedy = f"shard_batch(attend, ids, padding_idx={first - 1}) makes them" if first else REMEDY
             raise ValueError(
                 f"{name} is given no position ids, and the model makes them for its tokens as if they were the first "
-                f"of the sequence; {REMEDY}"
+                f"of the sequence; {remedy}"
             )
         if told is None and not (mask.rule is not None and mask.rule.bidirectional):
             raise ValueError(
