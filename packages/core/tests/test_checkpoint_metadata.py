@@ -115,7 +115,7 @@ ATTRIBUTES = [
 ]
 
 
-@pytest.mark.parametrize("arguments", ATTRIBUTES, ids=str)
+@pytest.mark.parametrize("arguments", ATTRIBUTES, ids=range(len(ATTRIBUTES)))
 def test_no_other_attribute_is_looked_up(folder, arguments):
     """In a field that is not used otherwise: what is read of it makes no difference."""
     for attribute, readable in [((_MEM_FORMAT_ENCODING, MEMBER.name), True), (arguments, False)]:
