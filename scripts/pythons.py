@@ -34,13 +34,13 @@ def interpreters() -> dict[str, Path]:
     pyenv = os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv"
     folders += [*Path(uv).glob("cpython-*/bin"), *Path(pyenv, "versions").glob("*/bin")]
     query = "import platform; print(platform.python_version())"
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in (folder / f"python{minor}" for minor in minors for folder in folders):
         if path.is_file():  # of pyenv's shims, those of versions that are not selected fail
             answer = subprocess.run([path, "-c", query], capture_output=True, text=True, check=False)
             if answer.returncode == 0:
-                found.setdefault(answer.stdout.strip(), path)
-    return found | {platform.python_version(): Path(sys.executable)}
+                paths.setdefault(answer.stdout.strip(), path)
+    return paths | {platform.python_version(): Path(sys.executable)}
 
 
 def start(version: str, interpreter: Path, checkpoint: Path) -> subprocess.Popen[str]:
@@ -79,12 +79,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         processes = {version: start(version, path, Path(folder, version)) for version, path in pythons.items()}
         # Every Python starts once: torch takes seconds to import. All have saved before the first of them reads.
-        saved = {version: process.stdout and process.stdout.readline() for version, process in processes.items()}
+        replies = {version: process.stdout and process.stdout.readline() for version, process in processes.items()}
         for process in processes.values():
             process.communicate()
-    failed = [version for version, process in processes.items() if process.returncode or saved[version] != "saved\n"]
-    if failed:
-        sys.exit(f"failed on Python {', '.join(failed)}")
+    failures = [
+        version for version, process in processes.items() if process.returncode or replies[version] != "saved\n"
+    ]
+    if failures:
+        sys.exit(f"failed on Python {', '.join(failures)}")
 
 
 if __name__ == "__main__":

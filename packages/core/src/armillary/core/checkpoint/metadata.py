@@ -60,17 +60,17 @@ def check_files(folder: Path, metadata: Metadata) -> None:
         Damaged: a file is missing, or shorter than its ranges or their sum: they would overlap.
         OSError: a file cannot be read.
     """
-    needed: dict[str, int] = defaultdict(int)
-    ends: dict[str, int] = defaultdict(int)
+    total_bytes: dict[str, int] = defaultdict(int)
+    end_offsets: dict[str, int] = defaultdict(int)
     for storage in cast("dict[MetadataIndex, _StorageInfo]", metadata.storage_data).values():
-        needed[storage.relative_path] += storage.length
-        ends[storage.relative_path] = max(ends[storage.relative_path], storage.offset + storage.length)
-    for name in needed:
+        total_bytes[storage.relative_path] += storage.length
+        end_offsets[storage.relative_path] = max(end_offsets[storage.relative_path], storage.offset + storage.length)
+    for name in total_bytes:
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError as error:
             raise Damaged(f"{METADATA} names {name}, and there is no such file") from error
-        if size < (expected := max(needed[name], ends[name])):
+        if size < (expected := max(total_bytes[name], end_offsets[name])):
             raise Damaged(f"{METADATA} places {expected} bytes in {name}, which has {size}")
 
 

@@ -67,17 +67,17 @@ def parse(fields: Mapping[str, Any]) -> Config:
     """Returns the config that the fields of a `config.json` stand for. Errors as in `read_config`."""
     kind = one_of("model_type", fields.get("model_type"), list(FAMILIES))
     family = FAMILIES[kind]
-    stated = {name: value for name, value in fields.items() if value is not None}
-    if missing := [name for name in family.required if name not in stated]:
+    nonnull = {name: value for name, value in fields.items() if value is not None}
+    if missing := [name for name in family.required if name not in nonnull]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     for name, accepted in family.computed.items():
-        if name in stated and stated[name] not in accepted:
+        if name in nonnull and nonnull[name] not in accepted:
             expected = f"must be {' or '.join(map(repr, accepted))}" if accepted else "is not computed here"
-            raise ValueError(f"{name}={stated[name]!r} {expected} for model_type {kind!r}")
-    values = {name: stated.get(name, family.defaults.get(name)) for name in family.fields}
+            raise ValueError(f"{name}={nonnull[name]!r} {expected} for model_type {kind!r}")
+    values = {name: nonnull.get(name, family.defaults.get(name)) for name in family.fields}
     sizes = {family.fields[name]: read(family, name, value) for name, value in values.items() if value is not None}
     # A null is no default: it stands for as many as query heads.
-    null = "num_key_value_heads" in fields and "num_key_value_heads" not in stated
+    null = "num_key_value_heads" in fields and "num_key_value_heads" not in nonnull
     if family.config is LlamaConfig and (null or "kv_heads" not in sizes):
         sizes["kv_heads"] = sizes["heads"]
     try:

@@ -49,8 +49,8 @@ def read_tensors(
     """
     tensors: dict[str, Tensor] = {}
     with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected := places(config, shapes))
-        for name, place in expected.items():
+        check_entries(Path(folder), entries, expected_places := places(config, shapes))
+        for name, place in expected_places.items():
             part = part_of(entries, place, tuple(slice(0, size) for size in shapes[name]))
             # A copy, or the tensor would be the file: its next save would change it.
             tensors[name] = torch.empty(shapes[name], dtype=dtype or part.dtype).copy_(part)
@@ -68,12 +68,12 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")
     local_parts = {name: local_part(parameter) for name, parameter in parameters.items()}
-    expected = places(config, {name: parameter.shape for name, parameter in parameters.items()})
+    expected_places = places(config, {name: parameter.shape for name, parameter in parameters.items()})
     with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected)
+        check_entries(Path(folder), entries, expected_places)
         for name, (local, box) in local_parts.items():
             if local.numel():
-                local.copy_(part_of(entries, expected[name], box))
+                local.copy_(part_of(entries, expected_places[name], box))
 
 
 def part_of(entries: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
@@ -94,19 +94,19 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
         files = [WEIGHTS] if indexed is None else sorted(set(indexed.values()))
         entries: dict[str, TensorEntry] = {}
         for file in files:
-            stored = headers(folder / file, stack)
-            if lost := [name for name, holder in (indexed or {}).items() if holder == file and name not in stored]:
-                raise ValueError(f"{folder / INDEX} has {listed(lost)} in {file}, and it is not there")
-            entries |= {key: entry for key, entry in stored.items() if (indexed or {}).get(key, file) == file}
+            in_file = headers(folder / file, stack)
+            if missing := [name for name, holder in (indexed or {}).items() if holder == file and name not in in_file]:
+                raise ValueError(f"{folder / INDEX} has {listed(missing)} in {file}, and it is not there")
+            entries |= {key: entry for key, entry in in_file.items() if (indexed or {}).get(key, file) == file}
         entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
         if not any(key.startswith(names.prefix) for key in entries):
             entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
         yield entries
 
 
-def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected: Mapping[str, Place]) -> None:
-    """Raises ValueError unless the entries are the tensors that `expected` places are in, by name, shape and dtype."""
-    if faults := list(differences(entries, {place.name: place.shape for place in expected.values()})):
+def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_places: Mapping[str, Place]) -> None:
+    """Raises ValueError unless the entries are the tensors that `expected_places` are in, by name, shape and dtype."""
+    if faults := list(differences(entries, {place.name: place.shape for place in expected_places.values()})):
         raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {listed(faults, '; ')}")
 
 

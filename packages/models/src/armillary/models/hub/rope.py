@@ -38,8 +38,8 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
         raise ValueError(f"{source}={rope}; rope_type must be default, {' or '.join(SCALINGS)}")
     if options.pop("partial_rotary_factor", 1) != 1 or fields.get("partial_rotary_factor", 1) not in (None, 1):
         raise ValueError(f"{source}={rope}; partial_rotary_factor must be 1: heads are turned as a whole")
-    known = [] if kind == "default" else [field.name for field in fields_of(SCALINGS[kind])]
-    if unknown := sorted(options.keys() - {*known}):
+    names = [] if kind == "default" else [field.name for field in fields_of(SCALINGS[kind])]
+    if unknown := sorted(options.keys() - {*names}):
         raise ValueError(f"{source}={rope}; with rope_type {kind!r}, {', '.join(unknown)} means nothing here")
     if kind == "default":
         return theta, None
@@ -58,15 +58,15 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
     for name, value in options.items():
         if value is not None:
             flag(name, value) if name == "truncate" else number(name, value)
-    # As there, 0 stands for "not said" too.
-    said = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
+    # As there, 0 means null.
+    values = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
     if kind != "linear":
         # The one beside the scaling comes first (Phi 3).
-        said[ORIGINAL] = fields.get(ORIGINAL) or said.get(ORIGINAL) or max_positions
-        original = number(ORIGINAL, said[ORIGINAL])
-        if kind == "yarn" and said.get("factor") is None:
-            said["factor"] = max_positions / original
-    return SCALINGS[kind](**said)
+        values[ORIGINAL] = fields.get(ORIGINAL) or values.get(ORIGINAL) or max_positions
+        original = number(ORIGINAL, values[ORIGINAL])
+        if kind == "yarn" and values.get("factor") is None:
+            values["factor"] = max_positions / original
+    return SCALINGS[kind](**values)
 
 
 def describe_rope(theta: float, chosen: RopeScaling | None) -> dict[str, Any]:

@@ -88,12 +88,12 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
         config = parse(manifest.model)
     except ValueError as error:
         raise ValueError(f"{folder / MANIFEST}: model: {error}") from error
-    saved = {name.removeprefix("model."): shape for name, shape in saved_shapes(folder, "model.").items()}
+    shapes = {name.removeprefix("model."): shape for name, shape in saved_shapes(folder, "model.").items()}
     # The manifest may state any number of layers; their names are only listed if there are as many tensors.
-    if config.layers > len(saved):
-        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, and {len(saved)} tensors were saved")
-    if differing := differences(saved, parameter_shapes(meta_model, config)):
-        raise ValueError(f"{folder / MANIFEST}: model: another one was saved ({differing})")
+    if config.layers > len(shapes):
+        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, and {len(shapes)} tensors were saved")
+    if difference := differences(shapes, parameter_shapes(meta_model, config)):
+        raise ValueError(f"{folder / MANIFEST}: model: another one was saved ({difference})")
     return config
 
 
