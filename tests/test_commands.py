@@ -68,7 +68,7 @@ def predicted(text: str) -> list[int]:
 
 def packed(text: str) -> list[int]:
     words = ["pack", "store", "--length", text, "--rows", text]
-    command = parse(words, data.Command, "armillary-data").command
+    command = parse(words, data.DataCommand, "armillary-data").command
     assert isinstance(command, data.Pack)
     check_minimum(1, length=command.length)  # as its first step
     return [command.length, command.rows]
@@ -166,7 +166,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-tune": read_tune_plan,
     "armillary-generate": read_generate,
     "armillary-plan": planning,
-    "armillary-data": lambda words: parse(words, data.Command, "armillary-data"),
+    "armillary-data": lambda words: parse(words, data.DataCommand, "armillary-data"),
     "armillary-export": lambda words: parse(words, Export, "armillary-export"),
     "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
     "armillary.attention.conformance": conformance.parsed,

@@ -1,6 +1,7 @@
 """`armillary-plan run`: memory and time of a run of the trainer; and every recipe on its machines, by formulas."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -52,12 +53,27 @@ def test_formulas_and_simulation_agree_on_two_blocks_of_a_recipe(name):
     assert closed.host == pytest.approx(simulated.host, rel=0.03)
 
 
+def write_empty_weights(path, shapes):
+    """A safetensors file of bfloat16 zeros, which takes no room on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
 def test_the_finetuning_recipe_fits_its_machines_with_an_8b(tmp_path):
-    model = Llama(replace(LlamaConfig.llama31_8b(), layers=1, vocab_size=8, hidden_dim=8))
-    model.save_pretrained(tmp_path, dtype=torch.bfloat16)  # for its config.json
+    small = replace(LlamaConfig.llama31_8b(), layers=1, vocab_size=8, hidden_dim=8)
+    Llama(small).save_pretrained(tmp_path, dtype=torch.bfloat16)  # for its config.json
     fields = json.loads((tmp_path / "config.json").read_text())
     fields |= {"num_hidden_layers": 32, "vocab_size": 128_256, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps(fields))
+    with torch.device("meta"):
+        whole = Llama(LlamaConfig.llama31_8b())
+    write_empty_weights(tmp_path / "model.safetensors", {n: tuple(p.shape) for n, p in whole.named_parameters()})
     config = recipes.finetune(tmp_path)
     cluster, run = cluster_of("8xh100"), dry_run(config, 8)
     memory = estimate(job_of(config, run.axes, run.model, torch.bfloat16))

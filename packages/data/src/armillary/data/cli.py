@@ -137,7 +137,7 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Command:
+class DataCommand:
     """usage: armillary-data COMMAND [options]
 
       # text into tokens; after an interruption, the same command resumes
@@ -162,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command. On errors exits with one line: 2 for bad input, 1 for a failing disk or worker, 130 for ^C."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["-h"], ["--help"]):  # tyro would print the examples of all commands too
-        print(cleandoc(Command.__doc__ or ""))
+        print(cleandoc(DataCommand.__doc__ or ""))
         return
     with ending(PROGRAM):
-        parse(words, Command, PROGRAM).command.run()
+        parse(words, DataCommand, PROGRAM).command.run()
 
 
 def verify(path: Path) -> None:

@@ -34,7 +34,7 @@ class Lengths(NamedTuple):
 
 
 @dataclass
-class Pack:
+class PackedCall:
     """Pieces, by index, for one call."""
 
     indices: list[int] = field(default_factory=list[int])
@@ -47,14 +47,14 @@ class Pack:
 
 def packs(pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
     """The pieces, by index, that go into one call together: small ones of one window and the same heads."""
-    growing: dict[object, Pack] = {}
+    growing: dict[object, PackedCall] = {}
     for index, piece in enumerate(pieces):
         tokens = piece.q.shape[0] * max(piece.q.shape[1], piece.k.shape[1])
         if tokens >= ALONE:
             yield [index]
             continue
         key = (window(piece), piece.q.shape[2:], piece.k.shape[2:])
-        growing.setdefault(key, Pack()).add(index, tokens)
+        growing.setdefault(key, PackedCall()).add(index, tokens)
         if growing[key].tokens >= FULL:
             yield growing.pop(key).indices
     yield from (pack.indices for pack in growing.values())
