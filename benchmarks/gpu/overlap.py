@@ -20,6 +20,7 @@ from armillary.attention import AttentionMask, Ring
 from armillary.attention.kernels import FlashAttn3, Kernel
 from armillary.attention.kernels.efficiency import MULTIPROCESSORS, SM_MARGIN
 from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import Axis, compat
 from armillary.core.collectives.exchange import Exchange
@@ -98,7 +99,8 @@ def ring_times(place: Place, kernel: Kernel, tokens: int) -> list[float]:
         q, k, v, _ = attention_tensors(device, tokens)
         layout, mask = method.layout(tokens * method.shards), AttentionMask()
         attend = partial(method, q, k, v, mask=mask, layout=layout, kernel=kernel)
-        rotation = Rotation.of_all(method.axis, method.return_axis, "keys", grid_of(layout, layout, mask))
+        ring = RingTopology.of_all(method.axis.size, "keys")
+        rotation = Rotation.of(method.axis, method.return_axis, ring, grid_of(layout, layout, mask))
 
         def exchange() -> None:
             for _ in rotation.rotate(k, v):
