@@ -57,8 +57,8 @@ def exchange(checkpoint: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from armillary.core.checkpoint import SavePlanner
-    from armillary.core.checkpoint.reader import read_tensors
+    from armillary.train.runtime.checkpoint import SavePlanner
+    from armillary.train.runtime.checkpoint.reader import read_tensors
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is to save alone
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)

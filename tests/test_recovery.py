@@ -100,7 +100,7 @@ def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_li
 
 SLOW_SAVES = """
 import os, time
-from armillary.core.checkpoint.writer import CheckedWriter
+from armillary.train.runtime.checkpoint.writer import CheckedWriter
 from armillary.train.checkpoint import Checkpoints
 
 slow, start, write_data = int(os.environ["RANK"]) % 3 == 0, Checkpoints.start, CheckedWriter.write_data

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core import compat
-from armillary.core.peak import peak_flops
+from armillary.train.runtime.peak import peak_flops
 
 Work = Callable[[], object]
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

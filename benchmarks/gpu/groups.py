@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, FlatBuffer, build_mesh, compat, start_exchange
-from armillary.core.health.watchdog import Watchdog
+from armillary.train.runtime.health.watchdog import Watchdog
 from gpu.check import Check, Row, Setting
 from gpu.launch import Place, failure_on_ranks, joined, on_ranks
 
@@ -95,7 +95,7 @@ def check_hang(setting: Setting) -> Iterator[Row]:
         said = f"{found.count({stuck})} of {len(found)} reports, which name {sorted(set().union(*found)) or 'nobody'}"
         alone = len(found) >= setting.ranks - 1 and all(names == {stuck} for names in found)
         what = f"rank {stuck} on a disk, the others {way}: named alone"
-        yield setting.is_so(what, said, alone, f"all, which name {stuck}", "armillary.core.health")
+        yield setting.is_so(what, said, alone, f"all, which name {stuck}", "armillary.train.runtime.health")
 
 
 def named_in(report: Path) -> set[int]:

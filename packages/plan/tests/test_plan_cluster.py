@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from armillary.core.network import Send
-from armillary.core.peak import PEAK_FLOPS
 from armillary.plan import Cluster, Link
 from armillary.plan.cluster.machines import EMULATED, MACHINES
+from armillary.train.runtime.peak import PEAK_FLOPS
 
 GB = 10**9
 KINDS = {"h200": "h200", "h100": "h100", "a100": "a100-80", "l20": "l20"}

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.core.checkpoint.files import checksum
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.metadata import Damaged
-from armillary.core.checkpoint.writer import CheckedFile
 from armillary.core.testing.refusals import refusal
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest, is_copy
 from armillary.train.checkpoint.manifest import fault as fault_of
 from armillary.train.checkpoint.saving import complete
 from armillary.train.checkpoint.state import differences
+from armillary.train.runtime.checkpoint.files import checksum
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.checkpoint.metadata import Damaged
+from armillary.train.runtime.checkpoint.writer import CheckedFile
 
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})
 

@@ -25,11 +25,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.tensor import DTensor
 
 import armillary.train
-from armillary.core.checkpoint.files import checksum
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.health.output_lock import OutputLock
-from armillary.core.health.ranks import Ranks
-from armillary.core.random_state import random_state
 from armillary.core.testing import RankFailed
 from armillary.models import Llama
 from armillary.train import (
@@ -53,6 +48,11 @@ from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.manifest import Manifest, fault
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
+from armillary.train.runtime.checkpoint.files import checksum
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.health.output_lock import OutputLock
+from armillary.train.runtime.health.ranks import Ranks
+from armillary.train.runtime.random_state import random_state
 from armillary.train.step import train_step
 
 RING = ParallelConfig(ring=4, ulysses=1)

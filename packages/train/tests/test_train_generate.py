@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import Local
-from armillary.core.checkpoint.reader import read_tensors
 from armillary.models import Llama, generate
 from armillary.models.hub.configs import parse as parse_config
 from armillary.train import (
@@ -32,6 +31,7 @@ from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.generate.cli import main
 from armillary.train.generate.cli import run as continue_prompts
 from armillary.train.generate.command import Generate, read_generate
+from armillary.train.runtime.checkpoint.reader import read_tensors
 
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
 """Of 1, 3, 7 and 23 tokens: fewer than ranks, and never a multiple of them."""

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.health import lock as locks
-from armillary.core.health.lock import Holder, LockLost, Refused, take
-from armillary.core.health.output_lock import OutputLock
-from armillary.core.health.process import machine, running, start_of
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.saving import complete
 from armillary.train.reporting.journal import Journal
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.health import lock as locks
+from armillary.train.runtime.health.lock import Holder, LockLost, Refused, take
+from armillary.train.runtime.health.output_lock import OutputLock
+from armillary.train.runtime.health.process import machine, running, start_of
 
 fork = multiprocessing.get_context("fork")
 
@@ -247,7 +247,7 @@ def test_all_ranks_are_told_the_same(worlds, tmp_path):
 def loses(output: Path) -> list[str]:
     """What a run says that loses its folder while it trains, as it notices by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("armillary.core.health.output_lock.BEAT", 0.02)
+        patch.setattr("armillary.train.runtime.health.output_lock.BEAT", 0.02)
         with OutputLock(output, print) as lock:
             lock.check()
             (output / "lock/1.held").rename(output / "lock/2.held")

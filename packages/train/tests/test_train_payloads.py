@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 import armillary.train
-from armillary.core.checkpoint.metadata import METADATA, read_metadata
-from armillary.core.checkpoint.writer import read_back
 from armillary.models import Llama
 from armillary.train import (
     Config,
@@ -36,6 +34,8 @@ from armillary.train import (
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.checkpoint.state import training_state
+from armillary.train.runtime.checkpoint.metadata import METADATA, read_metadata
+from armillary.train.runtime.checkpoint.writer import read_back
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""

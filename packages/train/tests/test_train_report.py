@@ -19,7 +19,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import armillary.train
-from armillary.core.background import Guarded
 from armillary.train import (
     Config,
     DataConfig,
@@ -39,6 +38,7 @@ from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics, averaged
 from armillary.train.reporting.report import Reporter
 from armillary.train.reporting.screen import Screen
+from armillary.train.runtime.background import Guarded
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""

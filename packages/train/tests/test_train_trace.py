@@ -13,7 +13,6 @@ import torch
 
 import armillary.train
 from armillary.core import Trace, span
-from armillary.core.observe.step_trace import StepTrace
 from armillary.train import (
     Config,
     DataConfig,
@@ -26,6 +25,7 @@ from armillary.train import (
     train,
 )
 from armillary.train.config.command import read_command
+from armillary.train.runtime.step_trace import StepTrace
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""

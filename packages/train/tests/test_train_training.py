@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.core.health.stopping import StopSignal
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.models.initialize import write
@@ -34,6 +33,7 @@ from armillary.train import (
 )
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
+from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.step import StepResult, local_loss, train_step
 from armillary.train.validation import validate
 

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.allocator import allocator_settings, set_allocator
-from armillary.core.health.ranks import check_consistent
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.hub.folder import weight_map
@@ -32,6 +30,8 @@ from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
+from armillary.train.runtime.allocator import allocator_settings, set_allocator
+from armillary.train.runtime.health.ranks import check_consistent
 from armillary.train.tasks import load_task, task_tokens
 
 

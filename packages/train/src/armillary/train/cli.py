@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from armillary.core.commands import ELSEWHERE, FAILED, DamagedInput, ending, record
-from armillary.core.health.stopping import StopSignal
-from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import prepare, process_group
 from armillary.train.config import Config
 from armillary.train.config.command import PROGRAM, read_command
+from armillary.train.runtime.health.stopping import StopSignal
+from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import train, watchdog_of
 
 

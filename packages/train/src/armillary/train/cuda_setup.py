@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from armillary.core.allocator import allocator_settings
 from armillary.core.mesh import binds_device
 from armillary.train.config import Config, CudaConfig
 from armillary.train.kernels import sm_margin
+from armillary.train.runtime.allocator import allocator_settings
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 

@@ -8,13 +8,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from armillary.core.health.output_lock import OutputLock
-from armillary.core.health.stopping import StopSignal
-from armillary.core.health.watchdog import Watchdog
-from armillary.core.observe.profiler import Profiler
-from armillary.core.observe.step_trace import StepTrace
-from armillary.core.observe.stopwatch import Stopwatch
-from armillary.core.peak import peak_flops, peak_memory
 from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
 from armillary.train.checkpoint import Checkpoints
@@ -23,6 +16,13 @@ from armillary.train.lr_schedule import schedule_notes
 from armillary.train.reporting.metrics import StepMetrics
 from armillary.train.reporting.report import Reporter
 from armillary.train.run import Run
+from armillary.train.runtime.health.output_lock import OutputLock
+from armillary.train.runtime.health.stopping import StopSignal
+from armillary.train.runtime.health.watchdog import Watchdog
+from armillary.train.runtime.peak import peak_flops, peak_memory
+from armillary.train.runtime.profiler import Profiler
+from armillary.train.runtime.step_trace import StepTrace
+from armillary.train.runtime.stopwatch import Stopwatch
 from armillary.train.step import StepResult, train_step
 from armillary.train.validation import validate
 

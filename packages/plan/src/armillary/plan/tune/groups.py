@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import compat
-from armillary.core.health.ranks import Ranks
-from armillary.core.health.watchdog import Watchdog
 from armillary.train.build import collective_timeout, process_group
 from armillary.train.config import Config
+from armillary.train.runtime.health.ranks import Ranks
+from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import watchdog_of
 
 

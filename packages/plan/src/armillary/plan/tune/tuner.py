@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import torch
 
-from armillary.core.health.ranks import Ranks, check_consistent
-from armillary.core.health.watchdog import about_others
 from armillary.core.mesh import world_size
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.train_config import write_toml
@@ -22,6 +20,8 @@ from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
 from armillary.train.config import Config
 from armillary.train.config.overlay import by_flag
+from armillary.train.runtime.health.ranks import Ranks, check_consistent
+from armillary.train.runtime.health.watchdog import about_others
 
 NOISE = 1.05
 """Candidates within this factor of the fastest are compared again, in turns: noise may have decided."""

@@ -14,12 +14,6 @@ from typing import Self, cast
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from armillary.core.background import Background
-from armillary.core.health.output_lock import OutputLock
-from armillary.core.health.ranks import Ranks
-from armillary.core.health.shared_folder import check_shared
-from armillary.core.health.watchdog import about_others
-from armillary.core.random_state import seed_all
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import checkpoint_folder, write_config
 from armillary.train.checkpoint.restoring import restore
@@ -27,6 +21,12 @@ from armillary.train.checkpoint.saving import save
 from armillary.train.checkpoint.settings import settings
 from armillary.train.checkpoint.state import State, model_description, saved_state
 from armillary.train.run import Run
+from armillary.train.runtime.background import Background
+from armillary.train.runtime.health.output_lock import OutputLock
+from armillary.train.runtime.health.ranks import Ranks
+from armillary.train.runtime.health.shared_folder import check_shared
+from armillary.train.runtime.health.watchdog import about_others
+from armillary.train.runtime.random_state import seed_all
 
 NOTICEABLE = 1.0
 """Seconds of waiting from which on a line is printed."""

@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from armillary.core.checkpoint.files import file_fault
-from armillary.core.checkpoint.metadata import Damaged
-from armillary.core.checkpoint.reader import read_tensors
 from armillary.core.commands import ending
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.state import saved_config
+from armillary.train.runtime.checkpoint.files import file_fault
+from armillary.train.runtime.checkpoint.metadata import Damaged
+from armillary.train.runtime.checkpoint.reader import read_tensors
 
 PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

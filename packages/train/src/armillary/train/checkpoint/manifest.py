@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.checkpoint.files import file_fault, read_checked, write_checked
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.metadata import Damaged
-from armillary.core.checkpoint.writer import Written
 from armillary.core.files import is_file_name
+from armillary.train.runtime.checkpoint.files import file_fault, read_checked, write_checked
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.checkpoint.metadata import Damaged
+from armillary.train.runtime.checkpoint.writer import Written
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from armillary.core.checkpoint.folder import CheckpointFolder
 from armillary.core.files import write_whole
 from armillary.train.config import Config
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
 
 
 def checkpoint_folder(config: Config) -> CheckpointFolder:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.metadata import Damaged, check_files, read_metadata
-from armillary.core.health.ranks import Ranks
 from armillary.train.checkpoint.manifest import Manifest, fault, is_copy
 from armillary.train.checkpoint.settings import changed_settings, settings
 from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
 from armillary.train.run import Run
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.checkpoint.metadata import Damaged, check_files, read_metadata
+from armillary.train.runtime.health.ranks import Ranks
 
 
 @dataclass(frozen=True)

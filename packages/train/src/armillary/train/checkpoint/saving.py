@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 
 import torch.distributed.checkpoint as dcp
 
-from armillary.core.checkpoint import SavePlanner
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.writer import CheckedWriter, Written
-from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.state import State
+from armillary.train.runtime.checkpoint import SavePlanner
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.checkpoint.writer import CheckedWriter, Written
+from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
 
 
 def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Ranks) -> None:

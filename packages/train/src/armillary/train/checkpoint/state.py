@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from armillary.core.checkpoint.reader import load, saved_shapes
-from armillary.core.health.ranks import Ranks, errors_as_ours
-from armillary.core.random_state import random_state, seed_all, set_random_state
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.models.hub import describe
 from armillary.models.hub.configs import parse
@@ -25,6 +22,9 @@ from armillary.models.hub.tensors import parameter_shapes
 from armillary.models.initialize import meta_model
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.run import Run
+from armillary.train.runtime.checkpoint.reader import load, saved_shapes
+from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
+from armillary.train.runtime.random_state import random_state, seed_all, set_random_state
 
 State = dict[str, Any]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from armillary.core import start_process_group
 from armillary.core.commands import ending
-from armillary.core.health.ranks import Ranks
 from armillary.data.progress import Bar
 from armillary.data.text.streamer import TextStreamer, TwoWayTokenizer
 from armillary.models import GPT, Llama, stream
@@ -21,6 +20,7 @@ from armillary.train.generate.command import PROGRAM, Generate, prompts_of, read
 from armillary.train.generate.loading import TIMEOUT, load_model
 from armillary.train.generate.source import find_source, find_tokenizer, stops_of
 from armillary.train.parallel import choose_device
+from armillary.train.runtime.health.ranks import Ranks
 
 
 @dataclass(frozen=True)

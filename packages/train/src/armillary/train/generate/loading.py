@@ -9,9 +9,6 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from armillary.core import build_mesh
-from armillary.core.checkpoint.folder import CheckpointFolder
-from armillary.core.checkpoint.reader import load
-from armillary.core.health.ranks import Ranks, errors_as_ours
 from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
 from armillary.models.hub.folder import weight_map
@@ -23,6 +20,9 @@ from armillary.train.config import Config, ModelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
 from armillary.train.parallel import choose_axes
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder
+from armillary.train.runtime.checkpoint.reader import load
+from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
 
 TIMEOUT = timedelta(minutes=30)
 

@@ -11,7 +11,6 @@ from typing import Self
 
 import torch.distributed as dist
 
-from armillary.core.background import Guarded
 from armillary.train.config import Config
 from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics
@@ -19,6 +18,7 @@ from armillary.train.reporting.plot import plot_runs
 from armillary.train.reporting.screen import Screen
 from armillary.train.reporting.sink import Sink
 from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
+from armillary.train.runtime.background import Guarded
 
 SAYING, CLOSING = 5.0, 60.0
 """Longest wait, in seconds, for a line to be printed, and for queued reports at the end."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from armillary.core.health.heartbeat import (
+from armillary.train.runtime.health.heartbeat import (
     Calls,
     Heartbeat,
     in_standard_library,
@@ -29,9 +29,9 @@ from armillary.core.health.heartbeat import (
     waits,
     where,
 )
-from armillary.core.health.launcher import Launcher
-from armillary.core.health.stopping import StopSignal
-from armillary.core.health.watchdog import about_others
+from armillary.train.runtime.health.launcher import Launcher
+from armillary.train.runtime.health.stopping import StopSignal
+from armillary.train.runtime.health.watchdog import about_others
 
 WAITING = Heartbeat(
     7, "training", where="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}

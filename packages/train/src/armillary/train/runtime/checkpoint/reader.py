@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
-from armillary.core.checkpoint.metadata import check_files, read_metadata
-from armillary.core.checkpoint.planner import LoadPlanner
-from armillary.core.health.ranks import errors_as_ours
+from armillary.train.runtime.checkpoint.metadata import check_files, read_metadata
+from armillary.train.runtime.checkpoint.planner import LoadPlanner
+from armillary.train.runtime.health.ranks import errors_as_ours
 
 
 class TensorReader(FileSystemReader):

@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
 from armillary.core.commands import REFUSALS, one_line
-from armillary.core.health.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
-from armillary.core.health.launcher import Launcher
+from armillary.train.runtime.health.heartbeat import Heartbeat, main_stack, missing, recorded_calls, waits, where
+from armillary.train.runtime.health.launcher import Launcher
 
 SILENCE = 6.0
 """Seconds without a sign of life after which a rank is taken for dead or stopped."""

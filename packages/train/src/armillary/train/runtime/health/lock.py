@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from armillary.core.files import parse_json, writing
-from armillary.core.health.process import machine, running, start_of
+from armillary.train.runtime.health.process import machine, running, start_of
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.core.random_state import WORDS, random_state, seed_all, set_random_state
+from armillary.train.runtime.random_state import WORDS, random_state, seed_all, set_random_state
 
 CPU = torch.device("cpu")
 

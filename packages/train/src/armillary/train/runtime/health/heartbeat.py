@@ -137,7 +137,7 @@ COMMUNICATION = (
     "/armillary/core/collectives/exchange.py",
     "/armillary/core/collectives/collective.py",
 )
-CALLED_THERE = re.compile("/torch/|/armillary/core/")
+CALLED_THERE = re.compile("/torch/|/armillary/core/|/armillary/train/runtime/")
 """An op of torch is several functions below a wait, and `compat` or a backend below an exchange."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from armillary.core.health.lock import Claim, Holder, LockLost, Refused, take
+from armillary.train.runtime.health.lock import Claim, Holder, LockLost, Refused, take
 
 BEAT, SILENT = 5.0, 30.0
 """Seconds between a holder's signs of life; and without any, after which one on another machine is taken for gone."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from armillary.core.peak import peak_flops, peak_memory
+from armillary.train.runtime.peak import peak_flops, peak_memory
 
 
 def test_memory_is_measured_and_an_unknown_peak_is_left_out():

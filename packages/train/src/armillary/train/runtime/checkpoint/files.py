@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
-from armillary.core.checkpoint.metadata import Damaged
-from armillary.core.checkpoint.writer import Written, read_back
 from armillary.core.files import parse_json
+from armillary.train.runtime.checkpoint.metadata import Damaged
+from armillary.train.runtime.checkpoint.writer import Written, read_back
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Errors of a file that is damaged. Others, such as a lack of permission, say nothing about it."""

@@ -1,6 +1,6 @@
 """Seconds of steps, by a clock that tells what it is told to."""
 
-from armillary.core.observe.stopwatch import Stopwatch
+from armillary.train.runtime.stopwatch import Stopwatch
 
 
 def test_the_stopwatch_counts_only_what_runs():

@@ -8,6 +8,6 @@ metadata.py  which tensors there are, without pickle
 reader.py    tensors, and nothing else
 """
 
-from armillary.core.checkpoint.planner import LoadPlanner, SavePlanner
+from armillary.train.runtime.checkpoint.planner import LoadPlanner, SavePlanner
 
 __all__ = ["LoadPlanner", "SavePlanner"]

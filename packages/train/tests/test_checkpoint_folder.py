@@ -9,10 +9,10 @@ from itertools import count
 
 import pytest
 
-from armillary.core.checkpoint.files import file_fault, read_checked, write_checked
-from armillary.core.checkpoint.folder import CheckpointFolder, superseded
-from armillary.core.checkpoint.metadata import Damaged
-from armillary.core.checkpoint.writer import CheckedFile, Written, read_back
+from armillary.train.runtime.checkpoint.files import file_fault, read_checked, write_checked
+from armillary.train.runtime.checkpoint.folder import CheckpointFolder, superseded
+from armillary.train.runtime.checkpoint.metadata import Damaged
+from armillary.train.runtime.checkpoint.writer import CheckedFile, Written, read_back
 
 fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
 

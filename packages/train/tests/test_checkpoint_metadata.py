@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from armillary.core.checkpoint.metadata import GLOBALS, METADATA, Damaged, check_files, read_metadata
-from armillary.core.checkpoint.reader import read_tensors
+from armillary.train.runtime.checkpoint.metadata import GLOBALS, METADATA, Damaged, check_files, read_metadata
+from armillary.train.runtime.checkpoint.reader import read_tensors
 
 TENSORS = {
     "a": torch.arange(16.0).reshape(4, 4),

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from armillary.core.health.ranks import Ranks
+from armillary.train.runtime.health.ranks import Ranks
 
 CHUNK = 2**24
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import uuid4
 
-from armillary.core.health.ranks import Ranks
+from armillary.train.runtime.health.ranks import Ranks
 
 
 def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:

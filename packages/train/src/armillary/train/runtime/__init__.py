@@ -1,0 +1,1 @@
+"""Runtime services of a training run: health of ranks, checkpoint storage, profiling, random state."""
