@@ -1,7 +1,7 @@
 """Checks that a checkpoint written on any Python of this machine is read on every other.
 
 The Pythons are those of the classifiers that are on PATH or were installed by uv or pyenv. Each gets the dependencies
-of armillary-core in a temporary environment from uv's cache, into which a new minor version downloads torch (0.5 GB).
+of armillary-train in a temporary environment from uv's cache, into which a new minor version downloads torch (0.5 GB).
 Exit code 1 if a checkpoint was not read back as it was written.
 
     uv run python scripts/pythons.py
@@ -45,7 +45,7 @@ def interpreters() -> dict[str, Path]:
 
 def start(version: str, interpreter: Path, checkpoint: Path) -> subprocess.Popen[str]:
     """Starts `exchange` on an interpreter."""
-    isolated = ["uv", "run", "--quiet", "--isolated", "--package", "armillary-core", "--python"]
+    isolated = ["uv", "run", "--quiet", "--isolated", "--package", "armillary-train", "--python"]
     own = version == platform.python_version()
     command = [sys.executable] if own else [*isolated, str(interpreter), "python"]
     command += [__file__, str(checkpoint)]
