@@ -1,5 +1,6 @@
 """Starting torchrun in a test, watching what it prints, and reaching for its ranks."""
 
+import ast
 import gc
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from runpy import run_path
 from typing import Self
 
 import torch
@@ -48,6 +50,33 @@ def forked(*options: str, flags: Sequence[str], script: str = TRAINER) -> list[s
 def agent(*options: str, flags: Sequence[str], script: str = TRAINER) -> Callable[[], None]:
     """torchrun as `forked` has it, in a process that has imported it all before it was forked itself."""
     return partial(run_torchrun, ["--start-method", "fork", "--run-path", *options, script, *flags])
+
+
+def python(script: str) -> Callable[[], None]:
+    """Returns a function that does what `python script` does, with everything that the script imports in one fork."""
+    return partial(run_path, script, run_name="__main__")
+
+
+def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Callable[[], None]:
+    """Returns a function that does what `torchrun *options script` does, for a script in the current folder.
+
+    The agent imports the script's imports once, before it forks the ranks: transformers takes seconds on each rank.
+
+    Args:
+        wrapper: a script that the ranks run instead, with the script's name as its argument.
+    """
+    return partial(_run_pages_agent, options, script, wrapper)
+
+
+def _run_pages_agent(options: Sequence[str], script: str, wrapper: str | None) -> None:
+    tree = ast.parse(Path(script).read_text())
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(tree, script, "exec"), {})
+    gc.freeze()
+    if wrapper is None:
+        agent(*options, flags=[], script=script)()
+    else:
+        agent(*options, flags=[script], script=wrapper)()
 
 
 class Forked:

@@ -11,14 +11,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launches import Launch, agent
+from launches import Launch, pages_agent, python
 
 from armillary.attention.kernels import EFFICIENCY, KERNELS
 
@@ -116,20 +115,39 @@ def run_in_float64(page: str, files: dict[str, str], folder: Path) -> dict[str, 
     for program, *options, name in commands(page):
         ranks = options if program == "torchrun" else ["--nproc-per-node", "1"]
         if name == "train.py" or program == "python":
-            output = run(agent(*ranks, flags=[name], script=str(IN_FLOAT64)), folder)
+            output = run(pages_agent(*ranks, script=name, wrapper=str(IN_FLOAT64)), folder)
     return printed_lists(output)
+
+
+def write_scripts(page: str, folder: Path) -> dict[str, str]:
+    """Writes the files of a page to a folder, as they stand."""
+    files = scripts(page)
+    for name, code in files.items():
+        assert "torch.distributed.destroy_process_group()" in code or "build_mesh" not in code, name
+        (folder / name).write_text(code)
+    return files
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", WITH_SCRIPTS)
+def test_commands_of_a_page_run_in_a_new_environment(tmp_path, page):
+    write_scripts(page, tmp_path)
+    for command in commands(page):
+        run(command, tmp_path)
 
 
 @pytest.mark.parametrize("page", WITH_SCRIPTS)
 def test_scripts_run_by_the_commands_of_their_page(tmp_path, page):
-    files = scripts(page)
-    for name, code in files.items():
-        assert "torch.distributed.destroy_process_group()" in code or "build_mesh" not in code, name
-        (tmp_path / name).write_text(code)
+    files = write_scripts(page, tmp_path)
     assert {command[-1] for command in commands(page)} == set(files)
-    for command in commands(page):
-        results = printed_lists(run(command, tmp_path))
-        if command[-1] == "train.py":
+    for program, *options, name in commands(page):
+        if program == "torchrun":
+            output = run(pages_agent(*options, script=name), tmp_path)
+        else:
+            assert (program, options) == ("python", [])
+            output = run(python(name), tmp_path)
+        if name == "train.py":
+            results = printed_lists(output)
             assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in results.values())
             assert set(results) == {"losses", "norms"}
 
@@ -169,7 +187,7 @@ def test_further_changes_apply_and_run(tmp_path, page, change):
 def test_blocks_without_a_title_run_alone(tmp_path, page):
     code = "".join(block.code for block in blocks(page) if block.language == "python" and not block.title)
     (tmp_path / "page.py").write_text(code)
-    run([sys.executable, "page.py"], tmp_path)
+    run(python("page.py"), tmp_path)
 
 
 def test_the_page_of_masks_has_the_pictures_that_are_drawn_for_it():
