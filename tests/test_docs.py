@@ -195,16 +195,6 @@ def test_the_page_of_masks_has_the_pictures_that_are_drawn_for_it():
     assert sorted(shown) == sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("pictures/*"))
 
 
-def test_messages_of_the_troubleshooting_page_are_in_the_code():
-    sources = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
-    code = re.sub(r'"\s*\n\s*f?["\']', "", sources)  # strings that continue on the next line
-    shown = re.findall(r"^\| (`+)(.+?)\1 \|", (DOCS / "troubleshooting.md").read_text(), re.M)
-    assert len(shown) > 20
-    for _, message in shown:
-        for part in message.split("…"):
-            assert part.strip() in code, message
-
-
 def pages(entries: list[dict[str, object]]) -> Iterator[str]:
     """The files that a navigation names."""
     for entry in entries:
