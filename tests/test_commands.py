@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from armillary.attention.conformance import command as conformance
-from armillary.attention.conformance.report import Report, ReportRow
 from armillary.data import cli as data
 from armillary.data.loader.batches import check_minimum
 from armillary.data.parsing import parse
@@ -33,6 +31,8 @@ from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate
 from armillary.train.reporting import plot_cli
 from armillary.train.reporting.plot_cli import Pictures
+from conformance import command as conformance
+from conformance.report import Report, ReportRow
 
 NUMBERS = {"131_072": 131_072, "1e6": 10**6, "64k": 64_000, "1.5Mi": 3 << 19}
 NO_NUMBERS = ["64q", "-1", "1.5", "nan"]
@@ -169,7 +169,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-data": lambda words: parse(words, data.DataCommand, "armillary-data"),
     "armillary-export": lambda words: parse(words, Export, "armillary-export"),
     "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
-    "armillary.attention.conformance": conformance.parsed,
+    "conformance": conformance.parsed,
 }
 MODULES = {
     "armillary.train": "armillary-train",

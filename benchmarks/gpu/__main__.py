@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:1] = [str(ROOT / "benchmarks"), *map(str, sorted(ROOT.glob("packages/*/src")))]  # nothing need be installed
+sources = [ROOT / "benchmarks", ROOT, *sorted(ROOT.glob("packages/*/src"))]
+sys.path[:1] = map(str, sources)  # runs without installing anything
 
 from gpu.command import main  # noqa: E402 - that is on the path only now
 

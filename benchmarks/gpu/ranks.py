@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from armillary.attention.conformance import METHODS, Trial, cases, compositions
-from armillary.attention.conformance.run import run
 from armillary.core.testing import World
 from armillary.core.testing.staged import STAGED
+from conformance import METHODS, Trial, cases, compositions
+from conformance.run import run
 from gpu.check import Check, Row, Setting
 
 ON_ONE_GPU = 4
@@ -45,7 +45,7 @@ def check_conformance(setting: Setting) -> Iterator[Row]:
                 break
     for failure in failed[:20]:
         yield Row(failure, "wrong", passed=False)
-    limits = "armillary.attention.conformance.limits"
+    limits = "conformance.limits"
     what = f"failed of {tried} cases of {len(every)} methods and meshes, {ranks} ranks on {backend}"
     yield Row(what, len(failed), "", "0", limits, not failed)
 

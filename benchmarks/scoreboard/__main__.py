@@ -22,6 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[2]))  # for the folder `conformance`
 from contender import HERE, Contender, contenders
 from environment import ROOT, environment, variables
 from setting import Setting

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from setting import DTYPES, HEADS, MASKS, RANKS, Setting
 from torch import Tensor
 
-from armillary.attention.conformance import ConformingMethod
 from armillary.core import SequenceLayout
+from conformance import ConformingMethod
 
 HERE = Path(__file__).parent
 HALVES = ("float16", "bfloat16")

@@ -39,7 +39,7 @@ def _run(folder: Path, *command: str) -> None:
 
 
 def variables(cls: type[Contender]) -> dict[str, str]:
-    """Our packages from their sources; no GPU; one thread a rank; flash-attn's stand-in for those that take it."""
-    paths = [str(HERE), *OURS, *([str(HERE / "standin")] if cls.standin else [])]
+    """Our sources on the path, no GPU, one thread per rank, and flash-attn's stand-in where a contender takes it."""
+    paths = [str(HERE), str(ROOT), *OURS, *([str(HERE / "standin")] if cls.standin else [])]
     quiet = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(paths)}

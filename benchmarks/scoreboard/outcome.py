@@ -14,9 +14,9 @@ import torch.distributed as dist
 from contender import Contender
 from setting import Setting
 
-from armillary.attention.conformance import LIMITS, Off, errors
-from armillary.attention.conformance.run import in_a_line
 from armillary.core.testing import RankFailed, World
+from conformance import LIMITS, Off, errors
+from conformance.run import in_a_line
 
 PATIENCE = 120.0
 """Seconds after which a case hangs, if it is tried alone."""

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.conformance import Case
+from conformance import Case
 
 LENGTH, UNEVEN_LENGTH, HEAD_DIM, WINDOW = 64, 61, 64, 20
 DOCUMENTS = (0, 16, 40, 64)

@@ -5,8 +5,8 @@ from contender import Contender
 from setting import MASKS
 
 from armillary.attention import build_attention
-from armillary.attention.conformance import ConformingMethod
 from armillary.core.testing import mesh
+from conformance import ConformingMethod
 
 
 class Ours(Contender):

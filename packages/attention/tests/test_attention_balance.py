@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.layouts import layout_of
 from armillary.attention.methods.teams import Teams, fitting_teams
 from armillary.attention.rotation.topology import RotatingSide
 from armillary.attention.tiling.grid import Grid

@@ -12,9 +12,6 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
-from armillary.attention.conformance import METHODS, Case, Composition, cases, compositions
-from armillary.attention.conformance.case import CAUSAL
-from armillary.attention.conformance.sample import MASKS
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
@@ -22,6 +19,9 @@ from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
+from conformance import METHODS, Case, Composition, cases, compositions
+from conformance.case import CAUSAL
+from conformance.sample import MASKS
 
 FULL = AttentionMask(causal=False)
 KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")

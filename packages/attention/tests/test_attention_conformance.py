@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionSpec, Local, Method, Saved, Ulysses
-from armillary.attention.conformance import (
+from armillary.attention.mask import AttentionMask
+from armillary.attention.reference import reference_attention, visible_pairs
+from armillary.attention.tiling.merge import Merge, Sum
+from armillary.core import Axis, SequenceLayout
+from armillary.core.testing import mesh
+from conformance import (
     GRADIENTS,
     KINDS,
     LAYOUTS,
@@ -32,17 +37,12 @@ from armillary.attention.conformance import (
     product_cases,
     with_every_kind,
 )
-from armillary.attention.conformance.case import PATTERNS, mask_kinds
-from armillary.attention.conformance.command import main
-from armillary.attention.conformance.memory import ALONE, Memory
-from armillary.attention.conformance.report import KINDS_OF_CASES
-from armillary.attention.conformance.run import Verdict, judge
-from armillary.attention.conformance.tensors import drawn_layout, drawn_sizes
-from armillary.attention.mask import AttentionMask
-from armillary.attention.reference import reference_attention, visible_pairs
-from armillary.attention.tiling.merge import Merge, Sum
-from armillary.core import Axis, SequenceLayout
-from armillary.core.testing import mesh
+from conformance.case import PATTERNS, mask_kinds
+from conformance.command import main
+from conformance.memory import ALONE, Memory
+from conformance.report import KINDS_OF_CASES
+from conformance.run import Verdict, judge
+from conformance.tensors import drawn_layout, drawn_sizes
 
 of = Composition.of
 THOROUGH = [of("local"), of("ring-queries", ring=2)]
@@ -862,7 +862,7 @@ def test_the_command_reports_what_it_ran(tmp_path, capsys):
 
 
 def test_the_command_names_what_failed_and_says_so_to_the_shell(monkeypatch, capsys):
-    monkeypatch.setattr("armillary.attention.conformance.run.judge", judge_badly)
+    monkeypatch.setattr("conformance.run.judge", judge_badly)
     assert main(["--seed", "7", "--case", "0", "1", "2"]) == 1
     said = capsys.readouterr().out
     assert "3 cases, 3 failed" in said

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask
-from armillary.attention.conformance import METHODS, Composition, compositions
 from armillary.core import CommLedger
 from armillary.core.testing import Dispatched
+from conformance import METHODS, Composition, compositions
 
 B, N, H, K, D = 2, 52, 8, 2, 8
 MASKS = AttentionMask(), AttentionMask(window=(9, None), documents=(0, 20, N))

@@ -11,10 +11,10 @@ from armillary.attention import AttentionMask, AttentionShape, Slice, build_comm
 from armillary.attention.drawing import shares_of
 from armillary.attention.drawing.cells import KeyCells, cell_edges, count_cells, held
 from armillary.attention.drawing.colors import blended, colors_of
-from armillary.attention.drawing.command import KINDS, main
 from armillary.attention.drawing.computed_cells import ComputedCells
 from armillary.attention.drawing.shares import walk_of
 from armillary.core import SequenceLayout
+from scripts.draw_mask import KINDS, main
 
 N = 48
 MASKS = {

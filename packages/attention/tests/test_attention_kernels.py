@@ -38,13 +38,13 @@ from armillary.attention.kernels import (
 )
 from armillary.attention.kernels.installed import found, parameters
 from armillary.attention.kernels.packing import lengths
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.local import Local
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum, TilePart
-from armillary.attention.tiling.tiles import Tile
 from armillary.core import SequenceLayout
 
 FLASH = (CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4())

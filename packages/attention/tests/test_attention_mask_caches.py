@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from armillary.attention import AttentionMask, Local
-from armillary.attention.bounded_cache import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
+from armillary.attention.mask.bounded_cache import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
 from armillary.attention.registry import build_attention
 from armillary.core.testing import mesh
 

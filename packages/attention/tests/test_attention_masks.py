@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from armillary.attention.conformance.draw_masks import (
+from armillary.attention.mask import AttentionMask, Slice, Tree
+from armillary.attention.reference import visible_pairs
+from conformance.draw_masks import (
     block_mask,
     chunked_mask,
     cut,
@@ -25,8 +27,6 @@ from armillary.attention.conformance.draw_masks import (
     span_mask,
     tree_mask,
 )
-from armillary.attention.mask import AttentionMask, Slice, Tree
-from armillary.attention.reference import visible_pairs
 
 DRAWS: dict[str, Callable[[Random, int], AttentionMask]] = {
     "plain": plain_mask,

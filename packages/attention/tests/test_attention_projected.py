@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, UPipe, WallFacer
-from armillary.attention.conformance import Case, check
 from armillary.core import Axis
 from armillary.core.testing import mesh, relative_error
+from conformance import Case, check
 
 EVENTS: list[str] = []
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from armillary.attention.conformance import METHODS, Trial, cases, compositions, drawn
-from armillary.attention.conformance.command import main, parsed
-from armillary.attention.conformance.run import run
 from armillary.core.testing import World
+from conformance import METHODS, Trial, cases, compositions, drawn
+from conformance.command import main, parsed
+from conformance.run import run
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]

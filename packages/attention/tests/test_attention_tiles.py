@@ -8,13 +8,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.conformance.draw_masks import drawn_mask
-from armillary.attention.conformance.tensors import drawn_layout, drawn_sizes
 from armillary.attention.mask import AttentionMask
 from armillary.attention.reference import visible_pairs
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout
+from conformance.draw_masks import drawn_mask
+from conformance.tensors import drawn_layout, drawn_sizes
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
 

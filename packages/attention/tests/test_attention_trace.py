@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.conformance import Composition
 from armillary.core import CommLedger, Trace
 from armillary.core.observe.trace import Event
+from conformance import Composition
 
 B, N, H, D, P = 2, 64, 4, 8, 4
 FULL = AttentionMask(causal=False)

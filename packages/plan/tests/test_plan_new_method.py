@@ -18,8 +18,6 @@ from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.conformance import cases, check
-from armillary.attention.conformance.compositions import named
 from armillary.attention.drawing.shares import walk_of
 from armillary.attention.planning.base import SequencePlan
 from armillary.attention.registry import SEQUENCE_METHODS, SequenceEntry, build_comm_plan, named_method, names
@@ -38,6 +36,8 @@ from armillary.plan.tune.command import read_plan
 from armillary.plan.tune.measurements import TunerState
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.config.command import read_command
+from conformance import cases, check
+from conformance.compositions import named
 
 NEW, UNPLANNED, COUNTED = "gather_q", "gather_q_unplanned", "gather_q_counted"
 PLANNED_LINE = {NEW: SequenceEntry(GatheredQueries, GatheredQueriesPlan)}

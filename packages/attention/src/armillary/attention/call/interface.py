@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from armillary.attention.bounded_cache import BoundedCache
 from armillary.attention.call.registered import register
 from armillary.attention.call.sources import QKVSource
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec, Saved
 from armillary.attention.kernels import Kernel
+from armillary.attention.mask.bounded_cache import BoundedCache
 from armillary.core import Axis, SequenceLayout
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from armillary.attention.kernels.batched import Batched
 from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.limits import Limits
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-from armillary.attention.tiling.tiles import Tile
 
 
 @dataclass(frozen=True)

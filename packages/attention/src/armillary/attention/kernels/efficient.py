@@ -12,8 +12,8 @@ from armillary.attention.kernels.batched import Batched
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import in_rows
 from armillary.attention.kernels.limits import HALVES, Dims, Limits
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import Saved, TopLeft
-from armillary.attention.tiling.tiles import Tile
 
 _forward: Any = cast(Any, torch.ops.aten)._efficient_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._efficient_attention_backward

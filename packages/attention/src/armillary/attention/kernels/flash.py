@@ -12,10 +12,10 @@ from torch import Tensor
 from armillary.attention.kernels.kernel import ALIGNED, Backward, Forward, Kernel, Scores, in_rows
 from armillary.attention.kernels.limits import HALVES, Dims, Limits
 from armillary.attention.kernels.packing import Lengths, lengths, packed, packs, unpacked, window
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import Saved
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
-from armillary.attention.tiling.tiles import Tile
 
 FLASH = Limits(device="cuda", dtypes=HALVES, dims=Dims(most=256, multiple=8, equal=True), least=(8, 0))
 """What FlashAttention-2 takes."""

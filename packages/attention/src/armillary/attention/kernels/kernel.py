@@ -10,8 +10,8 @@ from torch import Tensor
 
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.limits import Limits
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-from armillary.attention.tiling.tiles import Tile
 from armillary.core.checked import number
 
 ALIGNED = 8

@@ -7,8 +7,8 @@ from abc import abstractmethod
 from torch import Tensor
 
 from armillary.attention.kernels.kernel import Kernel, Scores
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-from armillary.attention.tiling.tiles import Tile
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """(dout, q, k, v, out, lse)."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-from armillary.attention.tiling.tiles import Tile
 
 
 def window_of(band: Window, queries: int, keys: int) -> tuple[int, int]:

@@ -22,8 +22,8 @@ from armillary.attention.call.validation import (
     check_projected_call,
 )
 from armillary.attention.kernels import Kernel
-from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.layouts import layout_of
 from armillary.core import SequenceLayout, compat
 
 

@@ -7,10 +7,11 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from armillary.attention.bounded_cache import BoundedCache
+from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.bounded_cache import BoundedCache
 from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, areas, tile_array, united
-from armillary.attention.tiling.tiles import Tile, joined
+from armillary.attention.tiling.tiles import joined
 from armillary.core import SequenceLayout
 
 Known = TypeVar("Known")

@@ -8,65 +8,12 @@ bands that are one band together are joined. A full rectangle has no bounds, a c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-import numpy as np
-
-from armillary.attention.mask import AttentionMask, Window
-from armillary.attention.tiling.spans import SpanTable, TileArray, areas, tile_array
+from armillary.attention.kernels.tile import Tile
+from armillary.attention.mask import AttentionMask
+from armillary.attention.tiling.spans import SpanTable, TileArray, tile_array
 from armillary.core.layout import Spans
 from armillary.core.slices import FAR
-
-
-class Tile(NamedTuple):
-    """Rows q0..q1 and columns k0..k1 (ends excluded) of two shards; row a sees column b iff low <= b - a <= high.
-
-    Indices are local to the shards; a bound of None does not bind. `trimmed` tiles are canonical: every row and column
-    sees something, and a bound that binds nowhere is None.
-    """
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    low: int | None = None
-    high: int | None = None
-
-    @property
-    def offsets(self) -> Window:
-        """(low, high) counted from the tile's own corner instead of the shards'."""
-        shift = self.k0 - self.q0
-        return None if self.low is None else self.low - shift, None if self.high is None else self.high - shift
-
-    @property
-    def area(self) -> int:
-        """Visible pairs: the tile's share of the work."""
-        low, high = -FAR if self.low is None else self.low, FAR if self.high is None else self.high
-        return int(areas(np.array([[0, *self[:4], low, high]]))[0])
-
-    def rows(self, start: int, stop: int) -> Tile | None:
-        """The part of the tile in these rows, trimmed."""
-        return self._replace(q0=max(self.q0, start), q1=min(self.q1, stop)).trimmed()
-
-    def columns(self, start: int, stop: int) -> Tile | None:
-        """The part of the tile in these columns, trimmed."""
-        return self._replace(k0=max(self.k0, start), k1=min(self.k1, stop)).trimmed()
-
-    def trimmed(self) -> Tile | None:
-        """The same pairs in canonical form; None if there are none."""
-        return _trimmed(*self)
-
-
-def _trimmed(q0: int, q1: int, k0: int, k1: int, low: int | None, high: int | None) -> Tile | None:
-    if low is not None and high is not None and low > high:
-        return None
-    q0, q1 = q0 if high is None else max(q0, k0 - high), q1 if low is None else min(q1, k1 - low)
-    k0, k1 = k0 if low is None else max(k0, q0 + low), k1 if high is None else min(k1, q1 + high)
-    if q0 >= q1 or k0 >= k1:
-        return None
-    low = None if low is None or low <= k0 - (q1 - 1) else low
-    high = None if high is None or high >= (k1 - 1) - q0 else high
-    return Tile(q0, q1, k0, k1, low, high)
 
 
 def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tuple[Tile, ...]:

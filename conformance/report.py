@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from armillary.attention.conformance.case import PATTERNS, mask_kinds
-from armillary.attention.conformance.draw import Trial
-from armillary.attention.conformance.run import Verdict
 from armillary.core.files import writing
 from armillary.core.table import Column, print_table
+from conformance.case import PATTERNS, mask_kinds
+from conformance.draw import Trial
+from conformance.run import Verdict
 
 
 def _has_mask(name: str, trial: Trial) -> bool:

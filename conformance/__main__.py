@@ -1,4 +1,4 @@
-from armillary.attention.conformance.command import main
+from conformance.command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -2,18 +2,18 @@
 
 Ways to start:
   # three documents under a window of a token and the four before it
-  python -m armillary.attention.mask --documents 0,5,12,32 --window 4,none --length 32 --out mask.png
+  python scripts/draw_mask.py --documents 0,5,12,32 --window 4,none --length 32 --out mask.png
   # the same on four ranks: zigzag shards, a ring
-  python -m armillary.attention.mask --documents 0,5,12,32 --length 32 --layout zigzag --ranks 4 --out mask.png
+  python scripts/draw_mask.py --documents 0,5,12,32 --length 32 --layout zigzag --ranks 4 --out mask.png
   # a prompt of 8 tokens with two answers, over ranks that share the work as evenly as can be; numbers as JSON too
-  python -m armillary.attention.mask tree --ends 0,8,20,32 --parents none,0,0 --layout balanced --ranks 4 \\
+  python scripts/draw_mask.py tree --ends 0,8,20,32 --parents none,0,0 --layout balanced --ranks 4 \\
       --out tree.png --json tree.json
   # other kinds, each with options of its own
-  python -m armillary.attention.mask prefix --documents 0,20,32 --prefixes 8,4 --out prefix.png
-  python -m armillary.attention.mask chunked --size 8 --length 1M --out chunked.svg
-  python -m armillary.attention.mask image-spans --spans 4:10,16:24 --length 32 --out images.png
-  python -m armillary.attention.mask blocks --visible 100,110,101 --block 8 --out blocks.png
-  python -m armillary.attention.mask slices --slice 0:16,0:8,none,none --slice 8:16,8:16,none,0 --out slices.png
+  python scripts/draw_mask.py prefix --documents 0,20,32 --prefixes 8,4 --out prefix.png
+  python scripts/draw_mask.py chunked --size 8 --length 1M --out chunked.svg
+  python scripts/draw_mask.py image-spans --spans 4:10,16:24 --length 32 --out images.png
+  python scripts/draw_mask.py blocks --visible 100,110,101 --block 8 --out blocks.png
+  python scripts/draw_mask.py slices --slice 0:16,0:8,none,none --slice 8:16,8:16,none,0 --out slices.png
 
 Lists are written with commas; none is a side of a window or a band that is not bounded, or the parent of a root.
 """
@@ -29,8 +29,8 @@ from typing import Any
 
 from armillary.attention.drawing.draw import draw_mask
 from armillary.attention.drawing.shares import Shares, shares_of
-from armillary.attention.layouts import layout_of
 from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tree
+from armillary.attention.mask.layouts import layout_of
 from armillary.attention.registry import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.commands import ending
@@ -38,7 +38,7 @@ from armillary.core.files import writing
 from armillary.core.quantity import count_argument, whole
 from armillary.core.table import Column, print_table
 
-PROGRAM = "python -m armillary.attention.mask"
+PROGRAM = "python scripts/draw_mask.py"
 NONE = "none"
 
 
@@ -214,3 +214,7 @@ def shared() -> ArgumentParser:
     add("--out", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
     add("--json", type=Path, metavar="FILE", help="a file for the numbers")
     return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

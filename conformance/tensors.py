@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.attention.conformance.case import CAUSAL, Case
-from armillary.attention.conformance.memory import Memory
 from armillary.core import SequenceLayout
 from armillary.core.placements import chunk_sizes
+from conformance.case import CAUSAL, Case
+from conformance.memory import Memory
 
 SHARED = ("sinks", "wq", "wk", "wv")
 """What every rank has as a whole; a gradient is its share of a sum over ranks."""

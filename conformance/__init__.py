@@ -13,19 +13,19 @@ backward. What the ranks have is put together, and compared with the float64 ora
 against its own norm, in the dtype that went in. Memory that nobody wrote holds NaN, inputs may be strided views,
 another call comes between forward and backward, and a second run must give the same bits.
 
-All of it, for the methods of this package: `python -m armillary.attention.conformance --ranks 1 2 4 8 --method all`.
+All of it, for the methods of this package: `python -m conformance --ranks 1 2 4 8 --method all`.
 A search among what else users do (strides, autocast, checkpointing, torch.compile, DTensors, projections, any layout
-and any mask), on 1 to 8 ranks: `python -m armillary.attention.conformance --random 2000 --seed 1`.
+and any mask), on 1 to 8 ranks: `python -m conformance --random 2000 --seed 1`.
 """
 
-from armillary.attention.conformance.calling import ConformingMethod
-from armillary.attention.conformance.case import GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
-from armillary.attention.conformance.check import attend_nothing, check, errors
-from armillary.attention.conformance.compositions import METHODS, Composition, compositions
-from armillary.attention.conformance.draw import Trial, drawn
-from armillary.attention.conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, Off
-from armillary.attention.conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, cases, product_cases
-from armillary.attention.conformance.sample_masks import MASKS, with_every_kind
+from conformance.calling import ConformingMethod
+from conformance.case import GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
+from conformance.check import attend_nothing, check, errors
+from conformance.compositions import METHODS, Composition, compositions
+from conformance.draw import Trial, drawn
+from conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, Off
+from conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, cases, product_cases
+from conformance.sample_masks import MASKS, with_every_kind
 
 __all__ = [
     "DTYPES",

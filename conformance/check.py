@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.conformance.calling import Calling, ConformingMethod
-from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.limits import Off, judge
-from armillary.attention.conformance.memory import lay_out
-from armillary.attention.conformance.placing import Placing
-from armillary.attention.conformance.tensors import CasePart, CaseSharding, inputs
+from conformance.calling import Calling, ConformingMethod
+from conformance.case import Case
+from conformance.limits import Off, judge
+from conformance.memory import lay_out
+from conformance.placing import Placing
+from conformance.tensors import CasePart, CaseSharding, inputs
 
 
 class Ran(NamedTuple):

@@ -10,7 +10,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from armillary.attention.conformance.case import MEMORY, Case
+from conformance.case import MEMORY, Case
 
 ALONE = tuple(how for how in MEMORY if how not in ("packed", "mixed"))
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.placing import Placing
-from armillary.attention.conformance.tensors import CasePart, CaseSharding
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
+from conformance.case import Case
+from conformance.placing import Placing
+from conformance.tensors import CasePart, CaseSharding
 
 Tensors = Mapping[str, Tensor]
 Outcome = tuple[Tensor, ...]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from armillary.attention.conformance.case import Case
 from armillary.attention.mask import AttentionMask, Slice
+from conformance.case import Case
 
 MASKS: dict[str, Callable[[int, int, int], AttentionMask]] = {
     "full": lambda length, batch, keys: AttentionMask(causal=False),

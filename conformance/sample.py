@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from armillary.attention.conformance.case import CAUSAL, GRADIENTS, KINDS, SINKS, Case
-from armillary.attention.conformance.sample_masks import ANY_KEYS, MASKS, some_masks
+from conformance.case import CAUSAL, GRADIENTS, KINDS, SINKS, Case
+from conformance.sample_masks import ANY_KEYS, MASKS, some_masks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 HEADS = ((8, 8), (8, 2), (8, 1), (12, 4), (9, 3))

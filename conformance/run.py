@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from armillary.attention.conformance.check import attend_nothing, errors
-from armillary.attention.conformance.draw import Trial
 from armillary.core.testing import RankFailed, World
+from conformance.check import attend_nothing, errors
+from conformance.draw import Trial
 
 CHUNK = 30
 """Trials for each call to a world: a rank that hangs costs so many of them a second try."""

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.tensors import attended, inputs
 from armillary.attention.reference import reference_attention, visible_pairs
+from conformance.case import Case
+from conformance.tensors import attended, inputs
 
 
 @lru_cache(maxsize=8)

@@ -2,15 +2,15 @@
 
 Five ways to start:
   # all methods in all cases, on 1, 2 and 4 ranks, with the result as a file too
-  python -m armillary.attention.conformance --json conformance.json
+  python -m conformance --json conformance.json
   # one method on two ranks, in one dtype
-  python -m armillary.attention.conformance --method ring --ranks 2 --dtype float64
+  python -m conformance --method ring --ranks 2 --dtype float64
   # cases at random: any that can be drawn
-  python -m armillary.attention.conformance --random 2k --seed 1
+  python -m conformance --random 2k --seed 1
   # one of these again, by the line that a failure prints
-  python -m armillary.attention.conformance --seed 1 --case 172
+  python -m conformance --seed 1 --case 172
   # on one GPU, which all ranks share
-  python -m armillary.attention.conformance --device cuda --ranks 4 --dtype bfloat16
+  python -m conformance --device cuda --ranks 4 --dtype bfloat16
 
 With --random N, case i of seed S is the same whatever else is asked for.
 """
@@ -24,15 +24,15 @@ from pathlib import Path
 
 import torch
 
-from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.compositions import METHODS, Composition, compositions
-from armillary.attention.conformance.draw import RANKS, Trial, drawn
-from armillary.attention.conformance.report import KINDS_OF_CASES, Report
-from armillary.attention.conformance.run import run
-from armillary.attention.conformance.sample import DTYPES, product_cases
 from armillary.core.quantity import count_argument
 from armillary.core.testing import World
 from armillary.core.testing.staged import STAGED
+from conformance.case import Case
+from conformance.compositions import METHODS, Composition, compositions
+from conformance.draw import RANKS, Trial, drawn
+from conformance.report import KINDS_OF_CASES, Report
+from conformance.run import run
+from conformance.sample import DTYPES, product_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def fits(composition: Composition, case: Case) -> bool:
 
 def parsed(arguments: Sequence[str] | None) -> Namespace:
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    program = "python -m armillary.attention.conformance"
+    program = "python -m conformance"
     parser = ArgumentParser(program, f"{program} [options]", __doc__, formatter_class=RawDescriptionHelpFormatter)
     add, number, count = parser.add_argument, count_argument(0), count_argument()
     add("--random", type=number, metavar="N", help="so many cases at random instead of the product")

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/masks.md, of the masks that its listings make: `uv run python scripts/draw_masks.py`."""
+"""Draws the pictures of docs/masks.md from its listings: `uv run python scripts/docs_pictures.py`."""
 
 from __future__ import annotations
 

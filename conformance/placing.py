@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 from armillary.attention.mask import AttentionMask
 from armillary.core.placements import chunk_sizes, describe
+from conformance.case import Case
+from conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 
 TOKENS = ("ring", "ulysses")
 """The axes of methods."""

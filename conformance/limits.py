@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isnan
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from armillary.attention.conformance.case import Case
-from armillary.attention.conformance.expected import cancelling, expected, flash
+from armillary.attention.check import LIMITS, relative_error, root_mean_square
+from conformance.case import Case
+from conformance.expected import cancelling, expected, flash
 
-LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
 ORDINARY = 8.0
 """An lse that `LIMITS` are meant for: a few hundred keys whose logits are about 1. It is larger under a large scale."""
 LSE_LIMIT = 1e-4
@@ -50,20 +49,22 @@ def judge(case: Case, found: Mapping[str, Tensor]) -> dict[str, Off]:
     if all(each.fraction <= 1 for each in off.values()):
         return off
     # An lse is a logarithm: what it is off by is relative already.
-    taken = {"lse": 1.0} | {name: _rms(x) for name, x in cancelling(case).items()}
+    taken = {"lse": 1.0} | {name: root_mean_square(x) for name, x in cancelling(case).items()}
     return _judged(case, found, taken, DRAWS)
 
 
 def _judged(case: Case, found: Mapping[str, Tensor], floors: Mapping[str, float], draws: int) -> dict[str, Off]:
     exact, allowed = expected(case), limits(case, floors, draws)
-    return {name: Off(error(x, exact[name], floors.get(name, 0.0)), allowed[name]) for name, x in found.items()}
+    return {
+        name: Off(relative_error(x, exact[name], floors.get(name, 0.0)), allowed[name]) for name, x in found.items()
+    }
 
 
 def limits(case: Case, floors: Mapping[str, float], draws: int) -> dict[str, float]:
     """The largest error that each tensor may have.
 
     Args:
-        floors: of what errors are relative to, as `error` takes them.
+        floors: of what errors are relative to, as `relative_error` takes them.
         draws: from how many draws of such tensors the largest error of flash attention is taken.
     """
     accumulated = torch.float64 if case.computed == torch.float64 else torch.float32
@@ -84,23 +85,4 @@ def limits(case: Case, floors: Mapping[str, float], draws: int) -> dict[str, flo
 def flash_errors(case: Case, floors: Mapping[str, float]) -> dict[str, float]:
     """How far off flash attention on one device is."""
     exact = expected(case)
-    return {name: error(x, exact[name], floors.get(name, 0.0)) for name, x in flash(case).items()}
-
-
-def error(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
-    """Root mean square of the difference over that of `wanted`, or over `floor` if that is larger.
-
-    Any NaN, or an infinity of its own, makes it infinite.
-    """
-    none = wanted == -torch.inf  # an lse that saw nothing
-    if not torch.equal(got == -torch.inf, none):
-        return float("inf")
-    difference = _rms(got.double().masked_fill(none, 0) - wanted.masked_fill(none, 0))
-    size = max(_rms(wanted.masked_fill(none, 0)), floor)
-    if not difference:
-        return 0.0
-    return float("inf") if isnan(difference) or not size else difference / size
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.detach().double().square().mean().sqrt())
+    return {name: relative_error(x, exact[name], floors.get(name, 0.0)) for name, x in flash(case).items()}

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from armillary.attention.conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
-from armillary.attention.conformance.compositions import METHODS, Composition, compositions
-from armillary.attention.conformance.draw_masks import drawn_mask
-from armillary.attention.conformance.tensors import drawn_layout
-from armillary.attention.layouts import layout_of
+from armillary.attention.mask.layouts import layout_of
 from armillary.core.placements import chunk_sizes
 from armillary.core.sequence import nested_sizes
+from conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
+from conformance.compositions import METHODS, Composition, compositions
+from conformance.draw_masks import drawn_mask
+from conformance.tensors import drawn_layout
 
 RANKS = (1, 2, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8)
 """Sizes of worlds, those of most methods more often."""

@@ -1,0 +1,168 @@
+"""Checks an attention method of your own against `reference_attention`, on the ranks that it runs on.
+
+def on_every_rank() -> None:
+    attend = MyMethod(mesh(ring=4)["ring"])
+    check_method(attend).assert_right()
+
+def test_my_method(worlds):  # a fixture of armillary.core.testing.plugin
+    worlds(4).run(on_every_rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import isnan
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.base import Method
+from armillary.attention.reference import reference_attention
+from armillary.core import SequenceLayout
+from armillary.core.table import Column, print_table
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
+"""Largest relative error of a tensor, by dtype. Errors in 16 bits depend on the tensors and have no fixed limit."""
+MASKS: Mapping[str, AttentionMask] = {
+    "full": AttentionMask(causal=False),
+    "causal": AttentionMask(),
+    "window": AttentionMask(window=(9, None)),
+    "documents": AttentionMask(documents=(0, 1, 11, 30, 61)),
+}
+Tensors = Mapping[str, Tensor]
+LENGTH = 61  # odd, so that shards and documents are uneven
+
+
+@dataclass(frozen=True)
+class CheckedTensor:
+    """The error of one tensor under one mask and layout, relative to the norm of the oracle's."""
+
+    mask: str
+    layout: str
+    tensor: str
+    error: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MethodReport:
+    """The errors of all tensors, the same on every rank.
+
+    Args:
+        differing: tensors that differ between two runs, or between ranks that hold the same shard.
+    """
+
+    errors: tuple[CheckedTensor, ...]
+    differing: tuple[str, ...] = ()
+
+    def assert_right(self) -> None:
+        """Raises AssertionError that names each tensor above its limit."""
+        wrong = [f"{e.mask} {e.layout}: {e.tensor} off by {e.error:.2g}" for e in self.errors if not e.error <= e.limit]
+        wrong += [f"{name} differs between runs or ranks" for name in self.differing]
+        assert not wrong, "; ".join(wrong)
+
+    def show(self) -> None:
+        """Prints a table of all errors."""
+        columns = [Column("mask", text=True), Column("layout", text=True), Column("tensor", text=True), Column("error")]
+        print_table(columns, [(e.mask, e.layout, e.tensor, f"{e.error:.2g}") for e in self.errors])
+
+
+def check_method(
+    attend: Method,
+    *,
+    masks: Mapping[str, AttentionMask] = MASKS,
+    layouts: Sequence[str] = ("zigzag", "contiguous"),
+    length: int = LENGTH,
+    heads: int = 8,
+    key_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> MethodReport:
+    """Runs a method forward and backward twice per mask and layout. Returns the errors of out, lse, dq, dk and dv.
+
+    Every rank of the world must call it: each builds the same global tensors from `seed`, runs the method on its own
+    shard, and compares the joined shards with float64 attention on one device, under a random gradient of out.
+
+    Args:
+        masks: by name. The default has a full and a causal mask, a window and packed documents of 61 tokens.
+        layouts: kinds that `attend.layout` takes.
+
+    Raises:
+        ValueError: a dtype other than float64 and float32.
+    """
+    if dtype not in LIMITS:
+        raise ValueError(f"dtype {dtype} has no limit; float64 or float32 is needed")
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": heads, "k": key_heads, "v": key_heads, "dout": heads}
+    tensors = {
+        name: torch.randn(2, length, count, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        for name, count in shapes.items()
+    }
+    errors, differing = list[CheckedTensor](), list[str]()
+    for (name, mask), kind in product(masks.items(), layouts):
+        layout = attend.layout(length, kind)
+        shard_tensors = {x: layout.take(tensor, attend.shard).to(device) for x, tensor in tensors.items()}
+        first, second = (_run(attend, shard_tensors, mask, layout) for _ in range(2))
+        every = _all_ranks((attend.shard, first, second))
+        shards = {shard: results for shard, results, _ in every}
+        for tensor, exact in _expected(tensors, mask).items():
+            copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in every for x in runs]
+            if not all(torch.equal(a, b) for a, b in copies):
+                differing.append(f"{name} {kind}: {tensor}")
+            joined = layout.join([shards[shard][tensor] for shard in range(layout.shards)])
+            errors.append(CheckedTensor(name, kind, tensor, relative_error(joined, exact), LIMITS[dtype]))
+    return MethodReport(tuple(errors), tuple(differing))
+
+
+def relative_error(result: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Returns the root mean square of the difference over that of `expected`, or over `floor` if that is larger.
+
+    Infinite for a NaN, and for an infinity that is not in `expected`: an lse is -inf where a query sees no key.
+    """
+    unseen = expected == -torch.inf
+    if not torch.equal(result == -torch.inf, unseen):
+        return float("inf")
+    expected = expected.masked_fill(unseen, 0)
+    difference = root_mean_square(result.double().masked_fill(unseen, 0) - expected)
+    size = max(root_mean_square(expected), floor)
+    if not difference:
+        return 0.0
+    return float("inf") if isnan(difference) or not size else difference / size
+
+
+def root_mean_square(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())
+
+
+def _run(
+    attend: Method, shards: Mapping[str, Tensor], mask: AttentionMask, layout: SequenceLayout
+) -> dict[str, Tensor]:
+    q, k, v = (shards[name].detach().requires_grad_() for name in "qkv")
+    out, lse = attend(q, k, v, mask=mask, layout=layout, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), shards["dout"])
+    results = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True)
+    return {name: x.detach().cpu() for name, x in results}
+
+
+def _expected(tensors: Tensors, mask: AttentionMask) -> dict[str, Tensor]:
+    q, k, v = (tensors[name].double().requires_grad_() for name in "qkv")
+    out, lse = reference_attention(q, k, v, mask=mask, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), tensors["dout"].double())
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def _all_ranks(
+    results: tuple[int, dict[str, Tensor], dict[str, Tensor]],
+) -> list[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
+    """Gathers the results of every rank of the world."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [results]
+    gathered = [results] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    return gathered

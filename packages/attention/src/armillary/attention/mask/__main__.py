@@ -1,4 +1,0 @@
-from armillary.attention.drawing.command import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
