@@ -109,7 +109,7 @@ def hang(place: Place, stuck: int, way: str, limit: float, folder: str) -> None:
         axis = Axis.of(mesh_of_all(place)["ring"])
         with Watchdog(limit, "the check's limit", Path(folder), "benchmarks/gpu") as watchdog:
             for step in (1, 2):
-                watchdog.begins("training", step)
+                watchdog.start_phase("training", step)
                 if (step, rank) == (2, stuck):
                     time.sleep(3600)  # as in a read of a file system that does not answer
                 communicate(axis, way)

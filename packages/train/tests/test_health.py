@@ -1,5 +1,6 @@
-"""Who is missing, from the signs of all ranks; and signals."""
+"""Which rank of a hung run is missing, where a rank is, and signals."""
 
+import linecache
 import os
 import signal
 import sys
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from traceback import StackSummary
-from types import FrameType
+from traceback import FrameSummary, StackSummary
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,19 +21,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from armillary.train.runtime.health.heartbeat import (
-    Calls,
-    Heartbeat,
+from armillary.core import compat
+from armillary.train.runtime.background import Background, Guarded
+from armillary.train.runtime.health.heartbeat import Calls, Heartbeat, missing_ranks, recorded_calls
+from armillary.train.runtime.health.launcher import Launcher
+from armillary.train.runtime.health.stacks import (
+    called_function,
+    communicates,
+    current_stack,
     in_standard_library,
-    joined,
-    main_stack,
-    missing,
+    joined_thread,
+    stack_of,
     waits,
     where,
 )
-from armillary.train.runtime.health.launcher import Launcher
 from armillary.train.runtime.health.stopping import StopSignal
-from armillary.train.runtime.health.watchdog import about_others
+from armillary.train.runtime.health.watchdog import caused_by_peers
 
 WAITING = Heartbeat(
     7, "training", where="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}
@@ -39,42 +44,66 @@ WAITING = Heartbeat(
 
 
 @pytest.mark.parametrize(
-    ("two", "silent", "said"),
+    ("beat", "silent", "values"),
     [
-        (None, set(), "has never given a sign of life"),
-        (Heartbeat(5, "saving"), {2}, "no sign of life since step 5 (saving)"),
-        (Heartbeat(7, "training", failure="KeyError: 'x'"), set(), "failed in step 7: KeyError: 'x'"),
-        (replace(WAITING, waits=False, where="rows.py:3 in read"), set(), "in step 7, at rows.py:3 in read"),
+        (None, set(), ["never"]),
+        (Heartbeat(5, "saving"), {2}, ["step 5 (saving)"]),
+        (Heartbeat(7, "training", failure="KeyError: 'x'"), set(), ["step 7", "KeyError: 'x'"]),
+        (replace(WAITING, waits=False, where="rows.py:3 in read"), set(), ["step 7", "rows.py:3 in read"]),
         (
             replace(WAITING, calls={"0": Calls(11, "gloo:broadcast", True)}),
             set(),
-            "in step 7, has entered 11 collectives of group '0', others 12; at step.py:60 in summed",
+            ["11", "group 0", "12", "step.py:60"],
         ),
     ],
+    ids=["no heartbeat", "silent", "failed", "elsewhere", "behind"],
 )
-def test_the_rank_that_others_wait_for_is_found(two, silent, said):
-    beats = {0: WAITING, 1: WAITING, 2: two, 3: WAITING}
-    assert missing(beats, silent) == {2: said}
-    assert two is None or Heartbeat.read(two.text()) == two
+def test_the_missing_rank_is_named_with_the_reason(beat, silent, values):
+    beats = {0: WAITING, 1: WAITING, 2: beat, 3: WAITING}
+    missing = missing_ranks(beats, silent)
+    assert list(missing) == [2] and all(value in missing[2] for value in values)
+    assert beat is None or Heartbeat.parse(beat.text()) == beat
 
 
-def test_no_rank_is_blamed_where_all_wait_for_each_other():
-    assert missing(dict.fromkeys(range(4), WAITING), set()) == {}
+def test_no_rank_is_missing_when_all_wait_for_each_other():
+    assert missing_ranks(dict.fromkeys(range(4), WAITING), set()) == {}
 
 
-def test_no_rank_is_blamed_for_a_collective_that_nobody_waits_in():
+def test_no_rank_is_missing_from_a_collective_in_which_none_waits():
     done = replace(WAITING, calls={"0": Calls(12, "gloo:broadcast", False), "1": Calls(3, "gloo:all_reduce", True)})
     behind = replace(done, calls={**done.calls, "0": Calls(11, "gloo:broadcast", True)})
-    assert missing({0: done, 1: behind}, set()) == {}
+    assert missing_ranks({0: done, 1: behind}, set()) == {}
+
+
+def test_no_rank_is_missing_because_it_sends_less_than_others():
+    less = replace(WAITING, calls={"0": replace(WAITING.calls["0"], messages=3)})
+    assert missing_ranks({0: replace(less, calls={"0": replace(less.calls["0"], messages=5)}), 1: less}, set()) == {}
+
+
+def entry(operation: str, collectives: int, messages: int = 0, retired: bool = True) -> dict[str, Any]:
+    counts = {"collective_seq_id": collectives, "p2p_seq_id": messages, "is_p2p": "->" in operation}
+    return {"process_group": ["0", "ring"], "profiling_name": operation, "retired": retired, **counts}
+
+
+def test_calls_are_counted_by_group_and_backend(monkeypatch):
+    """A group has one backend for the host's tensors and one for the device's; both count from 1."""
+    entries = [entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False)]
+    entries += [entry("nccl2:all_gather", 40), entry("nccl2:send 0->1", 40, 7, retired=False)]
+    entries += [entry("nccl2:recv 0<-1", 40, 8)]
+    monkeypatch.setattr(compat, "recorded_collectives", lambda: entries)
+    assert recorded_calls() == {
+        "0 (gloo)": Calls(2, "gloo:barrier", True),
+        "0 (nccl2)": Calls(40, "nccl2:recv 0<-1", True, messages=8),
+    }
 
 
 def errors() -> list[bool]:
-    """Whether errors are about other ranks: one that does not come to a collective, and one of this rank's own."""
+    """Whether errors count as caused by peers: of a collective that a rank does not enter, and of this rank alone."""
     group = dist.new_group(timeout=timedelta(seconds=0.2))
     sums = DTensor.from_local(torch.ones(2), DeviceMesh.from_group(group, "cpu"), [Partial()], run_check=False)
     common = (lambda: dist.barrier(group), lambda: sums.full_tensor())
     own = (lambda: torch.ones(2) + torch.ones(3), lambda: sums + DTensor.from_local(torch.ones(3), sums.device_mesh))
-    return [about_others(error_of(action)) for action in (*(common if dist.get_rank() == 0 else ()), *own)]
+    return [caused_by_peers(error_of(action)) for action in (*(common if dist.get_rank() == 0 else ()), *own)]
 
 
 def error_of(action: Callable[[], object]) -> RuntimeError:
@@ -83,13 +112,18 @@ def error_of(action: Callable[[], object]) -> RuntimeError:
     return failure.value
 
 
-def test_errors_of_communication_are_told_from_others(worlds):
+def test_errors_of_communication_are_caused_by_peers(worlds):
     """Also where a DTensor communicates, and torch has several functions between the wait and the error."""
     assert worlds(2).run(errors) == [[True, True, False, False], [False, False]]
 
 
+def test_a_failed_kernel_is_not_caused_by_peers():
+    """An illegal memory access surfaces in whichever call waits for the device next."""
+    assert not caused_by_peers(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+
+
 @pytest.mark.parametrize(
-    ("files", "communicates"),
+    ("files", "expected"),
     [
         (["train/step.py", "core/collectives/exchange.py", "core/compat.py", "core/compat.py"], True),
         (["train/step.py", "core/collectives/collective.py", "core/testing/staged.py"], True),
@@ -102,13 +136,14 @@ def test_errors_of_communication_are_told_from_others(worlds):
         ([], False),
     ],
 )
-def test_a_stack_that_ends_in_communication_is_told_from_others(files, communicates):
-    """Called there are also the functions that hide torch's versions, and backends written in Python."""
+def test_a_stack_communicates_below_functions_that_do(files, expected):
+    """These call functions that hide torch's versions, and backends written in Python."""
     lines = [(file if file.startswith("/") else f"/src/armillary/{file}", 1, "function", "") for file in files]
-    assert waits(StackSummary.from_list(lines)) == communicates
+    stack = StackSummary.from_list(lines)
+    assert communicates(stack) == waits(stack) == expected
 
 
-def test_a_signal_is_heard_in_the_block_in_hand_and_in_the_one_around_it():
+def test_a_signal_is_heard_in_nested_blocks():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignal() as stop:
         with stop:
@@ -118,7 +153,7 @@ def test_a_signal_is_heard_in_the_block_in_hand_and_in_the_one_around_it():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_outside_of_the_main_thread_nothing_is_heard_and_nothing_raised():
+def test_a_stop_signal_outside_of_the_main_thread_does_nothing():
     heard = []
 
     def run() -> None:
@@ -131,82 +166,198 @@ def test_outside_of_the_main_thread_nothing_is_heard_and_nothing_raised():
     assert heard == [False]
 
 
-def test_a_rank_knows_where_it_stands():
-    stack = main_stack()
-    assert where(stack).startswith("heartbeat.py:") and "main_stack" in where(stack)
+def test_the_current_stack_ends_where_the_main_thread_is():
+    stack = current_stack()
+    assert where(stack).startswith("stacks.py:") and "current_stack" in where(stack)
     assert not waits(stack)
 
 
-class Slow:
-    """Work in a thread that stands still until somebody has looked at the main thread."""
+class Observer:
+    """Stops a thread in `block` until another thread has seen the stack on which the main thread depends."""
 
     def __init__(self) -> None:
-        self.looked = threading.Event()
-        self.seen = ""
+        self.lock, self.stack = threading.Lock(), StackSummary()
+        self.lock.acquire()
 
-    def stand(self) -> None:
-        self.looked.wait()
+    def block(self) -> None:
+        with self.lock:
+            pass
 
-    def look(self, waits: Callable[[FrameType], object]) -> None:
-        """Once the main thread waits, as it will soon."""
-        thread = threading.main_thread().ident
-        while not waits(sys._current_frames()[thread]):
+    def observe(self, is_ready: Callable[[FrameType, StackSummary], object]) -> None:
+        """Waits until the main thread's frame and the current stack are as expected, and lets `block` return."""
+        ident = threading.main_thread().ident
+        while True:
+            frame, self.stack = sys._current_frames()[ident], current_stack()
+            if is_ready(frame, self.stack):
+                break
             time.sleep(0.01)
-        self.seen = where(main_stack())
-        self.looked.set()
+        self.lock.release()
 
 
-def test_a_wait_in_pythons_own_code_is_told_by_the_line_that_waits():
-    slow = Slow()
+def test_a_wait_in_the_standard_library_is_shown_by_its_caller():
+    observer = Observer()
     with ThreadPoolExecutor(2) as pool:
-        standing = pool.submit(slow.stand)
-        pool.submit(slow.look, lambda frame: frame.f_back.f_code.co_name == "result")
-        standing.result()
-    assert slow.seen.startswith("test_health.py:")
-    assert slow.seen.endswith(" in test_a_wait_in_pythons_own_code_is_told_by_the_line_that_waits")
+        blocked = pool.submit(observer.block)
+        pool.submit(observer.observe, lambda frame, _: frame.f_back.f_code.co_name == "result")
+        blocked.result()
+    assert where(observer.stack).startswith("test_health.py:")
+    assert where(observer.stack).endswith(" in test_a_wait_in_the_standard_library_is_shown_by_its_caller")
 
 
-def test_a_wait_for_the_end_of_a_thread_is_told_by_where_that_stands():
-    slow = Slow()
-    saving, looking = threading.Thread(target=slow.stand), threading.Thread(target=slow.look, args=(joined,))
+def test_a_join_is_shown_by_the_line_of_the_joined_thread():
+    observer = Observer()
+    saving = threading.Thread(target=observer.block)
+    observing = threading.Thread(target=observer.observe, args=(lambda frame, _: joined_thread(frame),))
     saving.start()
-    looking.start()
+    observing.start()
     saving.join()
-    looking.join()
-    assert slow.seen.startswith("test_health.py:") and slow.seen.endswith(" in stand")
+    observing.join()
+    assert where(observer.stack).startswith("test_health.py:") and where(observer.stack).endswith(" in block")
 
 
 def waits_for_a_save() -> bool:
-    """Whether a rank counts as waiting for others when its main thread waits for a thread that does."""
+    """Whether rank 0 waits for peers while its main thread joins a thread in a collective."""
     group = dist.new_group(timeout=timedelta(seconds=30))
-    done, seen = threading.Event(), []
+    seen = threading.Event()
 
-    def look() -> None:
-        thread = threading.main_thread().ident
-        while joined(sys._current_frames()[thread]) is None or not waits(main_stack()):
+    def observe() -> None:
+        ident = threading.main_thread().ident
+        while joined_thread(sys._current_frames()[ident]) is None or not waits(current_stack()):
             time.sleep(0.01)
-        seen.append(True)
-        done.set()
+        seen.set()
 
     if dist.get_rank() == 0:
-        looking = threading.Thread(target=look)
+        observing = threading.Thread(target=observe)
         saving = threading.Thread(target=dist.barrier, args=(group,))
         saving.start()
-        looking.start()
+        observing.start()
         saving.join()
-        looking.join()
+        observing.join()
     else:
         time.sleep(1)
         dist.barrier(group)
-    return seen == [True]
+    return seen.is_set()
 
 
-def test_a_rank_that_waits_for_a_thread_in_a_collective_waits_for_others(worlds):
+def test_a_rank_that_joins_a_thread_in_a_collective_waits_for_peers(worlds):
     assert worlds(2).run(waits_for_a_save) == [True, False]
 
 
+class Read:
+    """Has a tensor's blocking reads: each returns once the lock is free, as a builtin function, without a frame."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.item = self.tolist = self.synchronize = lock.acquire
+        self.append = lock.acquire
+
+    def itself(self) -> "Read":
+        return self
+
+
+def blocked_in(action: Callable[[Read], object]) -> StackSummary:
+    """Returns the stack of the main thread while `action` blocks it."""
+    observer = Observer()
+
+    def blocked(frame: FrameType, _: StackSummary) -> bool:
+        return frame.f_code is action.__code__ and called_function(stack_of(frame)[-1]) not in (None, "itself")
+
+    observing = Background("observer", lambda: observer.observe(blocked))
+    action(Read(observer.lock))
+    observing.join()
+    observing.result()
+    return observer.stack
+
+
+def read_item(loss: Read) -> float:
+    return float(len([loss.itself().item()]))
+
+
+def read_list(loss: Read) -> list[object]:
+    return [
+        loss.itself()
+        .tolist()
+    ]  # fmt: skip
+
+
+def synchronize(stream: Read) -> None:
+    stream.synchronize()
+
+
+def append(rows: Read) -> None:
+    rows.append()
+
+
 @pytest.mark.parametrize(
-    ("file", "own"),
+    ("action", "expected"), [(read_item, True), (read_list, True), (synchronize, True), (append, False)]
+)
+def test_a_blocking_read_of_the_device_waits_for_peers(action, expected):
+    """The host runs ahead of NCCL, so that it waits for its peers in the next `loss.item()`."""
+    stack = blocked_in(action)
+    assert waits(stack) == expected and not communicates(stack)
+
+
+def test_a_rank_on_a_slow_disk_is_missing_when_others_wait_in_item():
+    in_item = Heartbeat(7, "training", where=where(stack := blocked_in(read_item)), waits=waits(stack))
+    on_disk = Heartbeat(7, "training", where=where(stack := blocked_in(append)), waits=waits(stack))
+    missing = missing_ranks({0: in_item, 1: on_disk, 2: in_item}, set())
+    assert list(missing) == [1] and " in append" in missing[1]
+
+
+def test_a_dtensor_read_waits_below_functions_of_torch(monkeypatch):
+    source = "loss = run(total.full().item())\n"
+    column = source.index("total")
+    monkeypatch.setattr(linecache, "getline", lambda file, number: source if file == "/train/step.py" else "")
+    place = {"end_lineno": 1, "colno": column, "end_colno": len(source) - 2}
+    step = FrameSummary("/train/step.py", 1, "train_step", lookup_line=False, **place)
+    dispatch = FrameSummary("/torch/distributed/tensor/_dispatch.py", 1, "dispatch", lookup_line=False)
+    assert waits(StackSummary.from_list([step, dispatch]))
+    assert not waits(StackSummary.from_list([step, FrameSummary("/data/rows.py", 1, "read", lookup_line=False)]))
+
+
+DEPTH = 61
+"""Backward passes within each other from which on torch continues in a thread of autograd, as CUDA's always does."""
+
+
+class NestedBackward(torch.autograd.Function):
+    """Calls `action` in a thread of autograd, for which the main thread waits in the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int, action: Callable[[], object]) -> torch.Tensor:
+        ctx.depth, ctx.action = depth, action
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.depth:
+            with torch.enable_grad():
+                run_backward(ctx.depth - 1, ctx.action)
+        else:
+            ctx.action()
+        return grads[0], None, None
+
+
+def run_backward(depth: int, action: Callable[[], object]) -> None:
+    x = torch.ones(1, requires_grad=True)
+    cast(torch.Tensor, NestedBackward.apply(x, depth, action)).sum().backward()
+
+
+def test_a_backward_pass_on_a_thread_of_autograd_is_shown_by_the_line_there():
+    observer = Observer()
+    sink = Guarded(SimpleNamespace(close=lambda: None), print)
+    sink.submit(observer.block)
+
+    def ready(frame: FrameType, stack: StackSummary) -> bool:
+        return frame.f_code.co_name == "_engine_run_backward" and any(line.name == "flush" for line in stack)
+
+    observing = Background("observer", lambda: observer.observe(ready))
+    run_backward(DEPTH, lambda: sink.flush(30))  # a function of the package in which the thread of autograd waits
+    observing.join()
+    observing.result()
+    assert where(observer.stack).startswith("background.py:") and where(observer.stack).endswith(" in flush")
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
     [
         (threading.__file__, True),
         ("<frozen importlib._bootstrap>", True),
@@ -216,11 +367,11 @@ def test_a_rank_that_waits_for_a_thread_in_a_collective_waits_for_others(worlds)
         (f"{sysconfig.get_path('stdlib')}/dist-packages/x.py", False),
     ],
 )
-def test_pythons_own_files_are_known(file, own):
-    assert in_standard_library(file) is own
+def test_files_of_the_standard_library(file, expected):
+    assert in_standard_library(file) is expected
 
 
-def test_a_launcher_is_gone_when_the_parent_is_another_one(monkeypatch):
+def test_a_launcher_is_gone_when_the_parent_process_is_another(monkeypatch):
     alone = Launcher()
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     launched = Launcher()

@@ -124,18 +124,32 @@ def default_store() -> dist.Store:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """The latest collectives of this process, oldest first, as torch's flight recorder keeps them; none where it can't.
+    """Returns the latest collectives, sends and receives of this process from torch's flight recorders.
 
-    Among an entry's keys: process_group (name, description), collective_seq_id (rises by one in a group),
-    profiling_name, is_p2p, retired (whether it has ended).
+    Operations of one process group and backend are in the order of their calls. Keys of an entry, among others:
+    process_group (name, description), profiling_name ("nccl2:all_reduce"), collective_seq_id and p2p_seq_id (counts of
+    the group), is_p2p, retired (whether the operation has completed).
     """
     private: Any = cast(Any, torch)._C._distributed_c10d
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(private, name, None)
-        if dump is not None:
-            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    return entries
+    options = {"includeCollectives": True, "onlyActive": False}
+    dumps: list[bytes] = []
+    if (dump := getattr(private, "_dump_fr_trace_json", None)) is not None:
+        try:
+            dumps = [dump(**options, backend=backend) for backend in backend_names()]
+        except TypeError:  # before torch 2.15 there is one recorder, of gloo
+            dumps = [dump(**options)]
+    if (dump := getattr(private, "_dump_nccl_trace_json", None)) is not None:
+        dumps.append(dump(**options))  # ProcessGroupNCCL has a recorder of its own
+    return [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
+
+
+def backend_names() -> list[str]:
+    """Returns the names of the backends of all process groups, under which torch 2.15 keeps their flight recorders.
+
+    A name is that of the backend's class: "nccl2" where the group was made with "nccl".
+    """
+    groups: list[Any] = list(cast(Any, dist.distributed_c10d)._world.pg_map)
+    return sorted({group._get_backend(device).name() for group in groups for device in group._device_types})
 
 
 def unboxed(group: Any) -> dist.ProcessGroup:

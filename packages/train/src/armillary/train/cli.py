@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names rank, step and error; 2 refused to start, with one line that says why.
     """
     watchdog: Watchdog | None = None
-    with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.under_way):
+    with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.training_started):
         command, overrides = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
             from armillary.train.dry_run import show_dry_run  # not on every rank of every run
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             run_to_its_end(command.run, watchdog, overrides)
         except (FloatingPointError, DamagedInput, OSError) as error:
-            if not watchdog.under_way or isinstance(error, ELSEWHERE):
+            if not watchdog.training_started or isinstance(error, ELSEWHERE):
                 raise
             record(f"{type(error).__name__}: {error}")  # the watchdog has printed it on every rank
             sys.exit(FAILED)

@@ -89,7 +89,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         Checkpoints(run, lock, report.say, report.event) as saved,
         watchdog.reporting(),  # before checkpoints wait for the save in flight, and so for ranks that may be gone
     ):
-        watchdog.begins("restoring", 0)
+        watchdog.start_phase("restoring", 0)
         step = saved.restore()
         report.resumed(step)
         for line in schedule_notes(step, steps, config.optimizer):
@@ -102,7 +102,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         while step < steps and not stop.asked(run.device):
             step += 1
             lock.check()
-            watchdog.begins("training", step)
+            watchdog.start_phase("training", step)
             with profiler.step(step), traced.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
                 result = train_step(run, step, batches)
@@ -112,14 +112,14 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
             report.step(measure(run, step, batches, result, watch.last_seconds, saved.tokens(step)))
             with watch.paused():
                 if step % config.validation.every == 0 or step == steps:
-                    watchdog.begins("validating", step)
+                    watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
                 if step % config.save.every == 0 and step < steps and result.good:
-                    watchdog.begins("saving", step)
+                    watchdog.start_phase("saving", step)
                     saved.start(step)
         traced.finish()
-        watchdog.begins("saving", step)
+        watchdog.start_phase("saving", step)
         # There is nothing to save before the first step. After a bad one, what led to it may be in the weights.
         summary.checkpoint = saved.finish(step, prune=not bad.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)

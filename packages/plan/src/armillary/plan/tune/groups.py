@@ -48,7 +48,7 @@ class Groups:
         Args:
             phase, number: title of the block in the watchdog's reports.
         """
-        self.watchdog.begins(phase, number)
+        self.watchdog.start_phase(phase, number)
         hook = sys.excepthook  # each start of a group wraps it once more
         with process_group(self.config) as device:
             ranks = Ranks(collective_timeout(self.config))

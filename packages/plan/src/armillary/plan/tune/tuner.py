@@ -21,7 +21,7 @@ from armillary.train.build import precision
 from armillary.train.config import Config
 from armillary.train.config.overlay import by_flag
 from armillary.train.runtime.health.ranks import Ranks, check_consistent
-from armillary.train.runtime.health.watchdog import about_others
+from armillary.train.runtime.health.watchdog import caused_by_peers
 
 NOISE = 1.05
 """Candidates within this factor of the fastest are compared again, in turns: noise may have decided."""
@@ -162,7 +162,7 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
         result = action()
     except (ValueError, RuntimeError) as error:
         # A lost connection is another rank's failure, which ends the run, but running out of memory is this one's.
-        if about_others(error) and not isinstance(error, torch.OutOfMemoryError):
+        if caused_by_peers(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     # Agree outside of the handler: inside, the error's frames would still hold the failed candidate's tensors.

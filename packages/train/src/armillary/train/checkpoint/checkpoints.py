@@ -25,7 +25,7 @@ from armillary.train.runtime.background import Background
 from armillary.train.runtime.health.output_lock import OutputLock
 from armillary.train.runtime.health.ranks import Ranks
 from armillary.train.runtime.health.shared_folder import check_shared
-from armillary.train.runtime.health.watchdog import about_others
+from armillary.train.runtime.health.watchdog import caused_by_peers
 from armillary.train.runtime.random_state import seed_all
 
 NOTICEABLE = 1.0
@@ -75,7 +75,7 @@ class Checkpoints:
     ) -> None:
         if self._writing is not None:
             # After an error of this rank the save in flight is worth keeping. It cannot end where a rank is missing.
-            missing = isinstance(error, Exception) and about_others(error)
+            missing = isinstance(error, Exception) and caused_by_peers(error)
             self._writing.join(ENDING if missing else self.timeout.total_seconds())
         if error is None:  # else other ranks may be on the group
             self._stager.close()

@@ -1,0 +1,146 @@
+"""The Python stack of a rank that seems to hang: its innermost line, and whether it waits for other ranks."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from itertools import islice
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from types import FrameType
+
+STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
+PACKAGES = "/armillary/"
+
+COMMUNICATION = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/armillary/core/collectives/exchange.py",
+    "/armillary/core/collectives/collective.py",
+)
+"""Files whose functions communicate."""
+
+CALLED_BY_COMMUNICATION = re.compile("/torch/|/armillary/core/|/armillary/train/runtime/")
+"""An op of torch is several functions below a wait, and `compat` or a backend written in Python below an exchange."""
+
+BLOCKING_READS = frozenset(
+    ("item", "tolist", "cpu", "numpy", "synchronize", "_cuda_synchronize", "_accelerator_synchronizeDevice")
+)
+"""Functions of torch in which the host waits for the device, and so for the collectives that the device waits in."""
+
+
+def current_stack() -> StackSummary:
+    """Returns the stack of the thread that the main thread depends on, outermost line first.
+
+    That is the main thread itself unless it joins another thread, as when a checkpoint is saved, or waits for
+    autograd's thread of the device, in which CUDA's backward pass runs.
+    """
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames.pop(threading.main_thread().ident or 0)
+    while (ident := awaited_thread(frame, frames)) is not None:
+        frame = frames.pop(ident)
+    return stack_of(frame)
+
+
+def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None:
+    """Returns the id of the thread, one of `frames`, that the thread of `frame` waits for; None if there is none."""
+    if (thread := joined_thread(frame)) is not None:
+        return thread.ident if thread.ident in frames else None
+    if frame.f_code.co_name != "_engine_run_backward":
+        return None
+    # Python did not start autograd's threads, so `threading` knows them at most as dummies.
+    dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
+    started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
+    autograd = [ident for ident in frames if ident not in started]
+    return max(autograd, key=lambda ident: runs_packages(frames[ident]), default=None)
+
+
+def joined_thread(frame: FrameType | None) -> threading.Thread | None:
+    """Returns the thread whose `join` is the innermost call, outside of the standard library, of a thread's frame."""
+    while frame is not None and in_standard_library(frame.f_code.co_filename):
+        thread = frame.f_locals.get("self")
+        if frame.f_code.co_name == "join" and isinstance(thread, threading.Thread):
+            return thread
+        frame = frame.f_back
+    return None
+
+
+def runs_packages(frame: FrameType) -> bool:
+    """Whether a function of these packages is on the stack of `frame`."""
+    return any(PACKAGES in caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
+
+
+def stack_of(frame: FrameType) -> StackSummary:
+    """Returns the stack of `frame`, outermost line first, each with the columns of the expression being evaluated.
+
+    `traceback.extract_stack` leaves the columns out.
+    """
+    summaries: list[FrameSummary] = []
+    for caller, line in traceback.walk_stack(frame):
+        code = caller.f_code
+        instruction = max(caller.f_lasti, 0) // 2  # an instruction has two bytes
+        _, end, column, end_column = next(islice(code.co_positions(), instruction, None))
+        names = code.co_filename, line, code.co_name
+        summary = FrameSummary(*names, lookup_line=False, end_lineno=end, colno=column, end_colno=end_column)
+        summaries.append(summary)
+    return StackSummary.from_list(summaries[::-1])
+
+
+def in_standard_library(file: str) -> bool:
+    """Whether `file` is part of Python's standard library, whose lines show a wait but not its reason."""
+    return file.startswith(STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
+def where(stack: StackSummary) -> str:
+    """Returns the innermost line outside of the standard library, and the innermost one outside of torch."""
+    lines = [line for line in stack if not in_standard_library(line.filename)] or list(stack)
+    inner = lines[-1]
+    caller = next((line for line in reversed(lines) if "/torch/" not in line.filename), inner)
+    return describe(inner) if caller is inner else f"{describe(inner)}, called by {describe(caller)}"
+
+
+def describe(line: FrameSummary) -> str:
+    return f"{Path(line.filename).name}:{line.lineno} in {line.name}"
+
+
+def communicates(stack: StackSummary) -> bool:
+    """Whether the innermost lines of a stack belong to communication or to functions that it calls."""
+    return any(line.filename.endswith(COMMUNICATION) for line in innermost(stack))
+
+
+def waits(stack: StackSummary) -> bool:
+    """Whether a stack ends in communication, or in a call in which the host waits for the device."""
+    return communicates(stack) or any(called_function(line) in BLOCKING_READS for line in innermost(stack))
+
+
+def innermost(stack: StackSummary) -> list[FrameSummary]:
+    """Returns the lines of functions that communication may call, innermost first, and the line that called those."""
+    lines: list[FrameSummary] = []
+    for line in reversed(stack):
+        lines.append(line)
+        if not (CALLED_BY_COMMUNICATION.search(line.filename) or in_standard_library(line.filename)):
+            break
+    return lines
+
+
+def called_function(line: FrameSummary) -> str | None:
+    """Returns the name of the function or method that a line is calling; None if its source does not show a call."""
+    if line.lineno is None or line.end_lineno is None or line.colno is None or line.end_colno is None:
+        return None
+    source = [linecache.getline(line.filename, number).encode() for number in range(line.lineno, line.end_lineno + 1)]
+    source[-1] = source[-1][: line.end_colno]  # the last line first: it may be the first one too
+    source[0] = source[0][line.colno :]
+    try:
+        expression = ast.parse(b"(" + b"".join(source) + b")", mode="eval").body
+    except SyntaxError:
+        return None
+    match expression:
+        case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
+            return name
+        case _:
+            return None
