@@ -20,8 +20,8 @@ from predict import cell_sizes
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method
+from armillary.attention.planning.send import Send
 from armillary.core import CommLedger, build_mesh
-from armillary.core.network import Send
 from armillary.core.quantity import count_argument
 
 Turn = Callable[[], tuple[Tensor, ...]]

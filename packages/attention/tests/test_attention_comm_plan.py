@@ -15,12 +15,12 @@ from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Teams
 from armillary.attention.planning.comm_plan import Kind, Step
 from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.send import Send
 from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
 from armillary.attention.registry import names
 from armillary.core import SequenceLayout
-from armillary.core.network import Send
 from armillary.core.testing import mesh
 
 B, T, H, D, P = 2, 8, 8, 16, 4  # T tokens on each of P ranks

@@ -4,8 +4,10 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from armillary.attention import AttentionMask, Ring, TokenRing, reference_attention
 from armillary.attention.call.spec import AttentionSpec, key_heads_of
@@ -13,8 +15,7 @@ from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.core import Axis, SequenceLayout, start_exchange
-from armillary.core.fake_world import fake_world
+from armillary.core import Axis, SequenceLayout, build_mesh, start_exchange
 from armillary.core.testing import mesh, relative_error
 from armillary.core.token_ranges import TokenRanges
 
@@ -71,17 +72,18 @@ def test_a_ring_receives_into_the_same_memory_again(monkeypatch, name, direct):
             return start_exchange(axis, send, receive)
 
         monkeypatch.setattr(f"armillary.attention.rotation.{module}.start_exchange", start)
-    with fake_world(0, ring=8) as eight:
-        method = TokenRing(eight["ring"]) if direct else Ring(eight["ring"], "queries" if "queries" in name else "keys")
-        q, k, v = (torch.zeros(1, 16, 2, 8, requires_grad=True) for _ in range(3))
-        out = method(q, k, v, mask=AttentionMask(causal=False), layout=method.layout(128))
-        assert (len(rotated), blocks(rotated), blocks(returned)) == (7, 2, direct)
-        out.sum().backward()
-        assert (len(rotated), blocks(rotated[7:])) == (14, 2)
-        assert blocks(returned[7 * direct :]) == (1 if direct else 3)
-        for mask, batch in product((AttentionMask(), AttentionMask(window=(40, 0))), (1, 2)):
-            q, k, v = (torch.zeros(batch, 16, 2, 8, requires_grad=True) for _ in range(3))
-            method(q, k, v, mask=mask, layout=method.layout(128)).sum().backward()
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())  # receives nothing: memory alone matters
+    eight = build_mesh("cpu", ring=8)
+    method = TokenRing(eight["ring"]) if direct else Ring(eight["ring"], "queries" if "queries" in name else "keys")
+    q, k, v = (torch.zeros(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+    out = method(q, k, v, mask=AttentionMask(causal=False), layout=method.layout(128))
+    assert (len(rotated), blocks(rotated), blocks(returned)) == (7, 2, direct)
+    out.sum().backward()
+    assert (len(rotated), blocks(rotated[7:])) == (14, 2)
+    assert blocks(returned[7 * direct :]) == (1 if direct else 3)
+    for mask, batch in product((AttentionMask(), AttentionMask(window=(40, 0))), (1, 2)):
+        q, k, v = (torch.zeros(batch, 16, 2, 8, requires_grad=True) for _ in range(3))
+        method(q, k, v, mask=mask, layout=method.layout(128)).sum().backward()
 
 
 def attends_to_other_ranks_alone() -> list[float]:

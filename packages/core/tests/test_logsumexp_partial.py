@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.core import CommLedger, LogSumExpPartial, compat
-from armillary.core.fake_world import fake_world
 from armillary.core.logsumexp_partial import merge_parts, pack_partial, unpack_partial
 from armillary.core.placements import chunk_sizes
 from armillary.core.testing import Dispatched, mesh, relative_error
@@ -137,28 +136,28 @@ def of(placements: Sequence[Placement], on, x: Tensor | None = None) -> DTensor:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_every_op_is_refused_by_name(packed):
+def test_every_op_is_refused_by_name(packed, fake_mesh):
     """After a sum of the same shape and dtype has gone through it: caches of torch's tell them apart."""
-    with fake_world(ring=4) as ranks:
-        x = of([LogSumExpPartial(packed)], ranks["ring"])
-        for make in ("sum", "avg"):
-            for op in ("aten.mul", "aten.slice", "aten.transpose", "aten.neg"):
-                OPS[op](of([Partial(make)], ranks["ring"]))
-        wanted = "redistribute it first" if packed else "merge_scatter"
-        for name, op in OPS.items():
-            for _ in range(2):
-                with pytest.raises(ValueError, match=rf"LogSumExpPartial\(.*{wanted}") as refused:
-                    op(x)
-            made_of_others = {"aten.dropout": "aten.empty_like", "aten.argmax": "" if not packed else name}
-            assert str(refused.value).startswith(made_of_others.get(name, name)), (name, refused.value)
+    ranks = fake_mesh(ring=4)
+    x = of([LogSumExpPartial(packed)], ranks["ring"])
+    for make in ("sum", "avg"):
+        for op in ("aten.mul", "aten.slice", "aten.transpose", "aten.neg"):
+            OPS[op](of([Partial(make)], ranks["ring"]))
+    wanted = "redistribute it first" if packed else "merge_scatter"
+    for name, op in OPS.items():
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"LogSumExpPartial\(.*{wanted}") as refused:
+                op(x)
+        made_of_others = {"aten.dropout": "aten.empty_like", "aten.argmax": "" if not packed else name}
+        assert str(refused.value).startswith(made_of_others.get(name, name)), (name, refused.value)
 
 
-def test_what_leaves_it_as_it_is_may_be_called():
-    with fake_world(ring=4) as ranks:
-        x = of([LogSumExpPartial()], ranks["ring"])
-        same = x.redistribute(placements=[LogSumExpPartial()])
-        assert same.placements == (LogSumExpPartial(),) and torch.equal(same.to_local(), x.to_local())
-        assert "LogSumExpPartial()" in repr(x)
+def test_what_leaves_it_as_it_is_may_be_called(fake_mesh):
+    ranks = fake_mesh(ring=4)
+    x = of([LogSumExpPartial()], ranks["ring"])
+    same = x.redistribute(placements=[LogSumExpPartial()])
+    assert same.placements == (LogSumExpPartial(),) and torch.equal(same.to_local(), x.to_local())
+    assert "LogSumExpPartial()" in repr(x)
 
 
 def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
@@ -182,21 +181,21 @@ def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def test_what_would_be_wrong_in_silence_is_refused():
-    with fake_world(ring=4, tp=2) as ranks:
-        for call, message in refusals(ranks):
-            with CommLedger() as ledger, pytest.raises(ValueError, match=message):
-                call()
-            assert ledger.bytes() == 0
-        with pytest.raises((RuntimeError, ValueError)):
-            of([Replicate()], ranks["ring"]).redistribute(placements=[LogSumExpPartial()])
+def test_what_would_be_wrong_in_silence_is_refused(fake_mesh):
+    ranks = fake_mesh(ring=4, tp=2)
+    for call, message in refusals(ranks):
+        with CommLedger() as ledger, pytest.raises(ValueError, match=message):
+            call()
+        assert ledger.bytes() == 0
+    with pytest.raises((RuntimeError, ValueError)):
+        of([Replicate()], ranks["ring"]).redistribute(placements=[LogSumExpPartial()])
 
 
-def test_other_dtensors_keep_their_gradients():
-    with fake_world(ring=4) as ranks:
-        x = of([Partial("sum")], ranks["ring"]).requires_grad_()
-        (x.redistribute(placements=[Shard(0)]) * 3).to_local().sum().backward()
-        assert x.grad is not None and x.grad.shape == x.shape
+def test_other_dtensors_keep_their_gradients(fake_mesh):
+    ranks = fake_mesh(ring=4)
+    x = of([Partial("sum")], ranks["ring"]).requires_grad_()
+    (x.redistribute(placements=[Shard(0)]) * 3).to_local().sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
 # -- on ranks, against one process ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import CommLedger, SequenceLayout, compat, distribute_sequence, gather_sequence
-from armillary.core.fake_world import fake_world
 from armillary.core.sequence import is_cut_by_dtensor, nested_sizes, sequence_from_local, shard_order
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import place
@@ -84,61 +83,61 @@ def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
     ]  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused_with_what_would():
-    with fake_world(ring=4, ulysses=2) as ranks:
-        for call, message in refusals(ranks):
-            with CommLedger() as ledger, pytest.raises(ValueError, match=message):
-                call()
-            assert ledger.bytes() == 0
+def test_what_does_not_fit_is_refused_with_what_would(fake_mesh):
+    ranks = fake_mesh(ring=4, ulysses=2)
+    for call, message in refusals(ranks):
+        with CommLedger() as ledger, pytest.raises(ValueError, match=message):
+            call()
+        assert ledger.bytes() == 0
 
 
-def test_which_axes_shard_the_sequence():
+def test_which_axes_shard_the_sequence(fake_mesh):
     sixteen, two = torch.zeros(1, 16), SequenceLayout.zigzag(16, 2)
     four, eight = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(16, 8)
-    with fake_world(shard=2, ring=2, ulysses=2, tp=2) as ranks:
-        mine = ("shard", "ring", "ulysses", "tp")
-        for names, layout, axes, expected in (
-            (mine, four, None, [R, S1, S1, R]),
-            (mine, two, None, [R, S1, S1, R]),  # one shard for each rank of the ring, cut again over ulysses
-            (mine, two, ["shard"], [S1, R, R, R]),
-            (("ring", "tp"), two, None, [S1, R]),
-            (("ulysses",), SequenceLayout.contiguous(16, 1), None, [S1]),
-            (("ring", "ulysses"), four, None, [S1, S1]),
-            (("shard", "tp"), four, None, [S1, S1]),
-            (("shard", "ring"), four, None, [S1, S1]),
-            (("shard", "ring", "ulysses"), eight, None, [S1, S1, S1]),
-        ):
-            x = distribute_sequence(sixteen, layout, ranks[names], axes=axes)
-            assert list(x.placements) == expected and x.device_mesh == ranks[names], (names, x.placements)
+    ranks = fake_mesh(shard=2, ring=2, ulysses=2, tp=2)
+    mine = ("shard", "ring", "ulysses", "tp")
+    for names, layout, axes, expected in (
+        (mine, four, None, [R, S1, S1, R]),
+        (mine, two, None, [R, S1, S1, R]),  # one shard for each rank of the ring, cut again over ulysses
+        (mine, two, ["shard"], [S1, R, R, R]),
+        (("ring", "tp"), two, None, [S1, R]),
+        (("ulysses",), SequenceLayout.contiguous(16, 1), None, [S1]),
+        (("ring", "ulysses"), four, None, [S1, S1]),
+        (("shard", "tp"), four, None, [S1, S1]),
+        (("shard", "ring"), four, None, [S1, S1]),
+        (("shard", "ring", "ulysses"), eight, None, [S1, S1, S1]),
+    ):
+        x = distribute_sequence(sixteen, layout, ranks[names], axes=axes)
+        assert list(x.placements) == expected and x.device_mesh == ranks[names], (names, x.placements)
 
 
-def test_rows_of_several_ranks_are_one_tensor():
+def test_rows_of_several_ranks_are_one_tensor(fake_mesh):
     layout = SequenceLayout.zigzag(16, 2)
-    with fake_world(5, shard=3, ring=2) as ranks:
-        x = random(0, 2, 8, 4)
-        placed = sequence_from_local(x, layout, ranks["shard", "ring"], -2, rows=["shard"])
-        assert placed.shape == (6, 16, 4) and list(placed.placements) == [S0, S1]
-        assert torch.equal(placed.to_local(), x)
+    ranks = fake_mesh(5, shard=3, ring=2)
+    x = random(0, 2, 8, 4)
+    placed = sequence_from_local(x, layout, ranks["shard", "ring"], -2, rows=["shard"])
+    assert placed.shape == (6, 16, 4) and list(placed.placements) == [S0, S1]
+    assert torch.equal(placed.to_local(), x)
 
 
-def test_layouts_that_no_dtensor_has():
+def test_layouts_that_no_dtensor_has(fake_mesh):
     unequal = SequenceLayout([[range(3)], *([range(i, i + 4)] for i in (3, 7, 11))])
-    with fake_world(ring=4) as ranks:
-        layouts = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(10, 4), unequal
-        assert [is_cut_by_dtensor(layout, ranks["ring"]) for layout in layouts] == [True, False, False]
+    ranks = fake_mesh(ring=4)
+    layouts = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(10, 4), unequal
+    assert [is_cut_by_dtensor(layout, ranks["ring"]) for layout in layouts] == [True, False, False]
 
 
-def test_one_rank_and_a_mesh_without_names():
+def test_one_rank_and_a_mesh_without_names(fake_mesh):
     layout = SequenceLayout([[range(8, 16), range(8)]])
     x = random(0, 2, 16).requires_grad_()
-    with fake_world(ring=1):
-        unnamed = init_device_mesh("cpu", (1,))
-        y = distribute_sequence(x, layout, unnamed)
-        assert torch.equal(y.to_local(), x[:, [*range(8, 16), *range(8)]])
-        z = gather_sequence(y, layout)
-        assert torch.equal(z, x)
-        (grad,) = torch.autograd.grad(z, x, random(1, 2, 16))
-        assert torch.equal(grad, random(1, 2, 16))
+    fake_mesh(ring=1)
+    unnamed = init_device_mesh("cpu", (1,))
+    y = distribute_sequence(x, layout, unnamed)
+    assert torch.equal(y.to_local(), x[:, [*range(8, 16), *range(8)]])
+    z = gather_sequence(y, layout)
+    assert torch.equal(z, x)
+    (grad,) = torch.autograd.grad(z, x, random(1, 2, 16))
+    assert torch.equal(grad, random(1, 2, 16))
 
 
 # -- on ranks ---------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import torch
 from armillary.attention import AttentionMask
 from armillary.attention.planning.comm_plan import AttentionShape, Kind, Move, Step
 from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.send import Send
 from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.core import SequenceLayout
-from armillary.core.network import Send
 from armillary.core.testing.examples import commands_in
 from armillary.data.parsing import parse
 from armillary.models import Checkpointing

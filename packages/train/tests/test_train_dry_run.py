@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.core.fake_world import fake_world
 from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.build import build_model
@@ -14,6 +13,7 @@ from armillary.train.cli import main
 from armillary.train.config.command import read_command
 from armillary.train.dry_run import dry_run
 from armillary.train.dry_run.predict import axes_of
+from armillary.train.runtime.fake_world import fake_world
 
 RANKS = {
     "debug": 4,

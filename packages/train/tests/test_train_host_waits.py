@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.kernels import Dense
 from armillary.core import Axis, compat
-from armillary.core.fake_world import fake_world
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -28,6 +27,7 @@ from armillary.train.build import build_model
 from armillary.train.parallel import batch_mesh, data_mesh
 from armillary.train.rows import load_rows
 from armillary.train.run import Run
+from armillary.train.runtime.fake_world import fake_world
 from armillary.train.step import train_step
 
 DEVICE = torch.device("meta")

@@ -12,7 +12,7 @@ from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec
 from armillary.attention.call.validation import check_projected_call, check_transforms
-from armillary.core.recompute import capture_autocast
+from armillary.attention.recompute import capture_autocast
 
 
 def project_eagerly(

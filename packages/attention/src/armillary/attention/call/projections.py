@@ -8,8 +8,8 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from armillary.attention.recompute import capture_autocast
 from armillary.core.accumulate import Totals
-from armillary.core.recompute import capture_autocast
 
 
 class Projections(Protocol):

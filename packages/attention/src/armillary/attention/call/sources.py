@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
+from armillary.attention.recompute import RNGReplay, capture_autocast
+from armillary.attention.token_chunks import at_tokens, chunks
 from armillary.core.accumulate import Totals, accumulation_dtype
-from armillary.core.chunks import at_tokens, chunks
-from armillary.core.recompute import RNGReplay, capture_autocast
 
 Heads = Sequence[int]
 Project = Callable[[Projections, Tensor], Sequence[Tensor]]

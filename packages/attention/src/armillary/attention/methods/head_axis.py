@@ -11,8 +11,8 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_shards import check_heads
 from armillary.attention.methods.local import Local
+from armillary.attention.methods.rank_grid import check_rank_grid
 from armillary.core import Axis, SequenceLayout
-from armillary.core.grid import check_grid
 
 PendingTensor = Callable[[], Tensor]
 """Waits for a tensor in flight and returns it."""
@@ -33,7 +33,7 @@ class HeadMethod(Method):
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
         axis, inner = Axis.of(axis), inner_or_local(inner)
         for inner_axis in inner.axes:
-            check_grid(axis, inner_axis)
+            check_rank_grid(axis, inner_axis)
         self.compose(axis, inner)
 
     def compose(self, axis: Axis, inner: Method) -> None:

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from armillary.attention.mask import AttentionMask
+from armillary.attention.planning.send import Send
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import one_of
-from armillary.core.network import Send
 from armillary.core.observe.ledger import KINDS, PHASES
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from armillary.attention.planning.comm_plan import AttentionShape, Step, Steps, move, steps
+from armillary.attention.planning.send import Send
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
-from armillary.core.network import Send
 
 ReturnedTokens = Callable[[RingTopology, Grid, int], Iterable[Send]]
 """Returns the sends of all ranks of a ring, in tokens, that a reduction starts after a step above 0."""

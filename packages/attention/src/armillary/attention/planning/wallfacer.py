@@ -21,8 +21,8 @@ from armillary.attention.planning.comm_plan import (
 )
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
 from armillary.attention.planning.ring import ring_backward_memory, ring_backward_steps, ring_forward_steps
+from armillary.attention.planning.send import Send
 from armillary.core import SequenceLayout
-from armillary.core.network import Send
 
 
 @dataclass(frozen=True)

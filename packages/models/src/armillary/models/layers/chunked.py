@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from armillary.attention.recompute import RNGReplay, capture_autocast
+from armillary.attention.token_chunks import at_tokens, chunks
 from armillary.core import label
 from armillary.core.accumulate import Totals
-from armillary.core.chunks import at_tokens, chunks
-from armillary.core.recompute import RNGReplay, capture_autocast
 
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
@@ -35,7 +35,7 @@ def in_chunks(
     Args:
         inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
         module: whose parameters `function` uses.
-        chunk: tokens at once; by default as `armillary.core.chunks` has it.
+        chunk: tokens at once; by default that of `armillary.attention.token_chunks`.
     """
     call = function, module, chunk, gathered_ranks, len(inputs)
     return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained(module)))

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
+from armillary.attention.methods.rank_grid import check_rank_grid
 from armillary.core import Axis
-from armillary.core.grid import check_grid
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, plainly
 from armillary.models.gpt import GPT
@@ -93,7 +93,7 @@ def check(
         q, k = (torch.empty(1, 1, count, config.head_dim, device="meta") for count in heads)
         attention.check(q, k, k)
         for axis in attention.axes if cut else ():
-            check_grid(Axis.of(mesh["tp"]), axis)
+            check_rank_grid(Axis.of(mesh["tp"]), axis)
     known = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
     if compiler is not None and compiler not in known:
         raise ValueError(f"no compiler {compiler!r}; known: {', '.join(known)}")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from armillary.core.network import Send
+from armillary.attention.planning.send import Send
 from armillary.core.quantity import LARGEST, quantity
 
 Wiring = Literal["rank", "pair", "group"]

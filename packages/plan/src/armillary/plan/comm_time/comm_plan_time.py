@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from armillary.attention.planning.comm_plan import Move, Step
-from armillary.core.network import Send
+from armillary.attention.planning.send import Send
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery
 

@@ -7,7 +7,6 @@ plan.py       the command `armillary-plan memory`
 report.py     its output
 """
 
-from armillary.core.fake_world import fake_world
 from armillary.plan.memory.simulation.accounts import Account
 from armillary.plan.memory.simulation.allocator_peak import measured_peak
 from armillary.plan.memory.simulation.attention_memory import (
@@ -18,6 +17,7 @@ from armillary.plan.memory.simulation.attention_memory import (
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
+from armillary.train.runtime.fake_world import fake_world
 
 __all__ = [
     "Account",

@@ -9,7 +9,6 @@ from math import prod
 import torch
 
 from armillary.attention.kernels.chosen import ChosenKernel
-from armillary.core.fake_world import fake_world
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import build_model, precision
@@ -20,6 +19,7 @@ from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, sh
 from armillary.train.kernels import Capability, kernels_of
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import open_stores, vocabulary_size
+from armillary.train.runtime.fake_world import fake_world
 from armillary.train.tasks import task_tokens
 
 MOST_RANKS = 2**14

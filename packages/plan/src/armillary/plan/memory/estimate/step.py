@@ -12,7 +12,7 @@ from torch import float32
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.registry import NamedMethod
-from armillary.core.chunks import chunks
+from armillary.attention.token_chunks import chunks
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.kernels import Kernel
+from armillary.attention.token_chunks import simulating
 from armillary.core import SequenceLayout, label
-from armillary.core.chunks import simulating
-from armillary.core.fake_world import fake_world
 from armillary.core.gradients import clip_gradients
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.activation_checkpoint.offload import simulated_stream
@@ -28,6 +27,7 @@ from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.train.config import OptimizerConfig
 from armillary.train.optimizer import build_optimizer
+from armillary.train.runtime.fake_world import fake_world
 
 Progress = Callable[[int, int], None]
 """Called with (items done, all items)."""

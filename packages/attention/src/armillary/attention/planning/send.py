@@ -1,4 +1,4 @@
-"""What is sent, as communication plans say it."""
+"""One message of a communication plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Send(NamedTuple):
-    """So many bytes from one rank to another."""
+    """A message of `bytes` bytes from rank `source` to rank `target`."""
 
     source: int
     target: int

@@ -1,4 +1,4 @@
-"""Many ranks in one process: a process group that answers at once and sends nothing."""
+"""A mesh of many ranks in one process, for dry runs and simulations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore  # also makes the backend known
+from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend "fake"
 
 from armillary.core import build_mesh
 from armillary.core.mesh import check_axes
@@ -17,15 +17,18 @@ from armillary.core.mesh import check_axes
 
 @contextmanager
 def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[DeviceMesh]:
-    """The mesh, with these axes, that this rank of as many would have. Received tensors keep what was in them.
+    """Context that yields the mesh of one rank, on a process group that communicates nothing.
+
+    Tensors that would be received keep their contents. Enter it before a `FakeTensorMode`, and build attention methods
+    before that mode too: meshes and process groups need tensors with values.
 
     Args:
-        device: type of the device whose tensors go on it.
-
-    Enter it before a `FakeTensorMode`, and build attention methods before it too: meshes and groups need real numbers.
+        rank: the rank that this process stands for.
+        device: device type of the mesh.
+        axes: sizes of the mesh's axes, as in `build_mesh`.
 
     Raises:
-        ValueError: an axis below 1, no such rank, or a process group is there already.
+        ValueError: an axis below 1, a rank outside the mesh, or a process that has a process group already.
     """
     ranks = prod(axes.values())
     check_axes(axes, ranks)

@@ -1,4 +1,4 @@
-"""Chunks of tokens, sums of gradients, and computing again with the same random numbers."""
+"""Chunks of tokens, and recomputation with the same random numbers and the same autocast."""
 
 from itertools import pairwise
 
@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.core.accumulate import Totals
-from armillary.core.chunks import chunks, simulating
-from armillary.core.recompute import RNGReplay, capture_autocast
+from armillary.attention.recompute import RNGReplay, capture_autocast
+from armillary.attention.token_chunks import chunks, simulating
 
 
 @given(st.integers(0, 10_000_000), st.none() | st.integers(1, 100_000))
@@ -31,27 +30,6 @@ def test_a_simulation_leaves_out_chunks_that_are_like_others():
 def test_chunks_without_tokens_are_refused():
     with pytest.raises(ValueError, match="chunks of 0 tokens: at least 1"):
         chunks(10, 0)
-
-
-def test_totals_round_once_and_leave_shares_alone():
-    weights = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(3)]
-    totals, share = Totals(weights), torch.tensor([1.0, 2.0, 3.0]).bfloat16()
-    for _ in range(1000):
-        totals.add([share * 1.001, None, None])
-    totals.add([None, share, None])
-    first, second, third = totals.result()
-    assert torch.equal(first, ((share * 1.001).float() * 1000).bfloat16()) and third is None
-    assert second is share and torch.equal(share, torch.tensor([1.0, 2.0, 3.0]).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_share_that_is_wide_already_is_not_added_to_in_place(dtype):
-    share = torch.ones(3, dtype=dtype)
-    totals = Totals([torch.zeros_like(share), torch.zeros_like(share)])
-    for _ in range(3):
-        totals.add([share, share])  # one tensor, as autograd gives for two parameters that are added
-    assert all(torch.equal(total, 3 * torch.ones(3, dtype=dtype)) for total in totals.result())
-    assert torch.equal(share, torch.ones(3, dtype=dtype))
 
 
 def test_what_is_computed_again_draws_the_same_numbers_and_leaves_no_trace():

@@ -1,0 +1,32 @@
+"""The grid of ranks that the two axes of a composed method span."""
+
+from __future__ import annotations
+
+from armillary.core.mesh import Axis
+
+
+def check_rank_grid(outer: Axis, inner: Axis) -> None:
+    """Raises ValueError unless two axes span a grid of ranks: each rank lies in one row and one column of it.
+
+    From any rank, one step along either axis and then one along the other must lead to the same rank in both orders.
+    The check covers all ranks, as far as the axes' meshes know them, so that every rank gets the same answer.
+
+    Raises:
+        ValueError: the axes are one axis, share more ranks than one at each crossing, or run across each other.
+    """
+    if outer.size == 1 or inner.size == 1:
+        return
+    pair = f"axis {outer.name!r} over ranks {outer.ranks()} and axis {inner.name!r} inside of it over {inner.ranks()}"
+    rows, columns = outer.everywhere(), inner.everywhere()
+    row_of = {rank: row for row in rows for rank in row}
+    crossings = [(row_of[rank], column) for column in columns for rank in column if rank in row_of]
+    if any(len({*row} & {*column}) > 1 for row, column in crossings):
+        raise ValueError(f"{pair} share ranks; two axes of one mesh are needed, as mesh['ulysses'] and mesh['ring']")
+    # Each rank has a coordinate (row, index within the row). In a grid, a column has the same index in every row,
+    # and all ranks of a row lie in columns that cross the same rows.
+    coordinates = {rank: (number, index) for number, row in enumerate(rows) for index, rank in enumerate(row)}
+    complete = [column for column in columns if all(rank in coordinates for rank in column)]
+    crossed_rows = {rank: tuple(coordinates[other][0] for other in column) for column in complete for rank in column}
+    tilted = any(len({coordinates[rank][1] for rank in column}) > 1 for column in complete)
+    if tilted or any(len({crossed_rows[rank] for rank in row if rank in crossed_rows}) > 1 for row in rows):
+        raise ValueError(f"{pair} run across each other; take both from one mesh, as mesh['ulysses'] and mesh['ring']")

@@ -1,0 +1,79 @@
+"""Recomputation under the autocast state and with the random numbers of the first computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.attention.token_chunks import is_simulating
+
+
+def capture_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns a factory of contexts that restore the present autocast state, for recomputation in backward passes.
+
+    The cache of autocast is off in these contexts. It keeps the first cast of a weight, so a cast made without a
+    gradient would be reused by the recomputation, and the weight would lose its gradient. For the same reason the
+    first computation, which runs without autograd, belongs into such a context too.
+    """
+    if device_type == "meta":
+        return nullcontext
+    enabled = torch.is_autocast_enabled(device_type)
+    options: dict[str, Any] = {"enabled": enabled, "cache_enabled": False}
+    return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), **options)
+
+
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Returns a context without autocast, for computing in the dtypes of the inputs."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+class RNGReplay:
+    """Random states of the regions of a computation (such as dropout), restored when a region is recomputed.
+
+    replay = RNGReplay()
+    with replay.at("norm", x.device): ...            # first
+    with replay.again().at("norm", x.device): ...    # later, any number of times; the generator is left as it was
+    """
+
+    def __init__(self, states: dict[Hashable, Tensor] | None = None) -> None:
+        self._recomputes = states is not None
+        self._states: dict[Hashable, Tensor] = {} if states is None else states
+
+    def again(self) -> RNGReplay:
+        """Returns the replay to recompute with."""
+        return RNGReplay(self._states)
+
+    @contextmanager
+    def at(self, region: Hashable, device: torch.device) -> Generator[None]:
+        """Context around one region of the computation. A region that draws no random numbers stores no state."""
+        if is_simulating():
+            yield
+            return
+        present_state, first_state = rng_state(device), self._states.get(region)
+        if self._recomputes and first_state is not None:
+            set_rng_state(first_state, device)
+        try:
+            yield
+        finally:
+            if self._recomputes:
+                set_rng_state(present_state, device)
+            # Compared as lists: under FakeTensorMode, torch.equal has no values to compare.
+            elif present_state.tolist() != rng_state(device).tolist():
+                self._states[region] = present_state
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """Returns the state of the device's random number generator, in host memory."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Sets the state of the device's random number generator."""
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
