@@ -137,7 +137,7 @@ def last(setting: Setting, name: str, shape: Shape, near: tuple[slice, slice], t
     wanted = {name: x[:, -tail:] for name, x in exact(shape.mask, (q, k, v, dout)).items()}
     for kernel in usable(setting, torch.bfloat16, 128, shape.mask):
         inputs = Inputs.of(q, v, None, shape.mask)
-        if kernel.hesitates(inputs) or kernel.name == "dense":  # their time is quadratic, or they cut a window up
+        if kernel.drawback(inputs) or kernel.name == "dense":  # their time is quadratic, or they cut a window up
             continue
         what = f"{kernel.name}, bfloat16, {tensors[0].numel():,} elements of q in {name}"
         yield held(what, partial(ends, kernel, shape.mask, tensors, tail), wanted, LIMITS[torch.bfloat16])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from armillary.attention.kernels import Dense, Scores, cuda_flash, cudnn, efficient
-from armillary.attention.kernels.installed import found
+from armillary.attention.kernels.installed import module_exists
 
 calls: list[str] = []
 
@@ -390,7 +390,7 @@ def none_loaded(patch: pytest.MonkeyPatch) -> None:
     for name in MODULES:
         patch.setitem(sys.modules, name, None)
         patch.delitem(sys.modules, name)
-    found.cache_clear()
+    module_exists.cache_clear()
 
 
 OPS = {
@@ -401,7 +401,7 @@ OPS = {
         "_backward": cudnn_backward,
         "_packed_forward": cudnn_packed_forward,
         "_packed_backward": cudnn_packed_backward,
-        "_packs": lambda: True,
+        "_can_pack": lambda: True,
     },
 }
 """What stands in for torch's own ops, by the module that calls them."""
@@ -417,5 +417,5 @@ def install(patch: pytest.MonkeyPatch, *versions: int) -> None:
     for kernel, functions in OPS.items():
         for name, function in functions.items():
             patch.setattr(kernel, name, function)
-    found.cache_clear()
+    module_exists.cache_clear()
     calls.clear()

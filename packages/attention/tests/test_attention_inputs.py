@@ -23,7 +23,16 @@ from armillary.attention import (
     WallFacer,
     reference_attention,
 )
-from armillary.attention.kernels import CpuFlash, CudaFlash, Dense, FlashAttn2, FlashAttn3, FlashAttn4, Scores, in_rows
+from armillary.attention.kernels import (
+    CpuFlash,
+    CudaFlash,
+    Dense,
+    FlashAttn2,
+    FlashAttn3,
+    FlashAttn4,
+    Scores,
+    contiguous_rows,
+)
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 
@@ -166,7 +175,7 @@ def test_kernels_are_called_with_rows_that_are_whole(monkeypatch, kernel, kind):
 def test_the_usual_memory_orders_are_not_copied():
     x = torch.randn(2, 6, 3, 4, 8)  # q, k and v of one projection
     for usual in (x[:, :, 1], x.transpose(1, 3)[:, :, :, 2], x[:, 2:5, 0], x[:1, :, 1], x[:, :, 0, :1]):
-        assert in_rows(usual, 8) is usual
+        assert contiguous_rows(usual, 8) is usual
 
 
 # -- scales -----------------------------------------------------------------------------------------------------------

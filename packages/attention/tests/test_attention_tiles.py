@@ -126,7 +126,7 @@ def test_what_is_seen_is_what_any_row_of_the_batch_sees(data):
     mask = data.draw(masks(length))
     pairs = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).expand(2, -1, -1)
     grid, visible = Grid(queries, keys, mask), pairs.any(0)
-    found = grid.seen(i, j)
+    found = grid.visible(i, j)
     assert grid.pairs(i, j, batch=2) == pairs.sum()
     for runs, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
         assert [token for run in runs for token in run] == seen.nonzero().flatten().tolist()
@@ -161,7 +161,7 @@ def test_every_cell_of_any_layouts_under_any_kind_of_mask():
             )
             pairs = visible_pairs(mask, layout.positions(i), others.positions(j), batch=2).expand(2, -1, -1)
             assert grid.pairs(i, j, batch=2) == pairs.sum(), (seed, mask)
-            for runs, tokens in zip(grid.seen(i, j), (pairs.any(0).any(1), pairs.any(0).any(0)), strict=True):
+            for runs, tokens in zip(grid.visible(i, j), (pairs.any(0).any(1), pairs.any(0).any(0)), strict=True):
                 assert [at for run in runs for at in run] == tokens.nonzero().flatten().tolist(), (seed, mask)
 
 

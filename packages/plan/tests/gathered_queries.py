@@ -59,7 +59,7 @@ class GatheredQueries(Method):
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:
         """Returns the block of all queries, seen as one shard, and this rank's keys."""
-        gathered = spec.once("gathered", lambda: replace(spec, layout=spec.layout.coarsen(self.axis.size)))
+        gathered = spec.cached("gathered", lambda: replace(spec, layout=spec.layout.coarsen(self.axis.size)))
         return gathered.block(0, self.axis.rank)
 
 

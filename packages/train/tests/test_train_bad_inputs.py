@@ -345,7 +345,7 @@ STARTED = [
     ("--log.trace-steps 3", "--log.trace-steps: name the file too"),
     ("--log.memory-snapshot 3", "--log.memory-snapshot: only cuda's allocator keeps a history"),
     ("--parallel.kernel cudnn", "--parallel.kernel cudnn: no kernel for "),
-    ("--parallel.kernel cudnn", "cudnn: runs on CUDA, not on cpu; what accepts them: cpu_flash, dense"),
+    ("--parallel.kernel cudnn", "cudnn: runs on CUDA, not on cpu; supported by cpu_flash, dense"),
     ("--train.device cuda", "cuda"),
     ("--data.path text.txt --model.pretrained hub-plain", "hub-plain has neither model.safetensors nor"),
 ]

@@ -74,7 +74,7 @@ def test_a_dry_run_tells_mesh_and_shapes_and_where_memory_and_time_are_told(caps
 
 def kernels(*flags: str, **options) -> list[tuple[str, str | None, dict[str, str]]]:
     found = dry_run(read_command([*flags, "--model.vocab-size", "257"])[0].run, **options).kernels
-    return [(each.device, each.name, each.others) for each in found]
+    return [(each.device, each.name, each.rejected) for each in found]
 
 
 def test_a_dry_run_says_which_kernel_attention_would_run_on_and_why_not_on_a_better_one(capsys, monkeypatch):

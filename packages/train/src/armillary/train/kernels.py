@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, default_margin
-from armillary.attention.kernels.chosen import ChosenKernel, chosen
+from armillary.attention.kernels.choice import ChosenKernel, explain_choice
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
 from armillary.train.model import model_config
@@ -25,10 +25,13 @@ def kernels_of(
     What is installed is that of this machine.
     """
     if config.train.device == "cpu":
-        return [chosen(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
+        return [explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
     inputs = inputs_of(config, model, dtype, torch.device("cuda"))
     known = inputs.capability if capability is None else capability
-    return [chosen(replace(inputs, capability=each), config.parallel.kernel) for each in ([known] if known else EACH)]
+    return [
+        explain_choice(replace(inputs, capability=each), config.parallel.kernel)
+        for each in ([known] if known else EACH)
+    ]
 
 
 def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:

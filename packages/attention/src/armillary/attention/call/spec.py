@@ -77,7 +77,7 @@ class CallArguments(ProjectedArguments):
 class AttentionSpec:
     """One checked attention call. Equal on every rank of a method, except for `key_heads`.
 
-    Equal calls share one spec, and with it everything derived from it (`once`).
+    Equal calls share one spec, and with it everything derived from it (`cached`).
 
     Args:
         mask: in global positions.
@@ -101,7 +101,7 @@ class AttentionSpec:
         """Which tokens of each query shard and key shard see each other."""
         return grid_of(self.layout, self.key_layout, self.mask)
 
-    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """Returns the result of `make`, computed once for each `key`."""
         derived = self._derived
         if key not in derived:
@@ -110,7 +110,7 @@ class AttentionSpec:
 
     def with_heads(self, key_heads: tuple[int, ...]) -> AttentionSpec:
         """Returns the call as an inner method sees it, with these heads only."""
-        return self.once(("heads", key_heads), lambda: replace(self, key_heads=key_heads))
+        return self.cached(("heads", key_heads), lambda: replace(self, key_heads=key_heads))
 
     def block(
         self, query: int, key: int, queries: TokenRanges | None = None, keys: TokenRanges | None = None
@@ -124,7 +124,7 @@ class AttentionSpec:
         if (block := self._derived.get(place)) is None:
             calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *place)
             block = self._derived[place] = BlockAttention(
-                query, key, self.kernel, self.scores.turned, self.scores.turn, tuple(calls)
+                query, key, self.kernel, self.scores.with_positive_scale, self.scores.sign, tuple(calls)
             )
         return cast(BlockAttention, block)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.attention.tiling.spans import SpanTable, areas, tile_array
+from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
 from armillary.core.slices import Integers, Slices
 
 Shares2D = NDArray[np.float64]
@@ -51,7 +51,7 @@ class KeyCells:
         starts = np.cumsum([0, *(len(piece) for _, piece in cut)])
         rows = np.array([cell for cell, _ in cut])[np.searchsorted(starts, found[:, 1], side="right") - 1]
         pairs = np.zeros((self.shards, self.cells, self.cells), dtype=np.int64)
-        np.add.at(pairs, (found[:, 0] // self.cells, rows, found[:, 0] % self.cells), areas(found))
+        np.add.at(pairs, (found[:, 0] // self.cells, rows, found[:, 0] % self.cells), pair_counts(found))
         return pairs
 
 

@@ -1,16 +1,18 @@
-"""Local attention kernels: one small protocol, one file for each, and the choice between them.
+"""Local attention kernels: an interface, one file per kernel, and the choice between them.
 
-kernel.py       what a kernel is
-inputs.py       what its choice depends on
-limits.py       what it takes, as data
-efficiency.py   how fast each is, as published
-choice.py       all of them, and the choice; chosen.py: the same in words
-flash.py        what FlashAttention's share; top_left.py: what those share that know causal rectangles alone
+kernel       the interface
+inputs       properties of a call that the choice depends on
+limits       supported inputs of a kernel, as data
+efficiency   published speed
+choice       the list of kernels and the choice
+tile         a rectangle of a block and its visible band: one kernel call
+flash        base of FlashAttention kernels        top_left   base of kernels that support causal squares only
+packing      small tiles as one call with variable lengths; batched: as rows of one batch
 """
 
 from __future__ import annotations
 
-from armillary.attention.kernels.choice import KERNELS, Ruling, choose_kernel, rulings
+from armillary.attention.kernels.choice import KERNELS, KernelCandidate, choose_kernel, kernel_candidates
 from armillary.attention.kernels.cpu_flash import CpuFlash
 from armillary.attention.kernels.cuda_flash import CudaFlash
 from armillary.attention.kernels.cudnn import Cudnn
@@ -21,7 +23,14 @@ from armillary.attention.kernels.flash_attn_2 import FlashAttn2
 from armillary.attention.kernels.flash_attn_3 import FlashAttn3
 from armillary.attention.kernels.flash_attn_4 import FlashAttn4
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import Backward, Forward, Kernel, Scores, check_softcap, in_rows
+from armillary.attention.kernels.kernel import (
+    Backward,
+    Forward,
+    Kernel,
+    Scores,
+    check_softcap,
+    contiguous_rows,
+)
 
 __all__ = [
     "EFFICIENCY",
@@ -39,12 +48,12 @@ __all__ = [
     "Forward",
     "Inputs",
     "Kernel",
-    "Ruling",
+    "KernelCandidate",
     "Scores",
     "check_softcap",
     "choose_kernel",
+    "contiguous_rows",
     "default_margin",
     "efficiency",
-    "in_rows",
-    "rulings",
+    "kernel_candidates",
 ]

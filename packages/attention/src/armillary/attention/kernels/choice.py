@@ -1,7 +1,8 @@
-"""Which kernel runs: a pure function of `Inputs`, and of what is installed."""
+"""The choice of a kernel: a pure function of `Inputs` and of the installed packages."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from armillary.attention.kernels.cpu_flash import CpuFlash
@@ -15,6 +16,7 @@ from armillary.attention.kernels.flash_attn_3 import FlashAttn3
 from armillary.attention.kernels.flash_attn_4 import FlashAttn4
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import Kernel
+from armillary.attention.kernels.limits import FAMILIES
 
 KERNELS: tuple[Kernel, ...] = (
     CpuFlash(),
@@ -26,57 +28,101 @@ KERNELS: tuple[Kernel, ...] = (
     Efficient(),
     Dense(),
 )
-"""In order of preference, where nothing is published (`efficiency.py`)."""
+"""All kernels, preferred ones first where no speed is published (`efficiency.py`)."""
 
 
-class Ruling(NamedTuple):
-    """What is said of one kernel.
+class KernelCandidate(NamedTuple):
+    """A kernel with the reasons against it.
 
     Args:
-        refused: why it cannot be used; None: it can.
-        hesitates: why others should be, if they can.
+        refusal: the reason why it cannot run; None: it can.
+        drawback: the reason why other kernels are preferred.
     """
 
     kernel: Kernel
-    refused: str | None
-    hesitates: str | None
+    refusal: str | None
+    drawback: str | None
 
     @property
-    def why_not(self) -> str:
-        """Why it is not the one."""
-        return self.refused or self.hesitates or "is slower"
+    def reason(self) -> str:
+        """The reason for choosing another kernel."""
+        return self.refusal or self.drawback or "is slower"
 
 
-def rulings(inputs: Inputs) -> list[Ruling]:
-    """All kernels, the most wanted first: those that do not hesitate, the fastest first, and then the others."""
-    found = [Ruling(kernel, kernel.refuses(inputs), kernel.hesitates(inputs)) for kernel in KERNELS]
+def kernel_candidates(inputs: Inputs) -> list[KernelCandidate]:
+    """Returns all kernels: those without a drawback first, and fast ones before slow ones."""
 
-    def place(ruling: Ruling) -> tuple[bool, float]:
-        known = efficiency(ruling.kernel.name, inputs.capability)
-        return ruling.hesitates is not None, -known.full if known else 0.0
+    def order(candidate: KernelCandidate) -> tuple[bool, float]:
+        published = efficiency(candidate.kernel.name, inputs.capability)
+        return candidate.drawback is not None, -published.full if published else 0.0
 
-    return sorted(found, key=place)
+    candidates = [KernelCandidate(kernel, kernel.refuses(inputs), kernel.drawback(inputs)) for kernel in KERNELS]
+    return sorted(candidates, key=order)
 
 
-def choose_kernel(inputs: Inputs, wanted: str | Kernel | None = None) -> Kernel:
-    """The most wanted kernel that accepts these inputs; only the `wanted` one, by itself or by its name, if given.
+def choose_kernel(inputs: Inputs, requested: str | Kernel | None = None) -> Kernel:
+    """Returns the first candidate that supports the inputs, or the requested kernel if it does.
+
+    Args:
+        requested: a kernel or its name.
 
     Raises:
-        ValueError: none does; gives each one's reason, and what accepts them. Or what is wanted is neither a kernel nor
-            the name of one.
+        ValueError: no kernel supports the inputs, with the reason of each and the kernels that do; or `requested` is
+            neither a kernel nor the name of one.
     """
     names = ", ".join(kernel.name for kernel in KERNELS)
-    if not isinstance(wanted, str | None) and not hasattr(wanted, "refuses"):
-        raise ValueError(f"kernel={wanted!r} is no kernel, nor a name: {names}")
-    if isinstance(wanted, str) and wanted not in names.split(", "):
-        raise ValueError(f"no kernel {wanted!r}; known: {names}")
-    if wanted is not None and not isinstance(wanted, str):
-        found = [Ruling(wanted, wanted.refuses(inputs), None)]
+    if not isinstance(requested, str | None) and not hasattr(requested, "refuses"):
+        raise ValueError(f"kernel={requested!r} is no kernel, nor a name: {names}")
+    if isinstance(requested, str) and requested not in names.split(", "):
+        raise ValueError(f"no kernel {requested!r}; known: {names}")
+    if requested is not None and not isinstance(requested, str):
+        candidates = [KernelCandidate(requested, requested.refuses(inputs), None)]
     else:
-        found = [ruling for ruling in rulings(inputs) if wanted in (None, ruling.kernel.name)]
-    for ruling in found:
-        if ruling.refused is None:
-            return ruling.kernel
-    reasons = "; ".join(f"{ruling.kernel.name}: {ruling.refused}" for ruling in found)
-    others = [] if wanted is None else [each.kernel.name for each in rulings(inputs) if each.refused is None]
-    raise ValueError(f"no kernel for {inputs}: {reasons}{'; what accepts them: ' * bool(others)}{', '.join(others)}")
+        candidates = [each for each in kernel_candidates(inputs) if requested in (None, each.kernel.name)]
+    for candidate in candidates:
+        if candidate.refusal is None:
+            return candidate.kernel
+    reasons = "; ".join(f"{candidate.kernel.name}: {candidate.refusal}" for candidate in candidates)
+    usable = [each.kernel.name for each in kernel_candidates(inputs) if each.refusal is None]
+    hint = f"; supported by {', '.join(usable)}" if usable and requested is not None else ""
+    raise ValueError(f"no kernel for {inputs}: {reasons}{hint}")
+
+
+# -- explanations -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChosenKernel:
+    """The kernel that runs on one kind of device.
+
+    Args:
+        device: a description such as "compute capability 9.0 (Hopper)".
+        name: of the kernel; None if the requested kernel is refused there.
+        rejected: the reasons against kernels that are preferred to it, or against the requested one, by name.
+    """
+
+    device: str
+    name: str | None
+    rejected: dict[str, str]
+
+
+def explain_choice(inputs: Inputs, requested: str | None) -> ChosenKernel:
+    """Returns the kernel for these inputs and the reasons against faster ones."""
+    device = inputs.device
+    if inputs.capability is not None:
+        number = ".".join(map(str, inputs.capability))
+        device = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
+    candidates = [each for each in kernel_candidates(inputs) if each.kernel.limits.device in (None, inputs.device)]
+    if requested is not None:
+        refusal = next((each.refusal for each in candidates if each.kernel.name == requested), "of another device")
+        return ChosenKernel(device, requested if refusal is None else None, {requested: refusal} if refusal else {})
+    name = choose_kernel(inputs).name
+    preferred = candidates[: [each.kernel.name for each in candidates].index(name)]
+    return ChosenKernel(device, name, {each.kernel.name: each.reason for each in preferred})
+
+
+def check_kernel_name(flag: str, name: str | None) -> None:
+    """Raises ValueError, with the flag, for a name that is not in `KERNELS`. None is accepted."""
+    names = [kernel.name for kernel in KERNELS]
+    if name not in (None, *names):
+        raise ValueError(f"{flag} {name}: known are {', '.join(names)}")

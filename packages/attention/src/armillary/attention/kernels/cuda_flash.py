@@ -12,25 +12,28 @@ from armillary.attention.kernels.flash import Flash
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import Saved
+from armillary.attention.kernels.top_left import BackwardTensors
 
 _forward: Any = cast(Any, torch.ops.aten)._flash_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._flash_attention_backward
 
 PACKAGES = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
-"""By the name under which `torch.nn.attention.activate_flash_attention_impl` puts them in place of torch's."""
+"""Kernels that replace torch's op, by their names in `torch.nn.attention.activate_flash_attention_impl`."""
 
 
 @dataclass(frozen=True)
 class CudaFlash(Flash):
-    """Always there on CUDA, but without softcap."""
+    """Always available on CUDA. Without softcap."""
 
     name: str = "cuda_flash"
 
     def refuses(self, inputs: Inputs) -> str | None:
-        reason, instead = super().refuses(inputs), PACKAGES.get(inputs.activated or "")
-        if reason is None and instead is not None:
-            return f"{inputs.activated} is activated in place of torch's op; {instead} calls it with all that it can do"
+        reason, replacement = super().refuses(inputs), PACKAGES.get(inputs.activated or "")
+        if reason is None and replacement is not None:
+            return (
+                f"{inputs.activated} is activated in place of torch's op; {replacement} calls it with all its features"
+            )
+        # Backward of these head dims needs more shared memory than such GPUs have.
         small = inputs.capability is not None and ((8, 6) <= inputs.capability <= (8, 9) or inputs.capability[0] == 12)
         if reason is None and small and 192 < inputs.head_dim <= 224:
             return f"has no backward for head dim {inputs.head_dim} on compute capabilities 8.6 to 8.9 and 12.x"
@@ -39,17 +42,19 @@ class CudaFlash(Flash):
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor]:
-        spans = lengths or (None, None, q.shape[1], k.shape[1])
-        out, lse, *_ = _forward(q, k, v, *spans, 0.0, False, False, scale=scores.scale, **_window(window))
+        lengths_or_sizes = lengths or (None, None, q.shape[1], k.shape[1])
+        out, lse, *_ = _forward(q, k, v, *lengths_or_sizes, 0.0, False, False, scale=scores.scale, **_window(window))
         return out, lse
 
     def call_backward(
-        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k = tensors[1:3]
-        spans = lengths or (None, None, q.shape[1], k.shape[1])
-        state = q.new_empty(2, dtype=torch.uint64)  # of dropout's random numbers; there is no dropout
-        return _backward(*tensors, *spans, 0.0, False, state, state, scale=scores.scale, **_window(window))
+        lengths_or_sizes = lengths or (None, None, q.shape[1], k.shape[1])
+        rng_state = q.new_empty(2, dtype=torch.uint64)  # unused without dropout
+        return _backward(
+            *tensors, *lengths_or_sizes, 0.0, False, rng_state, rng_state, scale=scores.scale, **_window(window)
+        )
 
 
 def _window(window: tuple[int, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Plain matrix products with a dense mask: any device and head dim, at quadratic cost, in bounded memory."""
+"""Plain matrix products with a dense mask: any device and head dim, quadratic time, bounded memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from armillary.attention.mask import Window
 
 @dataclass(frozen=True)
 class Dense(Batched):
-    """Scores [B, H, t, S], for blocks of t rows: for small tiles and for what no flash kernel takes.
+    """Computes scores [B, H, t, S] in blocks of t rows. For small tiles, and for inputs that no flash kernel supports.
 
     Args:
-        score_bytes: of one block's scores, of which backward holds four such tensors; a block has one row at least.
+        score_bytes: largest size of a block's scores, of which backward has four tensors. A block has at least one row.
     """
 
     name: str = "dense"
@@ -47,27 +47,27 @@ class Dense(Batched):
         dqs: list[Tensor] = []
         for rows, columns, block in self._blocks(q, k, band):
             saved = (dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows])
-            shares = _backward(*saved, block, scores)
-            dqs.append(shares[0])
-            dk[:, columns] += shares[1]
-            dv[:, columns] += shares[2]
+            grads = _backward(*saved, block, scores)
+            dqs.append(grads[0])
+            dk[:, columns] += grads[1]
+            dv[:, columns] += grads[2]
         return torch.cat(dqs, 1), dk, dv
 
     def _blocks(self, q: Tensor, k: Tensor, band: Window) -> Iterator[tuple[slice, slice, Window]]:
-        """(rows, the columns that they see, their band) of each block."""
+        """Yields (rows, columns that they see, band) of each block."""
         batch, queries, heads, _ = q.shape
-        row_bytes = batch * heads * k.shape[1] * _wide(q).itemsize
-        step = max(1, self.score_bytes // max(1, row_bytes))  # of an empty batch, none
-        whole = Tile(0, queries, 0, k.shape[1], *band)
+        row_bytes = batch * heads * k.shape[1] * _accumulation_dtype(q).itemsize
+        step = max(1, self.score_bytes // max(1, row_bytes))  # an empty batch has rows of 0 bytes
+        tile = Tile(0, queries, 0, k.shape[1], *band)
         for start in range(0, queries, step):
-            if block := whole.rows(start, start + step):
+            if block := tile.rows(start, start + step):
                 yield slice(block.q0, block.q1), slice(block.k0, block.k1), block.offsets
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-    seen, _ = _scores(q, k, band, scores)
-    lse = seen.logsumexp(-1)
-    out = einsum((seen - lse[..., None]).exp(), v.to(seen.dtype), "b k g t s, b s k d -> b t k g d")
+    s, _ = _scores(q, k, band, scores)
+    lse = s.logsumexp(-1)
+    out = einsum((s - lse[..., None]).exp(), v.to(s.dtype), "b k g t s, b s k d -> b t k g d")
     return rearrange(out, "b t k g d -> b t (k g) d").to(q.dtype), rearrange(lse, "b k g t -> b t (k g)")
 
 
@@ -76,8 +76,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, dtype = k.shape[2], lse.dtype
     dout_, q_, out_ = (rearrange(x.to(dtype), "b t (k g) d -> b t k g d", k=groups) for x in (dout, q, out))
-    seen, slope = _scores(q, k, band, scores)
-    p = (seen - rearrange(lse, "b t (k g) -> b k g t 1", k=groups)).exp()
+    s, slope = _scores(q, k, band, scores)
+    # FlashAttention's backward: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)).
+    p = (s - rearrange(lse, "b t (k g) -> b k g t 1", k=groups)).exp()
     dv = einsum(p, dout_, "b k g t s, b t k g d -> b s k d")
     dp = einsum(dout_, v.to(dtype), "b t k g d, b s k d -> b k g t s")
     ds = p * (dp - rearrange((dout_ * out_).sum(-1), "b t k g -> b k g t 1")) * slope
@@ -86,8 +87,8 @@ def _backward(
 
 
 def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor | float]:
-    """Scores [B, K, H / K, T, S], -inf where not visible, in the accumulation dtype; and their slope over q k."""
-    dtype = _wide(q)
+    """Returns scores [B, K, H / K, T, S] in the accumulation dtype, -inf where hidden, and their slope over q k."""
+    dtype = _accumulation_dtype(q)
     grouped = rearrange(q.to(dtype), "b t (k g) d -> b t k g d", k=k.shape[2])
     values, slope = einsum(grouped, k.to(dtype), "b t k g d, b s k d -> b k g t s") * scores.scale, scores.scale
     if scores.softcap is not None:
@@ -97,7 +98,7 @@ def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor,
 
 
 def _hidden(q: Tensor, k: Tensor, band: Window) -> Tensor:
-    """Which columns a row does not see: [T, S]."""
+    """Returns a bool mask [T, S] of hidden pairs."""
     offset = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
     low, high = band
     hidden = torch.zeros_like(offset, dtype=torch.bool)
@@ -105,5 +106,5 @@ def _hidden(q: Tensor, k: Tensor, band: Window) -> Tensor:
     return hidden if high is None else hidden | (offset > high)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)

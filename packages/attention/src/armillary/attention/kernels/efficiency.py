@@ -1,6 +1,6 @@
-"""What share of an accelerator's peak each kernel attains, as published: what choice and planner go by.
+"""The published share of an accelerator's peak that each kernel attains, for the choice of kernels and the planner.
 
-Shares are of the dense peak in 16 bits, for head dim 128 and 16k tokens. FLOPs are those of visible pairs: 4 D for each
+Shares are of the dense peak in 16 bits, for head dim 128 and 16k tokens. FLOPs are those of visible pairs: 4 D per pair
 in forward, 10 D in backward.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TOKENS = 16 * 1024
-"""Of the sequences with which kernels were timed."""
+"""Sequence length of the published timings."""
 
 
 class Efficiency(NamedTuple):
     """Shares of the peak.
 
     Args:
-        full: forward of pieces without a mask.
-        causal: forward of causal ones.
-        backward: of those without a mask.
-        source: whose figures these are.
+        full: forward without a mask.
+        causal: forward with a causal mask.
+        backward: without a mask.
+        source: publication and device of the figures.
     """
 
     full: float
@@ -28,18 +28,18 @@ class Efficiency(NamedTuple):
     source: str
 
     def forward(self, tokens: int) -> float:
-        """Of a causal sequence of so many tokens.
+        """Returns the share for forward of a causal sequence of `tokens` tokens.
 
-        What causal pieces lose, they lose along the diagonal: in proportion to tokens, where pairs grow by the square.
-        So it does not matter over how many shards the sequence is.
+        Causal attention loses time along the diagonal, in proportion to tokens, while pairs grow with their square. So
+        the number of shards of the sequence does not matter.
         """
         return 1 / (1 / self.full + (1 / self.causal - 1 / self.full) * min(1, TOKENS / tokens))
 
 
-_H100, _B200 = 989, 2250
+_H100, _B200 = 989, 2250  # TFLOPS
 _FA3 = "FlashAttention-3 (arXiv 2407.08608), H100"
-_FA4 = "FlashAttention-4 (arXiv 2603.05451), B200, its fastest forward; the causal one and backward taken to be as fast"
-_FA2 = "FlashAttention-2 (arXiv 2307.08691), A100, its fastest; the causal one taken to be as fast"
+_FA4 = "FlashAttention-4 (arXiv 2603.05451), B200, its fastest forward; causal and backward assumed equally fast"
+_FA2 = "FlashAttention-2 (arXiv 2307.08691), A100, its fastest; causal assumed equally fast"
 
 HOPPER_FA2 = Efficiency(370 / _H100, 335 / _H100, 322 / _H100, _FA3)
 AMPERE_FA2 = Efficiency(0.73, 0.73, 0.63, _FA2)
@@ -53,24 +53,24 @@ EFFICIENCY = {
     ("flash_attn_2", 8): AMPERE_FA2,
     ("cuda_flash", 8): AMPERE_FA2,
 }
-"""By kernel, and by major number of the compute capability. What is not here has no published figures."""
+"""Published figures, by kernel and major compute capability."""
 
 PERSISTENT = frozenset({"flash_attn_3"})
-"""Kernels whose forward starts one thread block for each multiprocessor, and keeps them until all is computed: FA3's
-`hopper/flash_fwd_launch_template.h` on Hopper. NCCL's kernels then start after it, unless it leaves a margin. Its
-backward starts one block for each tile, so that NCCL's get in between."""
+"""Kernels whose forward occupies every multiprocessor until it ends: FA3's `hopper/flash_fwd_launch_template.h` starts
+one thread block for each on Hopper. NCCL's kernels wait for it, unless it leaves a margin. Its backward starts one
+block per tile, between which NCCL's are scheduled."""
 MULTIPROCESSORS = 132
 """Of an H100 SXM and an H200, on which those kernels run."""
 SM_MARGIN = 16
-"""Multiprocessors left to NCCL by default. Chosen, not measured: NCCL takes up to 32 thread blocks for an exchange over
+"""Multiprocessors left to NCCL by default. Chosen, not measured: NCCL uses up to 32 thread blocks for an exchange over
 NVLink, and works with fewer."""
 
 
 def default_margin(ring: int) -> int:
-    """Multiprocessors that a persistent kernel leaves to NCCL by default, in a ring of so many ranks."""
+    """Returns the multiprocessors that a persistent kernel leaves to NCCL by default, in a ring of `ring` ranks."""
     return SM_MARGIN if ring > 1 else 0
 
 
 def efficiency(kernel: str, capability: tuple[int, int] | None) -> Efficiency | None:
-    """What a kernel attains there; None: not known."""
+    """Returns the published figures of a kernel, or None."""
     return None if capability is None else EFFICIENCY.get((kernel, capability[0]))

@@ -1,38 +1,40 @@
-"""torch's memory-efficient attention (arXiv 2112.05682, xFormers' kernels): float32, and other head dims for v."""
+"""torch's memory-efficient attention (arXiv 2112.05682, xFormers' kernels): also float32, and an own head dim for v."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from armillary.attention.kernels.batched import Batched
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import in_rows
-from armillary.attention.kernels.limits import HALVES, Dims, Limits
+from armillary.attention.kernels.kernel import contiguous_rows
+from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.tile import Tile
-from armillary.attention.kernels.top_left import Saved, TopLeft
+from armillary.attention.kernels.top_left import BackwardTensors, TopLeft
 
 _forward: Any = cast(Any, torch.ops.aten)._efficient_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._efficient_attention_backward
 
 CAUSAL = 1
-"""As the ops number masks: from the top left."""
-LONGEST = 2**16
-"""Rows and columns of one call: beyond these, offsets of 32 bits have overflowed (pytorch/pytorch issue 162588)."""
-LSE = 32
-"""Numbers of whose multiple are the rows of lse, filled up by infinity, for which backward finds probability 0."""
+"""The ops' number of a causal mask from the top left."""
+MAX_TOKENS = 2**16
+"""Largest number of rows and of columns of one call: beyond, 32-bit offsets overflow (pytorch/pytorch issue 162588)."""
+LSE_MULTIPLE = 32
+"""The rows of lse are padded to a multiple of it with infinity, where backward finds probability 0."""
 
 
 @dataclass(frozen=True)
 class Efficient(Batched, TopLeft):
-    """Of tokens-first tensors, whose lse is [B, H, T rounded up] in float32; with as many key heads as query heads."""
+    """Takes [B, T, H, D] with as many key heads as query heads, and returns lse [B, H, T rounded up] in float32."""
 
     name: str = "efficient"
     limits: ClassVar[Limits] = Limits(
-        device="cuda", dtypes=(*HALVES, torch.float32), dims=Dims(multiple=8), least=(5, 0)
+        device="cuda", dtypes=(*HALVES, torch.float32), head_dims=HeadDims(multiple=8), min_capability=(5, 0)
     )
 
     def refuses(self, inputs: Inputs) -> str | None:
@@ -42,48 +44,49 @@ class Efficient(Batched, TopLeft):
         return reason
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
-        parts = [tile]
-        for _ in range(2):  # rows, and then columns
-            parts = [part for whole in parts for part in _chunks(whole)]
-        return tuple(piece for part in parts for piece in super(Efficient, self).cut(part))
+        blocks = [block for rows in _split(tile, tile.rows, tile.q0, tile.q1) for block in _split_columns(rows)]
+        return tuple(piece for block in blocks for piece in super(Efficient, self).cut(block))
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = _readable(q, _repeated(k, q), _repeated(v, q))
+        q, k, v = _aligned(q, _repeat_heads(k, q), _repeat_heads(v, q))
         out, lse, *_ = _forward(q, k, v, None, None, None, None, None, 0.0, CAUSAL * causal, True, scale=scale)
         return out, lse[..., : q.shape[1]].transpose(1, 2)
 
-    def call_backward(self, tensors: Saved, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = tensors
-        every = _readable(q, _repeated(k, q), _repeated(v, q))
-        spans, state = (None, None, q.shape[1], k.shape[1]), torch.empty((), dtype=torch.int64, device=q.device)
-        lse = torch.nn.functional.pad(lse.transpose(1, 2), (0, -lse.shape[1] % LSE), value=torch.inf).contiguous()
-        how = (0.0, state, state, CAUSAL * causal, False)
-        dq, dk, dv, _ = _backward(dout.contiguous(), *every, None, out.contiguous(), *spans, lse, *how, scale=scale)
-        return dq, _summed(dk, k), _summed(dv, v)
+        qkv = _aligned(q, _repeat_heads(k, q), _repeat_heads(v, q))
+        sizes = (None, None, q.shape[1], k.shape[1])
+        padding = (0, -lse.shape[1] % LSE_MULTIPLE)
+        lse = torch.nn.functional.pad(lse.transpose(1, 2), padding, value=torch.inf).contiguous()
+        rng_state = torch.empty((), dtype=torch.int64, device=q.device)  # unused without dropout
+        options = (0.0, rng_state, rng_state, CAUSAL * causal, False)
+        dq, dk, dv, _ = _backward(dout.contiguous(), *qkv, None, out.contiguous(), *sizes, lse, *options, scale=scale)
+        return dq, _sum_head_groups(dk, k), _sum_head_groups(dv, v)
 
 
-def _chunks(tile: Tile) -> list[Tile]:
-    """The tile in parts of so few rows, or if it has no more, of so few columns."""
-    rows = tile.q1 - tile.q0 > LONGEST
-    first, last = (tile.q0, tile.q1) if rows else (tile.k0, tile.k1)
-    part = tile.rows if rows else tile.columns
-    parts = [part(start, min(start + LONGEST, last)) for start in range(first, last, LONGEST)]
-    return [part for part in parts if part]
+def _split(tile: Tile, part: Callable[[int, int], Tile | None], first: int, last: int) -> list[Tile]:
+    """Splits a tile by rows or columns first..last into parts of at most `MAX_TOKENS`."""
+    parts = [part(start, min(start + MAX_TOKENS, last)) for start in range(first, last, MAX_TOKENS)]
+    return [tile for tile in parts if tile]
 
 
-def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Rows that begin at multiples of 16 bytes."""
-    return tuple(in_rows(x, 16 // x.itemsize) for x in tensors)
+def _split_columns(tile: Tile) -> list[Tile]:
+    return _split(tile, tile.columns, tile.k0, tile.k1)
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """k or v with as many heads as q."""
-    groups = q.shape[2] // x.shape[2]
-    return x if groups == 1 else x.repeat_interleave(groups, 2)
+def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors whose rows start at multiples of 16 bytes."""
+    return tuple(contiguous_rows(x, 16 // x.itemsize) for x in tensors)
 
 
-def _summed(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of what was repeated: of several heads added up in float32 at least."""
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Repeats the heads of k or v for each query head."""
+    return x if x.shape[2] == q.shape[2] else repeat(x, "b s k d -> b s (k g) d", g=q.shape[2] // x.shape[2])
+
+
+def _sum_head_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """Sums the gradient of repeated heads over each group, in float32 or wider."""
     if grad.shape[2] == like.shape[2]:
         return grad
-    return grad.unflatten(2, (like.shape[2], -1)).sum(3, dtype=torch.promote_types(grad.dtype, torch.float32))
+    groups = rearrange(grad, "b s (k g) d -> b s k g d", k=like.shape[2])
+    return groups.sum(3, dtype=torch.promote_types(grad.dtype, torch.float32))

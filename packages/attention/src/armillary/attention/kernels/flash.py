@@ -1,4 +1,4 @@
-"""What the FlashAttention kernels for CUDA share: torch's own, and versions 2, 3 and 4 of the flash-attn package."""
+"""The base class of the FlashAttention kernels for CUDA: torch's own and versions 2, 3 and 4 of flash-attn."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import ALIGNED, Backward, Forward, Kernel, Scores, in_rows
-from armillary.attention.kernels.limits import HALVES, Dims, Limits
-from armillary.attention.kernels.packing import Lengths, lengths, packed, packs, unpacked, window
+from armillary.attention.kernels.kernel import ALIGNMENT, Backward, Forward, Kernel, Scores, contiguous_rows
+from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
+from armillary.attention.kernels.packing import Lengths, group_pieces, pack, packed_lengths, piece_window, unpack
 from armillary.attention.kernels.tile import Tile
-from armillary.attention.kernels.top_left import Saved
+from armillary.attention.kernels.top_left import BackwardTensors
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
 
-FLASH = Limits(device="cuda", dtypes=HALVES, dims=Dims(most=256, multiple=8, equal=True), least=(8, 0))
-"""What FlashAttention-2 takes."""
+FLASH = Limits(
+    device="cuda", dtypes=HALVES, head_dims=HeadDims(largest=256, multiple=8, equal=True), min_capability=(8, 0)
+)
+"""Limits of FlashAttention-2."""
 WITH_SOFTCAP = replace(FLASH, softcap=True)
 
 
 class Flash(Kernel):
-    """float16 and bfloat16, head dims up to 256 in steps of 8, nearly any band in one call, small pieces together.
+    """Supports float16 and bfloat16, and nearly any band in one call. Small pieces are packed into one call.
 
-    A subclass makes the call, of tensors [B, T, H, D], or, with `lengths`, of packed ones [tokens, H, D]. lse then has
-    its heads first: [B, H, T], or [H, tokens].
+    A subclass makes the call, on tensors [B, T, H, D], or with `lengths` on packed ones [tokens, H, D]. Its lse has
+    heads before tokens: [B, H, T] or [H, tokens].
     """
 
     limits: ClassVar[Limits] = FLASH
@@ -35,41 +37,41 @@ class Flash(Kernel):
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Returns (out, lse)."""
 
     @abstractmethod
     def call_backward(
-        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), from (dout, q, k, v, out, lse)."""
+        """Returns (dq, dk, dv)."""
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return cut_rows(tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = (in_rows(x, ALIGNED) for x in (q, k, v))
+        q, k, v = (contiguous_rows(x, ALIGNMENT) for x in (q, k, v))
         out, lse = self.call_forward(q, k, v, window_of(band, q.shape[1], k.shape[1]), scores, None)
         return out, lse.mT
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (in_rows(x, ALIGNED) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = (contiguous_rows(x, ALIGNMENT) for x in (dout, q, k, v, out))
         tensors = (dout, q, k, v, out, lse.mT.contiguous())
         return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
 
     def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
-        return packs(pieces)
+        return group_pieces(pieces)
 
     def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
         queries, keys, values, _ = zip(*pieces, strict=True)
-        q, k, v = packed(queries), packed(keys), packed(values)
-        out, lse = self.call_forward(q, k, v, window(pieces[0]), scores, lengths(pieces))
-        return zip(unpacked(out, queries), unpacked(lse.mT, queries), strict=True)
+        q, k, v = pack(queries), pack(keys), pack(values)
+        out, lse = self.call_forward(q, k, v, piece_window(pieces[0]), scores, packed_lengths(pieces))
+        return zip(unpack(out, queries), unpack(lse.mT, queries), strict=True)
 
     def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         douts, queries, keys, values, outs, lses, _ = zip(*pieces, strict=True)
-        dout, q, k, v, out = packed(douts), packed(queries), packed(keys), packed(values), packed(outs)
-        tensors = (dout, q, k, v, out, packed(lses).mT.contiguous())
-        dq, dk, dv = self.call_backward(tensors, window(pieces[0]), scores, lengths(pieces))
-        return zip(unpacked(dq, queries), unpacked(dk, keys), unpacked(dv, values), strict=True)
+        dout, q, k, v, out = pack(douts), pack(queries), pack(keys), pack(values), pack(outs)
+        tensors = (dout, q, k, v, out, pack(lses).mT.contiguous())
+        dq, dk, dv = self.call_backward(tensors, piece_window(pieces[0]), scores, packed_lengths(pieces))
+        return zip(unpack(dq, queries), unpack(dk, keys), unpack(dv, values), strict=True)

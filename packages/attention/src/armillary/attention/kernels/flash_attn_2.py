@@ -1,4 +1,4 @@
-"""The flash-attn package, version 2 (arXiv 2307.08691). Imported at the first call, not before."""
+"""The flash-attn package, version 2 (arXiv 2307.08691). Imported at the first call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash
 from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import Saved
+from armillary.attention.kernels.top_left import BackwardTensors
 
 INTERFACE = "flash_attn.flash_attn_interface"
 
 
 @dataclass(frozen=True)
 class FlashAttn2(Flash):
-    """As torch's own, and with softcap."""
+    """Like torch's own, with softcap."""
 
     name: str = "flash_attn_2"
     limits: ClassVar[Limits] = replace(WITH_SOFTCAP, module=INTERFACE)
@@ -36,7 +36,7 @@ class FlashAttn2(Flash):
         return out, lse
 
     def call_backward(
-        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
         options = _options(window, scores) | {"deterministic": torch.are_deterministic_algorithms_enabled()}

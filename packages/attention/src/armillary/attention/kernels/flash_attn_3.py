@@ -1,4 +1,4 @@
-"""The flash-attn package, version 3, for Hopper (arXiv 2407.08608). Imported at the first call, not before."""
+"""The flash-attn package, version 3, for Hopper (arXiv 2407.08608). Imported at the first call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from armillary.attention.kernels.installed import parameters
 from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import Saved
+from armillary.attention.kernels.top_left import BackwardTensors
 
 INTERFACE = "flash_attn_interface"
 
 
 @dataclass(frozen=True)
 class FlashAttn3(Flash):
-    """The fastest on an H100 or H200, and only there; with softcap.
+    """The fastest kernel on an H100 or H200, its only devices. With softcap.
 
     Args:
-        sm_margin: multiprocessors that it leaves to others. Its forward is persistent: as many thread blocks as there
-            are multiprocessors less these, which stay until all is computed. At 0 NCCL's kernels begin after it.
+        sm_margin: multiprocessors left to other kernels. Its forward is persistent: it occupies all the others until
+            it ends. With a margin of 0, NCCL's kernels start after it.
     """
 
     name: str = "flash_attn_3"
@@ -43,28 +43,28 @@ class FlashAttn3(Flash):
         return out, lse
 
     def call_backward(
-        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
         ends_q, ends_k, most_q, most_k = lengths or (None, None, None, None)
-        spans = (ends_q, ends_k, None, None, most_q, most_k)  # None: how much of each sequence is used; all
-        causal = False  # by position: releases differ in what they call it
+        lengths_args = (ends_q, ends_k, None, None, most_q, most_k)  # None: all tokens of each sequence are used
+        causal = False  # positional, because releases name the parameter differently
         options = self._options(scores) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-        _call("_flash_attn_backward", (*tensors, *spans, dq, dk, dv, scores.scale, causal), window, options)
+        _call("_flash_attn_backward", (*tensors, *lengths_args, dq, dk, dv, scores.scale, causal), window, options)
         return dq, dk, dv
 
     def _options(self, scores: Scores) -> dict[str, Any]:
         return {"softcap": scores.softcap or 0.0, "sm_margin": self.sm_margin}
 
 
-def _call(name: str, given: tuple[Any, ...], window: tuple[int, int], options: dict[str, Any]) -> Any:
-    """Calls a function as the installed release has it.
+def _call(name: str, arguments: tuple[Any, ...], window: tuple[int, int], options: dict[str, Any]) -> Any:
+    """Calls a function by the signature of the installed release.
 
-    Until November 2025 a window was one argument, and what is not used had to be given too, as None.
+    Until November 2025 the window was one argument, and unused arguments had no default: they are passed as None.
     """
     function = getattr(import_module(INTERFACE), name)
-    taken = parameters(function)
-    unused = {p.name: None for p in taken[len(given) :] if p.default is p.empty and p.name not in options}
+    signature = parameters(function)
+    unused = {p.name: None for p in signature[len(arguments) :] if p.default is p.empty and p.name not in options}
     sides = {"window_size_left": window[0], "window_size_right": window[1]}
-    pair = any(p.name == "window_size" for p in taken)
-    return function(*given, **unused, **options, **({"window_size": window} if pair else sides))
+    one_window = any(p.name == "window_size" for p in signature)
+    return function(*arguments, **unused, **options, **({"window_size": window} if one_window else sides))

@@ -1,4 +1,4 @@
-"""The flash-attn package, version 4, for Blackwell (arXiv 2603.05451). Imported at the first call, not before."""
+"""The flash-attn package, version 4, for Blackwell (arXiv 2603.05451). Imported at the first call."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from armillary.attention.kernels.flash import FLASH, Flash
 from armillary.attention.kernels.kernel import Scores
-from armillary.attention.kernels.limits import Dims, Limits
+from armillary.attention.kernels.limits import HeadDims, Limits
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import Saved
+from armillary.attention.kernels.top_left import BackwardTensors
 
 INTERFACE = "flash_attn.cute.interface"
 
 
 @dataclass(frozen=True)
 class FlashAttn4(Flash):
-    """What torch's `activate_flash_attention_impl("FA4")` calls, but with windows in backward in every release."""
+    """The kernel of torch's `activate_flash_attention_impl("FA4")`, with windows in backward in every release."""
 
     name: str = "flash_attn_4"
     limits: ClassVar[Limits] = replace(
         FLASH,
         majors=(9, 10),
-        dims_of=((10, Dims(most=128, multiple=8, equal=True, besides=((256, 256),))),),
+        head_dims_by_major=((10, HeadDims(largest=128, multiple=8, equal=True, exceptions=((256, 256),))),),
         module=INTERFACE,
     )
 
@@ -38,7 +38,7 @@ class FlashAttn4(Flash):
         return out, lse
 
     def call_backward(
-        self, tensors: Saved, window: tuple[int, int], scores: Scores, lengths: Lengths | None
+        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = tensors
         options = _options(window, scores, lengths) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
@@ -47,7 +47,7 @@ class FlashAttn4(Flash):
 
 
 def _options(window: tuple[int, int], scores: Scores, lengths: Lengths | None) -> dict[str, Any]:
-    """None, not -1, is a side without a bound."""
+    """The interface writes an unbounded side as None, not as -1."""
     left, right = (None if side < 0 else side for side in window)
     options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": left is None and right == 0}
     if not options["causal"]:

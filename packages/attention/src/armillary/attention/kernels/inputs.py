@@ -1,4 +1,4 @@
-"""All that the choice of a kernel depends on."""
+"""The properties of a call that the choice of a kernel depends on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from armillary.core import compat
 
 @dataclass(frozen=True)
 class Inputs:
-    """What attention is asked for, and on what: enough to say of each kernel whether it can be used, without a GPU.
+    """Properties of a call and of its device: enough to tell which kernels support it, without a GPU.
 
     Args:
-        device: its type.
+        device: device type.
         head_dim, value_dim: of q and k, and of v.
-        capability: compute capability of a CUDA device; None: not CUDA, or not to be asked (a fake tensor's).
-        cudnn: its version, as 91900 for 9.19; None: not to be asked.
-        deterministic: whether torch is to refuse algorithms that give other bits on each run.
-        windowed, documents: whether the mask has a window; documents, or a pattern, and so pieces of many lengths.
-        single: whether queries come one at a time, as in generation.
-        activated: the implementation by which `torch.nn.attention.activate_flash_attention_impl` has replaced torch's.
+        capability: compute capability of a CUDA device; None: not CUDA, or unknown, as for a fake tensor.
+        cudnn: version of cuDNN, such as 91900 for 9.19; None: unknown.
+        deterministic: True if torch must refuse algorithms whose results differ from run to run.
+        windowed: True if the mask has a window.
+        documents: True if the mask has documents or a pattern, and so pieces of many lengths.
+        single: True if queries come one at a time, as in generation.
+        activated: implementation that `torch.nn.attention.activate_flash_attention_impl` has put in place of torch's.
     """
 
     device: str
@@ -50,12 +51,13 @@ class Inputs:
         mask: AttentionMask | None = None,
         device: torch.device | None = None,
     ) -> Inputs:
-        """Of a call on this machine, or on a device of it that the tensors are not on."""
+        """Returns the inputs of a call on this machine, by default on the device of q."""
         device = device or q.device
         windowed = mask is not None and mask.window is not None
         documents = mask is not None and mask.numbers is not None
         shape = (device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
-        return cls(*shape, *_machine(device), windowed=windowed, documents=documents, activated=_activated())
+        versions = _capability_and_cudnn(device)
+        return cls(*shape, *versions, is_deterministic(), windowed, documents, activated=_activated_implementation())
 
     def __str__(self) -> str:
         cap = "" if self.softcap is None else f", softcap {self.softcap:g}"
@@ -64,23 +66,22 @@ class Inputs:
 
 @compat.constant_when_traced
 def is_deterministic() -> bool:
-    """Whether torch is to raise an error where an algorithm is not deterministic."""
+    """True if torch must raise an error where an algorithm is not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @compat.constant_when_traced
-def _activated() -> str | None:
+def _activated_implementation() -> str | None:
     return cast(Any, torch.nn.attention).current_flash_attention_impl()
 
 
 @compat.constant_when_traced
-def _machine(device: torch.device) -> tuple[tuple[int, int] | None, int | None, bool]:
-    """(capability, cudnn, deterministic)."""
-    return (*_asked(device), is_deterministic())
+def _capability_and_cudnn(device: torch.device) -> tuple[tuple[int, int] | None, int | None]:
+    return _device_versions(device)
 
 
 @cache
-def _asked(device: torch.device) -> tuple[tuple[int, int] | None, int | None]:
+def _device_versions(device: torch.device) -> tuple[tuple[int, int] | None, int | None]:
     if device.type != "cuda":
         return None, None
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None

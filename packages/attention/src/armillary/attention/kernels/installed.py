@@ -1,4 +1,4 @@
-"""Packages that may be installed, and what their functions take: asked once, and without importing them."""
+"""Installed modules and the parameters of their functions, looked up once and without importing the modules."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from armillary.core import compat
 
 @compat.constant_when_traced
 def installed(module: str) -> bool:
-    """Whether a module, of a package or by itself, can be imported; imports neither."""
-    return found(module)
+    """True if a module can be imported. Imports neither it nor the packages it is in."""
+    return module_exists(module)
 
 
 @cache
-def found(module: str) -> bool:
-    """`installed`, asked once: looking takes longer than launching a kernel.
+def module_exists(module: str) -> bool:
+    """`installed`, cached: the search takes longer than a kernel launch.
 
-    A package alone says little: of flash-attn 4 there is `flash_attn` too, a namespace with nothing of version 2.
-    `find_spec` would import the packages that a module is in, so they are looked through here.
+    The package alone proves nothing: flash-attn 4 also has a `flash_attn`, a namespace without version 2. `find_spec`
+    of a submodule imports its packages, so their folders are searched here.
     """
     package = module.rpartition(".")[0]
     if module in sys.modules or not package:
         return find_spec(module) is not None
-    return found(package) and PathFinder.find_spec(module, _places(package)) is not None
+    return module_exists(package) and PathFinder.find_spec(module, _folders(package)) is not None
 
 
-def _places(package: str) -> list[str]:
-    """The folders of a package that can be found."""
+def _folders(package: str) -> list[str]:
+    """Returns the folders in which an installed package looks for its modules."""
     outer = package.rpartition(".")[0]
-    spec = PathFinder.find_spec(package, _places(outer)) if outer else find_spec(package)
+    spec = PathFinder.find_spec(package, _folders(outer)) if outer else find_spec(package)
     return [] if spec is None else list(spec.submodule_search_locations or ())
 
 
 @cache
 def parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """What a function of an installed release takes; also of one that `torch.library.custom_op` has made."""
+    """Returns the parameters of a function, or of one that `torch.library.custom_op` has wrapped."""
     return tuple(signature(getattr(function, "_init_fn", function)).parameters.values())

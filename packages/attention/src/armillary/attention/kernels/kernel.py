@@ -1,4 +1,4 @@
-"""What a local kernel is."""
+"""The kernel interface: attention of one tile, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
 from armillary.core.checked import number
 
-ALIGNED = 8
-"""Elements of 16 bits: kernels read 16 bytes at once, from where a row begins."""
+ALIGNMENT = 8
+"""Elements of 16 bits in 16 bytes, which GPU kernels load at once: a row must start at a multiple."""
 
 
 class Scores(NamedTuple):
-    """From a dot product to a score: `scale * q k`, then, where there is a softcap c, `c * tanh(score / c)`.
+    """The score of a dot product q k: `scale * q k`, and with a softcap c `c * tanh(score / c)`.
 
-    Kernels take a scale above 0 only, for they look for the largest score before they scale it, and hide keys by
-    -inf. `turn` is what q, and then dq, is to be multiplied by instead: with `turned` scores that gives the same.
+    Kernels take positive scales only: they find the largest score before they scale it, and hide keys with -inf. For
+    other scales the caller multiplies q, and then dq, by `sign` and passes the scores of `with_positive_scale`.
     """
 
     scale: float
     softcap: float | None = None
 
     @property
-    def turn(self) -> int:
-        """The sign of the scale: 1, -1 or 0."""
+    def sign(self) -> int:
+        """Sign of the scale: 1, -1 or 0."""
         return (self.scale > 0) - (self.scale < 0)
 
     @property
-    def turned(self) -> Scores:
-        """The same with a scale above 0."""
+    def with_positive_scale(self) -> Scores:
+        """The same scores for q multiplied by `sign`."""
         return self if self.scale > 0 else self._replace(scale=abs(self.scale) or 1.0)
 
 
 class Forward(NamedTuple):
-    """What one `Kernel.forward` takes, but for the scores."""
+    """Arguments of `Kernel.forward` except the scores."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What one `Kernel.backward` takes, but for the scores."""
+    """Arguments of `Kernel.backward` except the scores."""
 
     dout: Tensor
     q: Tensor
@@ -64,69 +64,69 @@ class Kernel(Protocol):
     """Attention of one tile. Stateless; head h of `q` uses head h // (H / K) of `k` and `v`. There is no dropout.
 
     Shapes: q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out and dout [B, T, H, Dv], lse [B, T, H] in the
-    accumulation dtype (float32, float64 for float64). Each row of the tile sees at least one column. Head dims are
-    contiguous and rows apart (`in_rows`), and scales above 0.
+    accumulation dtype (float32, or float64 for float64). Every row of the tile sees at least one column. Tensors have
+    `contiguous_rows`, and the scale is positive.
 
-    Subclass it: `refuses`, `hesitates` and all after `backward` then need not be written.
+    A subclass must define `cut`, `forward` and `backward`.
     """
 
     name: str
     limits: ClassVar[Limits] = Limits()
 
     def refuses(self, inputs: Inputs) -> str | None:
-        """Why these inputs are not for this kernel, or None if they are; by its `limits`, unless overridden."""
+        """Returns the reason why the kernel does not support these inputs, or None. Follows `limits` by default."""
         return self.limits.refuses(inputs)
 
-    def hesitates(self, inputs: Inputs) -> str | None:
-        """Why any other kernel that takes these inputs should, or None: what is slow, though right."""
+    def drawback(self, inputs: Inputs) -> str | None:
+        """Returns the reason why any other kernel should be preferred for these inputs, or None."""
         return None
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
-        """The tile in pieces that this kernel does in one call each: itself, if it knows bands."""
+        """Cuts a tile into pieces of one kernel call each. A kernel that supports bands returns the tile itself."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-        """(out, lse); row a sees column b iff band[0] <= b - a <= band[1]."""
+        """Returns (out, lse); row a sees column b iff band[0] <= b - a <= band[1]."""
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of (dq, dk, dv), given the out and lse over *all* keys, not just the tile's."""
+        """Returns the tile's share of (dq, dk, dv), from out and lse over *all* keys, not only those of the tile."""
         ...
 
     def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterable[Sequence[int]]:
-        """The pieces, by index, that go into one call together; in an order that is the same on every run.
+        """Groups pieces, by index, that one call computes together. The order is the same in every run.
 
-        Each alone, unless overridden along with `forward_packed` and `backward_packed`.
+        By default every piece is a group. Override it together with `forward_packed` and `backward_packed`.
         """
         return ((i,) for i in range(len(pieces)))
 
     def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterable[tuple[Tensor, Tensor]]:
-        """`forward` of the pieces of a group."""
+        """Returns the results of `forward` for the pieces of a group."""
         return [self.forward(*piece, scores) for piece in pieces]
 
     def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        """`backward` of the pieces of a group, likewise."""
+        """Returns the results of `backward` for the pieces of a group."""
         return [self.backward(*piece, scores) for piece in pieces]
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Refuses what would divide by zero or infinity, or turn scores round."""
+    """Raises ValueError for a softcap that is not finite and positive."""
     if softcap is not None and not number("softcap", softcap, ", or None for no cap") > 0:
         raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
 
 
-def in_rows(x: Tensor, multiple: int = 1) -> Tensor:
-    """x [..., D] as kernels can read it, and lay out what they return like it: itself, or a copy.
+def contiguous_rows(x: Tensor, multiple: int = 1) -> Tensor:
+    """Returns x [..., D], or a copy, with each row of D elements contiguous and apart from the other rows.
 
-    Each row of D elements is one run of memory, apart from the others: not strided, not expanded, not overlapping.
+    Kernels read such tensors and allocate results with the same strides: no strided, expanded or overlapping rows.
 
     Args:
-        multiple: of elements, at which rows begin.
+        multiple: every row starts at a multiple of this number of elements.
     """
     *outer, last = x.stride()
-    apart = last == 1 and min(outer) >= x.shape[-1]
-    if apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
+    rows_apart = last == 1 and min(outer) >= x.shape[-1]
+    if rows_apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,7 @@
-"""What a kernel takes, as data, and why it does not take some inputs."""
+"""The inputs that a kernel supports, as data, and the reason for refusing others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,104 +10,92 @@ from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.installed import installed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What attention is computed in here; narrower ones need scales of their own."""
+"""Dtypes of attention. Narrower ones need scales of their own."""
 HALVES = (torch.float16, torch.bfloat16)
 FAMILIES = {7: "Volta, Turing", 8: "Ampere, Ada", 9: "Hopper", 10: "Blackwell", 11: "Thor", 12: "RTX Blackwell"}
-"""Accelerators, by the major number of their compute capability."""
+"""GPU architectures by the major number of their compute capability."""
 
 
 @dataclass(frozen=True)
-class Dims:
-    """Head dims, of q and k and of v.
+class HeadDims:
+    """Supported head dims of q and k, and of v.
 
     Args:
-        most: the largest.
-        multiple: of elements.
-        equal: whether v's must be that of q and k.
-        besides: pairs that are taken too.
+        largest: of both; None: no limit.
+        multiple: both are multiples of it.
+        equal: True if v must have the head dim of q and k.
+        exceptions: further supported pairs.
     """
 
-    most: int | None = None
+    largest: int | None = None
     multiple: int = 1
     equal: bool = False
-    besides: tuple[tuple[int, int], ...] = ()
+    exceptions: tuple[tuple[int, int], ...] = ()
 
     def refuses(self, qk: int, v: int) -> str | None:
-        """Why these are not taken."""
-        apart = self.equal and qk != v
-        uneven = bool(qk % self.multiple or v % self.multiple)
-        if (qk, v) in self.besides or not (apart or uneven or max(qk, v) > (self.most or max(qk, v))):
+        """Returns the reason why these head dims are not supported, or None."""
+        too_large = self.largest is not None and max(qk, v) > self.largest
+        misaligned = qk % self.multiple or v % self.multiple
+        if (qk, v) in self.exceptions or not (too_large or misaligned or (self.equal and qk != v)):
             return None
         words = ["one head dim for q, k and v" if self.equal else "head dims"]
-        words += [f"at most {self.most}"] if self.most else []
+        words += [f"at most {self.largest}"] if self.largest else []
         words += [f"a multiple of {self.multiple}"] if self.multiple > 1 else []
-        besides = "".join(f", or {a} and {b}" for a, b in self.besides)
-        return f"needs {', '.join(words)}{besides}, not {qk} and {v}"
+        exceptions = "".join(f", or {a} and {b}" for a, b in self.exceptions)
+        return f"needs {', '.join(words)}{exceptions}, not {qk} and {v}"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a kernel takes.
+    """Supported inputs of a kernel.
 
     Args:
-        device: its type; None: any.
+        device: device type; None: any.
         dtypes: of q, k and v.
-        dims: head dims; `dims_of` has those of some major compute capabilities.
-        least: compute capability.
-        majors: major numbers of compute capabilities; None: all from `least` on.
-        softcap: whether it has one.
-        deterministic: whether it adds gradients up in one order when asked to.
-        module: that must be installed.
+        head_dims: those of `head_dims_by_major` replace them on GPUs with that major compute capability.
+        min_capability: lowest compute capability.
+        majors: major compute capabilities; None: all from `min_capability` on.
+        softcap: True if the kernel supports one.
+        deterministic: True if the kernel can add gradients in a fixed order.
+        module: Python module that must be installed.
     """
 
     device: str | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    dims: Dims = Dims()
-    dims_of: tuple[tuple[int, Dims], ...] = ()
-    least: tuple[int, int] = (0, 0)
+    head_dims: HeadDims = HeadDims()
+    head_dims_by_major: tuple[tuple[int, HeadDims], ...] = ()
+    min_capability: tuple[int, int] = (0, 0)
     majors: tuple[int, ...] | None = None
     softcap: bool = False
     deterministic: bool = True
     module: str | None = None
 
     def refuses(self, inputs: Inputs) -> str | None:
-        """Why the inputs are not taken, or None if they are."""
-        checks: tuple[Callable[[Inputs], str | None], ...] = (
-            self._device,
-            self._capability,
-            self._dims,
-            self._dtype,
-            self._rest,
-        )
-        return next((reason for check in checks if (reason := check(inputs)) is not None), None)
-
-    def _device(self, inputs: Inputs) -> str | None:
-        where = {"cpu": "the CPU", "cuda": "CUDA", None: ""}[self.device]
-        return None if self.device in (None, inputs.device) else f"runs on {where}, not on {inputs.device}"
-
-    def _capability(self, inputs: Inputs) -> str | None:
-        found, got = inputs.capability, "an unknown one"
-        if found is not None:
-            got = ".".join(map(str, found))
-        if self.majors is not None and (found or (0, 0))[0] not in self.majors:
-            wanted = " or ".join(f"{major} ({FAMILIES[major]})" for major in self.majors)
-            return f"needs compute capability {wanted}, not {got}"
-        least = f"{'.'.join(map(str, self.least))} ({FAMILIES.get(self.least[0], 'Maxwell')})"
-        return None if found is None or found >= self.least else f"needs compute capability {least} or above, not {got}"
-
-    def _dims(self, inputs: Inputs) -> str | None:
-        major = None if inputs.capability is None else inputs.capability[0]
-        return dict(self.dims_of).get(major or 0, self.dims).refuses(inputs.head_dim, inputs.value_dim)
-
-    def _dtype(self, inputs: Inputs) -> str | None:
-        if inputs.dtype in self.dtypes:
-            return None
-        *names, last = (str(known).removeprefix("torch.") for known in self.dtypes)
-        return f"takes {', '.join(names)} and {last}, not {inputs.dtype}"
-
-    def _rest(self, inputs: Inputs) -> str | None:
+        """Returns the reason why the inputs are not supported, or None."""
+        if self.device not in (None, inputs.device):
+            return f"runs on {'the CPU' if self.device == 'cpu' else 'CUDA'}, not on {inputs.device}"
+        if (reason := self._refuses_capability(inputs.capability)) is not None:
+            return reason
+        major = 0 if inputs.capability is None else inputs.capability[0]
+        head_dims = dict(self.head_dims_by_major).get(major, self.head_dims)
+        if (reason := head_dims.refuses(inputs.head_dim, inputs.value_dim)) is not None:
+            return reason
+        if inputs.dtype not in self.dtypes:
+            *names, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            return f"takes {', '.join(names)} and {last}, not {inputs.dtype}"
         if inputs.softcap is not None and not self.softcap:
             return "has no softcap"
         if inputs.deterministic and not self.deterministic:
-            return "adds gradients up in any order, and deterministic algorithms are asked for"
+            return "adds gradients up in any order, and deterministic algorithms are required"
         return None if self.module is None or installed(self.module) else f"{self.module} is not installed"
+
+    def _refuses_capability(self, capability: tuple[int, int] | None) -> str | None:
+        shown = "an unknown one" if capability is None else ".".join(map(str, capability))
+        if self.majors is not None and (capability or (0, 0))[0] not in self.majors:
+            accepted = " or ".join(f"{major} ({FAMILIES[major]})" for major in self.majors)
+            return f"needs compute capability {accepted}, not {shown}"
+        if capability is None or capability >= self.min_capability:
+            return None
+        family = FAMILIES.get(self.min_capability[0], "Maxwell")
+        least = ".".join(map(str, self.min_capability))
+        return f"needs compute capability {least} ({family}) or above, not {shown}"

@@ -1,6 +1,6 @@
-"""Small kernel calls put together: their tensors one after another, as a variable-length kernel takes them.
+"""Small kernel calls packed into one: their tensors one after another, for kernels with variable lengths.
 
-Documents make many small tiles, none of which keeps a GPU busy. Large ones gain nothing and would cost a copy.
+Documents make many small tiles, none of which keeps a GPU busy. Large tiles gain nothing and would cost a copy.
 """
 
 from __future__ import annotations
@@ -18,80 +18,79 @@ from armillary.attention.kernels.windows import window_of
 from armillary.core import compat
 from armillary.core.to_device import to_device
 
-ALONE = 4096
-"""Tokens from which a piece is a call of its own."""
-FULL = 65536
-"""Tokens from which nothing more is added to a pack: what bounds the memory of its copies."""
+MIN_SINGLE_TOKENS = 4096
+"""Pieces with this many tokens or more are calls of their own."""
+MAX_PACKED_TOKENS = 65536
+"""A pack with this many tokens takes no more pieces: bounds the memory of its copies."""
 
 
 class Lengths(NamedTuple):
-    """Where each packed sequence begins and ends, int32 [n + 1], and how long the longest is."""
+    """Boundaries of packed sequences, int32 [n + 1], and the longest length."""
 
     queries: Tensor
     keys: Tensor
-    most_queries: int
-    most_keys: int
+    longest_queries: int
+    longest_keys: int
 
 
 @dataclass
 class PackedCall:
-    """Pieces, by index, for one call."""
+    """Pieces, by index, of one call."""
 
     indices: list[int] = field(default_factory=list[int])
     tokens: int = 0
 
-    def add(self, index: int, tokens: int) -> None:
-        self.indices.append(index)
-        self.tokens += tokens
 
-
-def packs(pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
-    """The pieces, by index, that go into one call together: small ones of one window and the same heads."""
-    growing: dict[object, PackedCall] = {}
+def group_pieces(pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
+    """Groups pieces, by index, that one call computes together: small ones with the same window and heads."""
+    packs: dict[object, PackedCall] = {}
     for index, piece in enumerate(pieces):
         tokens = piece.q.shape[0] * max(piece.q.shape[1], piece.k.shape[1])
-        if tokens >= ALONE:
+        if tokens >= MIN_SINGLE_TOKENS:
             yield [index]
             continue
-        key = (window(piece), piece.q.shape[2:], piece.k.shape[2:])
-        growing.setdefault(key, PackedCall()).add(index, tokens)
-        if growing[key].tokens >= FULL:
-            yield growing.pop(key).indices
-    yield from (pack.indices for pack in growing.values())
+        key = (piece_window(piece), piece.q.shape[2:], piece.k.shape[2:])
+        pack = packs.setdefault(key, PackedCall())
+        pack.indices.append(index)
+        pack.tokens += tokens
+        if pack.tokens >= MAX_PACKED_TOKENS:
+            yield packs.pop(key).indices
+    yield from (pack.indices for pack in packs.values())
 
 
-def window(piece: Forward | Backward) -> tuple[int, int]:
-    """(left, right) of a piece."""
+def piece_window(piece: Forward | Backward) -> tuple[int, int]:
+    """Returns the (left, right) window of a piece."""
     return window_of(piece.band, piece.q.shape[1], piece.k.shape[1])
 
 
-def lengths(pieces: Sequence[Forward] | Sequence[Backward]) -> Lengths:
-    """Of the packed pieces: each row of a piece's batch is a sequence."""
+def packed_lengths(pieces: Sequence[Forward] | Sequence[Backward]) -> Lengths:
+    """Returns the lengths of packed pieces, in which each row of a piece's batch is a sequence."""
     queries = tuple(piece.q.shape[1] for piece in pieces for _ in range(piece.q.shape[0]))
     keys = tuple(piece.k.shape[1] for piece in pieces for _ in range(piece.q.shape[0]))
     device = pieces[0].q.device
-    return Lengths(_ends(queries, device), _ends(keys, device), max(queries), max(keys))
+    return Lengths(_boundaries(queries, device), _boundaries(keys, device), max(queries), max(keys))
 
 
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """[sum of b t, ...], from a list of [b, t, ...]."""
-    return torch.cat([part.flatten(0, 1) for part in parts])
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns [sum of b t, ...] from [b, t, ...] each."""
+    return torch.cat([x.flatten(0, 1) for x in tensors])
 
 
-def unpacked(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `packed`: parts [b, t, ...] with the batch and tokens of `like`."""
-    parts = whole.split([x.shape[0] * x.shape[1] for x in like])
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Inverse of `pack`: returns [b, t, ...] each, with the batch and tokens of `like`."""
+    parts = packed.split([x.shape[0] * x.shape[1] for x in like])
     return [part.unflatten(0, x.shape[:2]) for part, x in zip(parts, like, strict=True)]
 
 
-def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once for all layers, forward and backward, that pack alike; fake tensors belong to their mode."""
-    return _sent(counts, device) if compat.fakes_tensors() else _kept(counts, device)
+def _boundaries(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cumulative lengths, copied to the device once for all layers, forward and backward, that pack alike."""
+    # A fake tensor belongs to its mode and must not outlive it.
+    return _copied_boundaries(counts, device) if compat.fakes_tensors() else _cached_boundaries(counts, device)
 
 
-def _sent(counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _copied_boundaries(counts: tuple[int, ...], device: torch.device) -> Tensor:
     ends = torch.tensor((0, *counts), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return to_device(ends, device)
 
 
-_kept = lru_cache(maxsize=256)(_sent)
+_cached_boundaries = lru_cache(maxsize=256)(_copied_boundaries)

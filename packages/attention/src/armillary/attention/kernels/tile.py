@@ -1,4 +1,4 @@
-"""One kernel call's part of two shards: a rectangle of local indices and a band of it that is visible."""
+"""The unit of a kernel call: a rectangle of local indices of two shards and the band of it that is visible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.core.slices import count_pairs, slice_array
 class Tile(NamedTuple):
     """Rows q0..q1 and columns k0..k1 (ends excluded) of two shards; row a sees column b iff low <= b - a <= high.
 
-    Indices are local to the shards; a bound of None does not bind. `trimmed` tiles are canonical: every row and column
+    Indices are local to the shards; a bound of None does not bind. A `trimmed` tile is canonical: every row and column
     sees something, and a bound that binds nowhere is None.
     """
 
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
     @property
     def offsets(self) -> Window:
-        """(low, high) counted from the tile's own corner instead of the shards'."""
+        """(low, high) relative to the tile's own corner."""
         shift = self.k0 - self.q0
         return None if self.low is None else self.low - shift, None if self.high is None else self.high - shift
 
@@ -34,25 +34,23 @@ class Tile(NamedTuple):
         return count_pairs(slice_array([self]))
 
     def rows(self, start: int, stop: int) -> Tile | None:
-        """The part of the tile in these rows, trimmed."""
+        """Returns the part in these rows, trimmed; None if it has no pairs."""
         return self._replace(q0=max(self.q0, start), q1=min(self.q1, stop)).trimmed()
 
     def columns(self, start: int, stop: int) -> Tile | None:
-        """The part of the tile in these columns, trimmed."""
+        """Returns the part in these columns, trimmed; None if it has no pairs."""
         return self._replace(k0=max(self.k0, start), k1=min(self.k1, stop)).trimmed()
 
     def trimmed(self) -> Tile | None:
-        """The same pairs in canonical form; None if there are none."""
-        return _trimmed(*self)
-
-
-def _trimmed(q0: int, q1: int, k0: int, k1: int, low: int | None, high: int | None) -> Tile | None:
-    if low is not None and high is not None and low > high:
-        return None
-    q0, q1 = q0 if high is None else max(q0, k0 - high), q1 if low is None else min(q1, k1 - low)
-    k0, k1 = k0 if low is None else max(k0, q0 + low), k1 if high is None else min(k1, q1 + high)
-    if q0 >= q1 or k0 >= k1:
-        return None
-    low = None if low is None or low <= k0 - (q1 - 1) else low
-    high = None if high is None or high >= (k1 - 1) - q0 else high
-    return Tile(q0, q1, k0, k1, low, high)
+        """Returns the canonical tile with the same pairs; None if it has none."""
+        q0, q1, k0, k1, low, high = self
+        if low is not None and high is not None and low > high:
+            return None
+        # Rows that see no column of the rectangle are cut off first, then columns that none of the others sees.
+        q0, q1 = q0 if high is None else max(q0, k0 - high), q1 if low is None else min(q1, k1 - low)
+        k0, k1 = k0 if low is None else max(k0, q0 + low), k1 if high is None else min(k1, q1 + high)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        low = None if low is None or low <= k0 - (q1 - 1) else low
+        high = None if high is None or high >= (k1 - 1) - q0 else high
+        return Tile(q0, q1, k0, k1, low, high)

@@ -66,5 +66,5 @@ class AllGatherKV(Method):
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:
         """Returns the block of this rank's queries and all keys, seen as one shard."""
-        gathered = spec.once("gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size)))
+        gathered = spec.cached("gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size)))
         return gathered.block(self.axis.rank, 0)

@@ -92,7 +92,7 @@ class Ring(Method):
             ring = RingTopology.of_all(self.axis.size, side)
             return Rotation.of(self.axis, self.return_axis, ring, spec.grid)
 
-        return spec.once((side, id(self.axis)), make)
+        return spec.cached((side, id(self.axis)), make)
 
 
 def check_backward(backward: Backward) -> Backward:

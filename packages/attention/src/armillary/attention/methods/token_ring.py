@@ -80,7 +80,7 @@ class TokenRing(Method):
             ring = RingTopology.of_all(self.axis.size, "queries")
             return Rotation.of(self.axis, self.return_axis, ring, spec.grid)
 
-        return spec.once(("queries", id(self.axis)), make)
+        return spec.cached(("queries", id(self.axis)), make)
 
 
 def pass_queries_backward(

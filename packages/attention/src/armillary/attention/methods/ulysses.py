@@ -114,7 +114,7 @@ class Ulysses(HeadMethod):
             inner_spec = spec.with_heads(heads.key_heads(spec.key_heads, axis.rank))
             return HeadCall(self.sizes(spec.layout), self.sizes(spec.key_layout), heads, inner_spec)
 
-        return spec.once(("heads of ranks", axis.rank, axis.size, inner.shard, inner.shards), make)
+        return spec.cached(("heads of ranks", axis.rank, axis.size, inner.shard, inner.shards), make)
 
 
 class HeadCall(NamedTuple):

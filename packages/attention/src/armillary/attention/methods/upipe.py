@@ -284,7 +284,7 @@ class UPipe(HeadMethod, StagedMethod):
             )
             return StagedCall(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, stages)
 
-        return spec.once(("stages", rank, ranks, inner.shard, inner.shards, self.heads_per_stage), make)
+        return spec.cached(("stages", rank, ranks, inner.shard, inner.shards, self.heads_per_stage), make)
 
 
 class StagedCall(NamedTuple):

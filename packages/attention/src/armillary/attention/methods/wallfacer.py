@@ -119,7 +119,7 @@ class WallFacer(Method):
     def _team_spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the call of the ring, whose shards are teams. Made once for a spec."""
         by_teams = self.teams.by_teams
-        return spec.once(
+        return spec.cached(
             "teams", lambda: replace(spec, layout=by_teams(spec.layout), key_layout=by_teams(spec.key_layout))
         )
 
@@ -200,4 +200,4 @@ class TeamRing(Ring):
             topology = self.teams.ring_of(self.group, self.member, side)
             return Rotation.of(self.axis, self.return_axis, topology, spec.grid)
 
-        return spec.once((side, id(self)), make)
+        return spec.cached((side, id(self)), make)

@@ -53,7 +53,7 @@ class RingTopology:
         and then those that see half: three quarters of the tokens sent the other way. On a tie this ring is returned.
         """
         reach, opposite = self.reach(grid), self.opposite
-        opposite_reach = grid.once(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
+        opposite_reach = grid.cached(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
         return opposite if _tokens_sent(opposite_reach) < _tokens_sent(reach) else self
 
     def tokens_sent(self, grid: Grid) -> int:
@@ -70,7 +70,7 @@ class RingTopology:
 
     def reach(self, grid: Grid) -> tuple[Reach, ...]:
         """Returns the reach of the rotating shard that each place owns."""
-        return grid.once(self, lambda: tuple(self._reach(grid, origin) for origin in range(len(self.ranks))))
+        return grid.cached(self, lambda: tuple(self._reach(grid, origin) for origin in range(len(self.ranks))))
 
     def _reach(self, grid: Grid, origin: int) -> Reach:
         size, layout = len(self.ranks), grid.key_layout if self.rotating_side == "keys" else grid.layout
@@ -84,7 +84,7 @@ class RingTopology:
 
     def visible_tokens(self, grid: Grid, place: int, origin: int) -> TokenRanges:
         """Returns the tokens of the rotating shard of `origin` that take part in a visible pair at `place`."""
-        visible = grid.seen(*self.query_key_shards(place, origin))
+        visible = grid.visible(*self.query_key_shards(place, origin))
         return TokenRanges(visible.keys if self.rotating_side == "keys" else visible.queries)
 
 

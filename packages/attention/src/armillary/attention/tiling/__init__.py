@@ -1,1 +1,1 @@
-"""From masks and layouts to kernel calls: tiles, the grid of blocks, a block, and the merge of results."""
+"""From masks and layouts to kernel calls: tiles, the grid of blocks, one block, and the merge of partial results."""

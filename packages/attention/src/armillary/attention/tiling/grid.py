@@ -1,4 +1,4 @@
-"""What the shards of queries see of the shards of keys, block by block. Pure; no process group, no tensors."""
+"""The visible pairs of each block of query shards and key shards. Pure: no process group, no tensors."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.bounded_cache import BoundedCache
-from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, areas, tile_array, united
-from armillary.attention.tiling.tiles import joined
+from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, pair_counts, tile_array, unite_ranges
+from armillary.attention.tiling.tiles import join_tiles
 from armillary.core import SequenceLayout
 
-Known = TypeVar("Known")
+Result = TypeVar("Result")
 
 
-class Seen(NamedTuple):
-    """Tokens of two shards that see each other, as local indices: sorted ranges that do not touch.
+class VisibleTokens(NamedTuple):
+    """Tokens of two shards that take part in a visible pair, as local indices: sorted ranges that do not touch.
 
     Args:
-        queries, keys: over all rows of the batch; none if no pair is visible.
+        queries, keys: over all rows of the batch; empty if no pair is visible.
     """
 
     queries: tuple[range, ...] = ()
@@ -31,63 +31,65 @@ class Seen(NamedTuple):
 class Grid:
     """The blocks of a call: shards of `layout` against those of `key_layout`, under a mask.
 
-    Whatever follows from the three is found once and kept here, and goes when the grid does: a run whose masks are new
-    at every step (documents) holds the grids of a few steps and nothing else.
+    Everything derived from the three is computed once and kept here (`cached`). A run with a new mask at every step,
+    such as documents, keeps the grids of a few steps.
     """
 
     def __init__(self, layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> None:
         self.layout, self.key_layout, self.mask = layout, key_layout, mask
-        self._known = dict[Hashable, object]()
+        self._derived = dict[Hashable, object]()
 
-    def once(self, key: Hashable, find: Callable[[], Known]) -> Known:
-        """What `find` returns, found once for each `key`."""
-        if key not in self._known:
-            self._known[key] = find()
-        return cast("Known", self._known[key])
+    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Returns the result of `make`, computed once for each `key`."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast("Result", self._derived[key])
 
     @property
     def rows(self) -> range:
-        """Rows of the batch with masks of their own; one for all, where they have none."""
+        """Rows of the batch with masks of their own; one row where all have the same mask."""
         return range(self.mask.batch or 1)
 
-    def seen(self, query: int, key: int) -> Seen:
-        """What shard `query` of the queries and shard `key` of the keys see of each other."""
-        return self.once(("seen", query), lambda: self._seen(query))[key]
+    def visible(self, query: int, key: int) -> VisibleTokens:
+        """Returns the tokens of query shard `query` and key shard `key` that see each other."""
+        return self.cached(("visible", query), lambda: self._visible(query))[key]
 
     def pairs(self, query: int, key: int, batch: int) -> int:
-        """Visible pairs of the block in all rows of a batch."""
-        found = self.once(("pairs", query), lambda: self._pairs(query))[key]
-        return found * (1 if self.mask.per_row else batch)
+        """Returns the number of visible pairs of a block, over all rows of a batch."""
+        count = self.cached(("pairs", query), lambda: self._pairs(query))[key]
+        return count * (1 if self.mask.per_row else batch)
 
     def tiles(self, query: int, key: int, row: int) -> tuple[Tile, ...]:
-        """Kernel calls of the block in one row of the batch."""
-        return self.once(("tiles", query, key, row), lambda: joined(self._block(query, key, row)))
+        """Returns the tiles of a block in one row of the batch."""
 
-    # -- found for a shard of queries and all shards of keys at once --------------------------------------------------
+        def make() -> tuple[Tile, ...]:
+            tiles = self._tile_arrays(query)[row]
+            first, last = np.searchsorted(tiles[:, 0], (key, key + 1))
+            return join_tiles(tiles[first:last])
 
-    def _block(self, query: int, key: int, row: int) -> TileArray:
-        found = self._tiles(query)[row]
-        first, last = np.searchsorted(found[:, 0], (key, key + 1))
-        return found[first:last]
+        return self.cached(("tiles", query, key, row), make)
 
-    def _tiles(self, query: int) -> list[TileArray]:
-        """For each row of the batch, tiles before they are joined, in order of the keys' shards."""
-        return self.once(("array", query), lambda: self._find(query))
+    # -- for a shard of queries and all shards of keys at once --------------------------------------------------------
 
-    def _find(self, query: int) -> list[TileArray]:
-        queries, keys = SpanTable.of([self.layout.spans(query)]), all_spans(self.key_layout)
-        slices = self.once("slices", lambda: self.mask.slices(self.layout.length, self.key_layout.length))
-        return [tile_array(queries, keys, row) for row in slices]
+    def _tile_arrays(self, query: int) -> list[TileArray]:
+        """Returns, for each row of the batch, tiles before they are joined, in order of key shards."""
 
-    def _seen(self, query: int) -> list[Seen]:
-        shard, q0, q1, k0, k1, *_ = np.concatenate(self._tiles(query)).T
+        def make() -> list[TileArray]:
+            queries, keys = SpanTable.of([self.layout.spans(query)]), all_spans(self.key_layout)
+            slices = self.cached("slices", lambda: self.mask.slices(self.layout.length, self.key_layout.length))
+            return [tile_array(queries, keys, row) for row in slices]
+
+        return self.cached(("arrays", query), make)
+
+    def _visible(self, query: int) -> list[VisibleTokens]:
+        shard, q0, q1, k0, k1, *_ = np.concatenate(self._tile_arrays(query)).T
         shards = self.key_layout.shards
-        return list(map(Seen, united(shard, q0, q1, shards), united(shard, k0, k1, shards)))
+        return list(map(VisibleTokens, unite_ranges(shard, q0, q1, shards), unite_ranges(shard, k0, k1, shards)))
 
     def _pairs(self, query: int) -> list[int]:
-        found = np.concatenate(self._tiles(query))
+        tiles = np.concatenate(self._tile_arrays(query))
         pairs = np.zeros(self.key_layout.shards, dtype=np.int64)
-        np.add.at(pairs, found[:, 0], areas(found))
+        np.add.at(pairs, tiles[:, 0], pair_counts(tiles))
         return pairs.tolist()
 
 
@@ -95,6 +97,6 @@ GRIDS = BoundedCache[tuple[AttentionMask, SequenceLayout, SequenceLayout], Grid]
 
 
 def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> Grid:
-    """The grid, the same one for all calls that are alike: layers, forward and backward."""
+    """Returns the grid of these layouts and this mask: one object for all layers, forward and backward."""
     key = (mask, layout, key_layout)
     return GRIDS.get(key) or GRIDS.add(key, Grid(layout, key_layout, mask), mask)

@@ -1,4 +1,4 @@
-"""Adding up partial results: in float32 at least, in place, and without NaN where nobody has contributed yet."""
+"""Sums of partial results: in float32 or wider, in place, and without NaN for rows that have seen no key yet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ALL = slice(None)
 
 
 class TilePart(NamedTuple):
-    """Rows of the batch, tokens and heads that a partial result is about; `ALL` where it is about all of them."""
+    """Rows of the batch, tokens and heads of a partial result; `ALL` for all of them."""
 
     rows: slice
     tokens: slice
     heads: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """The part of x [B, T, H, ..]: x itself where that is all of it, else a view."""
+        """Returns this part of x [B, T, H, ...]: x itself, or a view."""
         rows, tokens, heads = self
         if rows is ALL and (heads is ALL or (heads.start == 0 and heads.stop == x.shape[2])):
             return x if tokens is ALL else x.narrow(1, tokens.start, tokens.stop - tokens.start)
@@ -45,16 +45,16 @@ class Merge:
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor) -> Merge:
-        """Nothing yet, for these queries [B, T, H, D] and values [B, S, K, Dv]."""
+        """Returns an empty accumulator for queries q [B, T, H, D] and values v [B, S, K, Dv]."""
         return cls((*q.shape[:3], v.shape[3]), q.dtype, q.device)
 
     def add(self, part: TilePart, out: Tensor, lse: Tensor) -> None:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`."""
-        if self.out is None and out.shape == self.shape:
+        if self.out is None and out.shape == self.shape:  # the first result covers everything: keep it as it is
             self.out, self.lse = out, lse
             return
-        whole_out, whole_lse = self.start()
-        merge_(part.of(whole_out), part.of(whole_lse), out, lse)
+        total_out, total_lse = self.start()
+        merge_(part.of(total_out), part.of(total_lse), out, lse)
 
     def add_tokens(self, tokens: TokenRanges, out: Tensor, lse: Tensor) -> None:
         """Merges a partial result of all rows and heads for some tokens: out [B, t, H, Dv] and lse [B, t, H]."""
@@ -62,14 +62,15 @@ class Merge:
             (run,) = tokens.runs
             self.add(TilePart(ALL, slice(run.start, run.stop), ALL), out, lse)
             return
-        whole = self.start()
-        parts = tokens.take(whole[0]), tokens.take(whole[1])  # copies: one merge, not one a run
-        merge_(*parts, out, lse)
-        for x, part in zip(whole, parts, strict=True):
-            tokens.put(x, part)
+        total_out, total_lse = self.start()
+        # Copies the tokens together, so that one merge replaces one per run.
+        packed_out, packed_lse = tokens.take(total_out), tokens.take(total_lse)
+        merge_(packed_out, packed_lse, out, lse)
+        tokens.put(total_out, packed_out)
+        tokens.put(total_lse, packed_lse)
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """The accumulators, in the accumulation dtype, made when they are first needed."""
+        """Returns the accumulators in the accumulation dtype, created when first needed."""
         dtype = accumulation_dtype(self.dtype)
         if self.out is None or self.lse is None:
             self.out = torch.zeros(self.shape, dtype=dtype, device=self.device)
@@ -79,7 +80,7 @@ class Merge:
         return self.out, self.lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out in the inputs' dtype, lse in the accumulation dtype)."""
+        """Returns (out in the inputs' dtype, lse in the accumulation dtype)."""
         if self.out is None or self.lse is None:
             self.start()
         assert self.out is not None and self.lse is not None
@@ -88,7 +89,7 @@ class Merge:
 
 @dataclass
 class Sum:
-    """A gradient summed over tiles, in the accumulation dtype."""
+    """A gradient summed over tiles in the accumulation dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -106,7 +107,7 @@ class Sum:
         part.of(self.value()).add_(gradient)
 
     def value(self) -> Tensor:
-        """The sum in the accumulation dtype."""
+        """Returns the sum in the accumulation dtype."""
         if self.total is None:
             self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         elif self.total.dtype != self.dtype:
@@ -114,5 +115,5 @@ class Sum:
         return self.total
 
     def result(self) -> Tensor:
-        """The sum as it is: in a kernel's own dtype, if there was nothing to add up."""
+        """Returns the sum without a cast: a single gradient stays in the dtype of its kernel."""
         return self.value() if self.total is None else self.total

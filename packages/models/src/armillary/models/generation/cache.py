@@ -16,7 +16,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.kernels import Inputs, Scores, choose_kernel, in_rows
+from armillary.attention.kernels import Inputs, Scores, choose_kernel, contiguous_rows
 from armillary.attention.tiling.merge import ALL, Merge, TilePart
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout
@@ -124,7 +124,7 @@ class CachedAttention:
         """(out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
         newest = range(self.holdings.length - 1, self.holdings.length)
         inputs = replace(Inputs.of(q, v), single=True)
-        q, kernel = in_rows(q), choose_kernel(inputs, self.method.kernel)
+        q, kernel = contiguous_rows(q), choose_kernel(inputs, self.method.kernel)
         found, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
         for tile in tiles((newest,), self.holdings.spans, mask):
             assert self.k is not None and self.v is not None  # whoever holds a token has been given it

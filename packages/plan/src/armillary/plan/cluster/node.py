@@ -8,7 +8,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from armillary.attention.kernels import Inputs, efficiency, rulings
+from armillary.attention.kernels import Inputs, efficiency, kernel_candidates
 from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
 from armillary.plan.cluster.network import CHECKED, Count, Link, NotNegative, Positive, number
 
@@ -74,7 +74,9 @@ class Accelerator:
         if self.compute_capability is None:
             return None
         inputs = Inputs("cuda", torch.bfloat16, 128, 128, capability=self.compute_capability)
-        usable = (each for each in rulings(inputs) if each.kernel.limits.module is None and each.refused is None)
+        usable = (
+            each for each in kernel_candidates(inputs) if each.kernel.limits.module is None and each.refusal is None
+        )
         return next(usable).kernel.name
 
 

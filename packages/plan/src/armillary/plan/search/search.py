@@ -12,7 +12,7 @@ import torch
 
 from armillary.attention import AttentionMask
 from armillary.attention.kernels import default_margin
-from armillary.attention.kernels.chosen import check_kernel_name
+from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.planning.comm_plan import AttentionShape
 from armillary.models import Checkpointing
 from armillary.plan.cluster.cluster import Cluster

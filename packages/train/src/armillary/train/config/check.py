@@ -7,7 +7,7 @@ from math import isfinite
 
 import torch
 
-from armillary.attention.kernels.chosen import check_kernel_name
+from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.registry import named_method
 from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.config.limits import check_limits

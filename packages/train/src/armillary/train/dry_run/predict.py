@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from armillary.attention.kernels.chosen import ChosenKernel
+from armillary.attention.kernels.choice import ChosenKernel
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import build_model, precision

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from armillary.attention.kernels.chosen import ChosenKernel
+from armillary.attention.kernels.choice import ChosenKernel
 from armillary.core.table import Column, print_table
 from armillary.models import GPTConfig
 from armillary.train.config import Config
@@ -83,7 +83,7 @@ def parameters(found: DryRun) -> Iterator[list[str]]:
 
 def kernel_line(kernel: ChosenKernel) -> str:
     """The kernel on a device, and why it is not another."""
-    why = "; ".join(f"{name}: {reason}" for name, reason in kernel.others.items())
+    why = "; ".join(f"{name}: {reason}" for name, reason in kernel.rejected.items())
     not_others = f" (not {why})" if why else ""
     return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{not_others}"
 
