@@ -5,6 +5,7 @@ That methods send what their plans say is what `test_attention_bytes.py` shows.
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from armillary.attention import AttentionMask, AttentionShape, CommPlan, build_a
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Teams
-from armillary.attention.planning.comm_plan import Kind, Step
+from armillary.attention.planning.comm_plan import Block, Kind, Step
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.send import Send
 from armillary.attention.planning.ulysses import UlyssesPlan
@@ -290,6 +291,34 @@ def test_steps_compute_every_visible_pair_once(name, call):
         for send in (send for step in steps for move in (*step.moves, *step.later_moves) for send in move.sends):
             assert send.bytes > 0 and send.source != send.target
             assert {send.source, send.target} <= set(range(shards * ranks))
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "ulysses+ring"])
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+def test_blocks_have_the_pairs_of_their_step(name, call):
+    heads = any(part in name for part in ("ulysses", "upipe", "usp"))
+    if name in ("local", "ulysses", "upipe"):
+        call = replace(call, layout=call.layout.coarsen(4), key_layout=call.key_layout.coarsen(4))
+    ranks, shards = 3 if heads else 1, call.layout.shards
+    plan = build_comm_plan(name, call, shards, ranks)
+    for steps in (plan.forward, plan.backward):
+        assert all(move.tensors for step in steps for move in (*step.moves, *step.later_moves))
+        computed = list[tuple[int, int, int]]()  # head, query shard, key shard
+        for step in (step for step in steps if step.pairs):
+            for rank, (pairs, block) in enumerate(zip(step.pairs, step.blocks, strict=True)):
+                block_heads = step.heads[rank % ranks] if step.heads else range(len(call.key_heads))
+                cells = joined_shards(plan, block, shards) if block else []
+                assert pairs == len(block_heads) * sum(call.grid.pairs(*cell, call.batch) for cell in cells)
+                computed += [(head, *cell) for head in block_heads for cell in cells]
+        every = product(range(len(call.key_heads)), range(shards), range(shards))
+        assert sorted(computed) == sorted(every)
+
+
+def joined_shards(plan: CommPlan, block: Block, shards: int) -> list[tuple[int, int]]:
+    """(query, key) shards of the sequence axis in a block."""
+    alone = [(shard,) for shard in range(shards)]
+    queries, keys = (joined or alone for joined in (plan.query_shards, plan.key_shards))
+    return list(product(queries[block[0]], keys[block[1]]))
 
 
 def visible(call: AttentionShape) -> int:

@@ -12,7 +12,7 @@ from armillary.attention.drawing import shares_of
 from armillary.attention.drawing.cells import KeyCells, cell_edges, count_cells, held
 from armillary.attention.drawing.colors import blended, colors_of
 from armillary.attention.drawing.computed_cells import ComputedCells
-from armillary.attention.drawing.shares import walk_of
+from armillary.attention.drawing.shares import blocks_of
 from armillary.core import SequenceLayout
 from scripts.draw_mask import KINDS, main
 
@@ -64,7 +64,7 @@ def test_ranks_compute_what_the_communication_plan_says(method, layout):
         assert planned == [tuple(2 * pairs for pairs in step) for step in zip(*shares.by_step, strict=True)]
         assert sum(shares.by_rank) == shares.pairs == mask.pairs(N)
         assert shares.evenness == max(shares.by_rank) * 4 / shares.pairs
-        who = ComputedCells.of(walk_of(layout, method), mask, cell_edges(N, N), 4)
+        who = ComputedCells.of(blocks_of(layout, mask, method), mask, cell_edges(N, N), 4)
         assert np.array_equal(who.by_rank.sum(axis=0), dense(mask))
         assert tuple(who.by_rank.sum(axis=(1, 2))) == shares.by_rank
         by_step = [int(who.by_rank[rank][who.step == 0].sum()) for rank in range(4)]
@@ -73,7 +73,7 @@ def test_ranks_compute_what_the_communication_plan_says(method, layout):
 
 def test_numbers_stand_where_their_step_is_computed():
     layout = SequenceLayout.zigzag(N, 4)
-    who = ComputedCells.of(walk_of(layout, "ring"), AttentionMask(), cell_edges(N, N), 4)
+    who = ComputedCells.of(blocks_of(layout, AttentionMask(), "ring"), AttentionMask(), cell_edges(N, N), 4)
     labels = list(who.labels())
     assert len(labels) == 7 * 8 // 2  # seven runs of 6 tokens, as the last rank's two are one
     for label in labels:

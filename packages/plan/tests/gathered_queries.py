@@ -70,17 +70,19 @@ class GatheredQueriesPlan(SequencePlan):
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         ranks, tokens = range(work.layout.shards), work.layout.sizes
 
-        def gather(*sizes: int) -> Step:
-            return Step(tuple(all_gather([ranks], tokens, size) for size in sizes))
+        def gather(*tensors: str) -> Step:
+            return Step(tuple(all_gather([ranks], tokens, work.payload(name)) for name in tensors))
 
-        def scatter(*sizes: int) -> Step:
-            return Step(tuple(reduce_scatter([ranks], tokens, size) for size in sizes))
+        def scatter(*tensors: str) -> Step:
+            return Step(tuple(reduce_scatter([ranks], tokens, work.payload(name)) for name in tensors))
 
-        heads, q, out, lse = len(work.key_heads), work.q * work.e, work.out * work.e, work.lse * work.a
-        attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for r in ranks) for s in ranks))
+        heads = len(work.key_heads)
+        pairs = tuple(heads * sum(work.grid.pairs(r, s, work.batch) for r in ranks) for s in ranks)
+        attend = Step(pairs=pairs, blocks=tuple((0, s) for s in ranks))
         return CommPlan(
-            steps(gather(q), attend, scatter(out, lse)),
-            steps(gather(q, out, out, lse), attend, scatter(work.q * work.a)),
+            steps(gather("q"), attend, scatter("out", "lse")),
+            steps(gather("q", "out", "dout", "lse"), attend, scatter("dq")),
+            query_shards=(tuple(ranks),),
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:

@@ -18,7 +18,7 @@ from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.drawing.shares import walk_of
+from armillary.attention.drawing.shares import blocks_of
 from armillary.attention.planning.base import SequencePlan
 from armillary.attention.registry import SEQUENCE_METHODS, SequenceEntry, build_comm_plan, named_method, names
 from armillary.core import SequenceLayout
@@ -245,8 +245,8 @@ def test_the_bytes_report_leaves_it_out_and_says_so(unplanned, capsys):
 
 
 def test_its_picture_is_refused_by_name(unplanned):
-    with pytest.raises(ValueError, match=rf"'{UNPLANNED}'.* walk"):
-        walk_of(SequenceLayout.zigzag(64, 4), UNPLANNED)
+    with pytest.raises(ValueError, match=rf"'{UNPLANNED}'.* comm_plan"):
+        blocks_of(SequenceLayout.zigzag(64, 4), AttentionMask(), UNPLANNED)
 
 
 # -- the tuner --------------------------------------------------------------------------------------------------------

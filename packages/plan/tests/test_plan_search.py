@@ -109,7 +109,7 @@ PLAIN = replace(
 
 
 def moved(kind: Kind, *ends: tuple[int, int], gigabytes: float = 1) -> Move:
-    return Move(kind, "ring", tuple(Send(*pair, int(gigabytes * 1e9)) for pair in ends))
+    return Move(kind, "ring", (), tuple(Send(*pair, int(gigabytes * 1e9)) for pair in ends))
 
 
 def test_a_step_takes_the_longer_of_computation_and_transfer():

@@ -11,9 +11,8 @@ import numpy as np
 
 from armillary.attention.drawing.cells import KeyCells
 from armillary.attention.drawing.colors import Colors, colors_of, text_on
-from armillary.attention.drawing.shares import computed
+from armillary.attention.drawing.shares import ComputedBlocks
 from armillary.attention.mask import AttentionMask
-from armillary.attention.planning.base import RingWalk
 from armillary.core import SequenceLayout
 from armillary.core.slices import Integers
 
@@ -41,23 +40,23 @@ class ComputedCells:
         step: [cells, cells] at which step most of a cell's pairs are computed.
     """
 
-    walk: RingWalk
+    blocks: ComputedBlocks
     edges: Integers
     by_rank: Integers
     step: Integers
 
     @classmethod
-    def of(cls, walk: RingWalk, mask: AttentionMask, edges: Integers, ranks: int) -> ComputedCells:
-        keys, cells = KeyCells(_shards(walk.key_layout), edges), len(edges) - 1
-        blocks = {(query, key): (rank, step) for rank, step, query, key in computed(walk, mask)}
+    def of(cls, blocks: ComputedBlocks, mask: AttentionMask, edges: Integers, ranks: int) -> ComputedCells:
+        keys, cells = KeyCells(_shards(blocks.key_layout), edges), len(edges) - 1
+        turns = {(query, key): (rank, step) for rank, step, query, key in blocks.blocks}
         by_rank, step, most = np.zeros((ranks, cells, cells), np.int64), *np.zeros((2, cells, cells), np.int64)
-        slices = mask.slices(walk.layout.length)[0]
-        for query, spans in enumerate(_shards(walk.layout)):
+        slices = mask.slices(blocks.layout.length)[0]
+        for query, spans in enumerate(_shards(blocks.layout)):
             for key, found in enumerate(keys.seen_by(spans, slices)):
-                rank, turn = blocks[query, key]
+                rank, turn = turns[query, key]
                 by_rank[rank] += found
                 step, most = np.where(found > most, turn, step), np.maximum(found, most)
-        return cls(walk, edges, by_rank, step)
+        return cls(blocks, edges, by_rank, step)
 
     @property
     def colors(self) -> Colors:
@@ -66,8 +65,8 @@ class ComputedCells:
     def labels(self) -> Iterator[StepLabel]:
         """One number in each rectangle of a run of queries and a run of keys, where it is large enough to be read."""
         seen, rank = self.by_rank.sum(axis=0) > 0, self.by_rank.argmax(axis=0)
-        several = any(len(ring.ranks) > 1 for ring in self.walk.rings)
-        runs = product(_runs(self.walk.layout, self.edges), _runs(self.walk.key_layout, self.edges))
+        several = len(self.blocks.pairs) > 1
+        runs = product(_runs(self.blocks.layout, self.edges), _runs(self.blocks.key_layout, self.edges))
         for (q0, q1), (k0, k1) in runs if several else ():
             some = seen[q0:q1, k0:k1]
             size = POINTS * _breadth(some) / len(seen)

@@ -10,7 +10,7 @@ import numpy as np
 from armillary.attention.drawing.cells import areas_of, cell_edges, count_cells, held
 from armillary.attention.drawing.colors import blended, colors_of, light_colors
 from armillary.attention.drawing.computed_cells import ComputedCells, has_steps
-from armillary.attention.drawing.shares import Shares, shares_of, walk_of
+from armillary.attention.drawing.shares import Shares, blocks_of, shares_of
 from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
 from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
 from armillary.core import SequenceLayout
@@ -70,7 +70,7 @@ def draw_mask(
         panels = figure.subplot_mosaic("ABC;ABD", width_ratios=[1, 1, 0.75], height_ratios=[1, 1])
         draw_structure(panels["A"], mask, edges)
         coarse = cell_edges(length, MIXED if has_steps(layout) and length > CELLS else CELLS)
-        cells = ComputedCells.of(walk_of(layout, method, options), mask, coarse, layout.shards)
+        cells = ComputedCells.of(blocks_of(layout, mask, method, options), mask, coarse, layout.shards)
         draw_computed(panels["B"], cells, f"who computes what, at which step: {method}")
         draw_layout(panels["C"], layout, edges)
         draw_shares(panels["D"], shares)

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from armillary.attention.mask import AttentionMask
-from armillary.attention.planning.base import RingWalk
+from armillary.attention.planning.comm_plan import AttentionShape, join_shards
 from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions, named_method
-from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
 
 
 class Computed(NamedTuple):
-    """A block, and which rank of the sequence axis computes it at which step of forward.
+    """A block, and the rank of the sequence axis and the step of forward that compute it.
 
     Args:
-        query, key: shards of the walk's layouts.
+        query, key: shards of `ComputedBlocks`.
     """
 
     rank: int
     step: int
     query: int
     key: int
+
+
+@dataclass(frozen=True)
+class ComputedBlocks:
+    """Blocks of a method's forward, from its communication plan.
+
+    Args:
+        layout, key_layout: of the shards that blocks name.
+        blocks: of each rank and step, also those without a visible pair.
+        pairs: by step and rank, the visible pairs of one head and row.
+    """
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    blocks: tuple[Computed, ...]
+    pairs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -58,24 +74,29 @@ class Shares:
         return asdict(self) | {"by_rank": self.by_rank, "evenness": self.evenness}
 
 
-def walk_of(layout: SequenceLayout, method: str, options: MethodOptions = DEFAULT_OPTIONS) -> RingWalk:
-    """Who computes what under a method, by its name; the ranks of a head axis share what stands for one rank here.
+def blocks_of(
+    layout: SequenceLayout, mask: AttentionMask, method: str, options: MethodOptions = DEFAULT_OPTIONS
+) -> ComputedBlocks:
+    """Returns the blocks of a method, looked up by name. The ranks of a head axis share those of one rank here.
 
     Raises:
-        ValueError: an unknown name, one that leaves the layout's shards unused, or a method that does not say.
+        ValueError: an unknown name, one that leaves the layout's shards unused, or a method whose plan has no blocks.
     """
     named = named_method(method, options)
     named.check_used(layout.shards, 1)
-    return named.sequence_plan(layout.shards).walk(layout)
-
-
-def computed(walk: RingWalk, mask: AttentionMask) -> Iterator[Computed]:
-    """All blocks, those without a visible pair too."""
-    grid = grid_of(walk.layout, walk.key_layout, mask)
-    for ring in (ring.cheaper_direction(grid) for ring in walk.rings):
-        for place, rank in enumerate(ring.ranks):
-            for step in range(len(ring.ranks)):
-                yield Computed(rank, step, *ring.query_key_shards(place, ring.origin(place, step)))
+    work = AttentionShape.of(layout, mask, heads=1, kv_heads=1, head_dim=1, dtype=torch.float32)
+    plan = named.sequence_plan(layout.shards).comm_plan(work)
+    steps = [step for step in plan.forward if step.pairs]
+    if not all(step.blocks for step in steps):
+        raise ValueError(f"attention method {method!r} cannot be drawn: the steps of its comm_plan have no blocks")
+    return ComputedBlocks(
+        join_shards(layout, plan.query_shards),
+        join_shards(layout, plan.key_shards),
+        tuple(
+            Computed(rank, i, *block) for i, step in enumerate(steps) for rank, block in enumerate(step.blocks) if block
+        ),
+        tuple(step.pairs for step in steps),
+    )
 
 
 def shares_of(
@@ -94,9 +115,6 @@ def shares_of(
     Raises:
         ValueError: a mask that does not fit the layout's length, or a method that does not fit its shards.
     """
-    walk, mask = walk_of(layout, method, options), mask.row(row)
-    grid, steps = grid_of(walk.layout, walk.key_layout, mask), max(len(ring.ranks) for ring in walk.rings)
-    by_step = [[0] * steps for _ in range(layout.shards)]
-    for rank, step, query, key in computed(walk, mask):
-        by_step[rank][step] += grid.pairs(query, key, 1)
-    return Shares(layout.length, mask.pairs(layout.length), layout.sizes, tuple(map(tuple, by_step)))
+    mask = mask.row(row)
+    by_step = blocks_of(layout, mask, method, options).pairs
+    return Shares(layout.length, mask.pairs(layout.length), layout.sizes, tuple(zip(*by_step, strict=True)))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armillary.attention.planning.base import RingWalk, SequencePlan
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
+from armillary.attention.planning.base import SequencePlan
+from armillary.attention.planning.comm_plan import (
+    AttentionShape,
+    CommPlan,
+    Step,
+    all_gather,
+    reduce_scatter,
+    steps,
+)
 from armillary.attention.planning.memory import Sizes, kernel_backward, kernel_forward
-from armillary.attention.rotation.topology import RingTopology
-from armillary.core import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -17,11 +22,12 @@ class AllGatherPlan(SequencePlan):
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         ranks, tokens = range(work.layout.shards), work.key_layout.sizes
-        gather = Step(tuple(all_gather([ranks], tokens, size * work.e) for size in (work.k, work.v)))
-        scatter = Step(tuple(reduce_scatter([ranks], tokens, size * work.a) for size in (work.k, work.v)))
+        gather = Step(tuple(all_gather([ranks], tokens, work.payload(name)) for name in ("k", "v")))
+        scatter = Step(tuple(reduce_scatter([ranks], tokens, work.payload(name)) for name in ("dk", "dv")))
         heads = len(work.key_heads)
-        attend = Step(pairs=tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in ranks) for r in ranks))
-        return CommPlan(steps(gather, attend), steps(gather, attend, scatter))
+        pairs = tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in ranks) for r in ranks)
+        attend = Step(pairs=pairs, blocks=tuple((r, 0) for r in ranks))
+        return CommPlan(steps(gather, attend), steps(gather, attend, scatter), key_shards=(tuple(ranks),))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
         """All k and v; own queries against a causal square, then half of them against all other keys."""
@@ -38,9 +44,3 @@ class AllGatherPlan(SequencePlan):
         block = kernel_backward(x, queries=0.5, keys=ranks - 1)
         scattering = x.w * x.q + x.w * all_keys + 2 * x.w * x.k
         return x.w * all_keys + max(all_keys + x.q + block, scattering)
-
-    def walk(self, layout: SequenceLayout) -> RingWalk:
-        """One step: each rank's queries against all keys."""
-        gathered = SequenceLayout.contiguous(layout.length, 1)
-        rings = [RingTopology((rank,), (rank,), (0,), "keys") for rank in range(layout.shards)]
-        return RingWalk(layout, gathered, rings)

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.planning.memory import HeadStages, Sizes
-from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core import SequenceLayout
 
 InnerPlan = Callable[[AttentionShape], CommPlan]
 """Returns the communication plan of a method on the sequence axis."""
-
-
-class RingWalk(NamedTuple):
-    """The block that each rank computes at each step of forward.
-
-    Args:
-        layout, key_layout: the query and key shards that the rings name.
-        rings: which take their cheaper direction. Together all ranks of the axis.
-    """
-
-    layout: SequenceLayout
-    key_layout: SequenceLayout
-    rings: Sequence[RingTopology]
-
-    @classmethod
-    def of_ring(cls, layout: SequenceLayout, rotating_side: RotatingSide) -> RingWalk:
-        """Returns the walk of one ring of all ranks, each with its own shard."""
-        return cls(layout, layout, [RingTopology.of_all(layout.shards, rotating_side)])
 
 
 @dataclass(frozen=True)
@@ -71,10 +51,6 @@ class SequencePlan(MethodPlan):
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Returns the peak memory of backward on `ranks` ranks, in bytes."""
         raise self.missing("backward_memory")
-
-    def walk(self, layout: SequenceLayout) -> RingWalk:
-        """Returns the blocks of each rank and step for a layout as `layout` gives it. Used for pictures."""
-        raise self.missing("walk")
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int] | None:
         """Returns the (p2p, collective) bytes that the paper counts for one rank in forward under a full mask."""

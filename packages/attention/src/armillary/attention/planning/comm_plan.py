@@ -28,18 +28,36 @@ Role = Literal["ring", "ulysses"]
 """Axis of a method: "ring" is the sequence axis, whichever method works on it; "ulysses" is the head axis."""
 
 
+class Payload(NamedTuple):
+    """Tensors that are sent together.
+
+    Args:
+        tensors: names, such as ("k", "v").
+        size: bytes of a token, or of a token and head, of all of them.
+    """
+
+    tensors: tuple[str, ...]
+    size: int
+
+
 class Move(NamedTuple):
     """One exchange or collective on all ranks that take part. Ranks are numbered r * U + u.
 
     Args:
         kind: as a ledger counts it.
+        tensors: names of the tensors that are sent.
         sends: without those of 0 bytes. An all-gather is a ring in which each rank sends its block C - 1 times; an
             all-to-all, and a reduce-scatter of ours, is one send to each peer.
     """
 
     kind: Kind
     axis: Role
+    tensors: tuple[str, ...]
     sends: tuple[Send, ...]
+
+
+Block = tuple[int, int]
+"""Query shard and key shard that meet on a rank during a step."""
 
 
 class Step(NamedTuple):
@@ -51,14 +69,29 @@ class Step(NamedTuple):
             batch. Empty if nothing is computed.
         later_moves: start when the pairs are computed. They overlap with the computation of the next step, and end
             before the next step starts if that step computes nothing.
+        blocks: by rank, the block with these pairs; None on a rank that computes nothing.
+        heads: by rank of the head axis, the query heads that its ranks compute. Empty: all heads on every rank.
     """
 
     moves: tuple[Move, ...] = ()
     pairs: tuple[int, ...] = ()
     later_moves: tuple[Move, ...] = ()
+    blocks: tuple[Block | None, ...] = ()
+    heads: tuple[Sequence[int], ...] = ()
 
 
 Steps = tuple[Step, ...]
+
+
+JoinedShards = tuple[tuple[int, ...], ...]
+"""For each shard of a method's blocks, the shards of the sequence axis that the method gathers into it."""
+
+
+def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> SequenceLayout:
+    """Returns the layout whose shards a plan's blocks name, from that of the sequence axis."""
+    if shards is None:
+        return layout
+    return SequenceLayout([[span for shard in joined for span in layout.spans(shard)] for joined in shards])
 
 
 @dataclass(frozen=True)
@@ -66,10 +99,15 @@ class CommPlan:
     """The steps of `forward` and `backward` of one attention call.
 
     Without the extra cost of calls that return lse or have sinks: on a head axis, an all-to-all of lse [B, T, H].
+
+    Args:
+        query_shards, key_shards: of the blocks; None: the shards of the sequence axis.
     """
 
     forward: Steps
     backward: Steps
+    query_shards: JoinedShards | None = None
+    key_shards: JoinedShards | None = None
 
     def bytes(self, rank: int, kind: Kind | None = None, phase: str | None = None, axis: Role | None = None) -> int:
         """Returns the bytes that a ledger counts on `rank`.
@@ -200,6 +238,13 @@ class AttentionShape:
         """B K Dv."""
         return self.batch * self.kv_heads * self.value_dim
 
+    def payload(self, *tensors: str) -> Payload:
+        """Returns tensors, such as "k" and "v", as they travel on the sequence axis: lse and gradients are wider."""
+        elements = {"q": self.q, "out": self.out, "dout": self.out, "lse": self.lse, "k": self.k, "v": self.v}
+        elements |= {"dq": self.q, "dk": self.k, "dv": self.v}
+        widths = (self.a if name in ("lse", "dq", "dk", "dv") else self.e for name in tensors)
+        return Payload(tensors, sum(elements[name] * width for name, width in zip(tensors, widths, strict=True)))
+
     # -- bytes of an element -----------------------------------------------------------------------------------------
 
     @property
@@ -217,36 +262,40 @@ Groups = Iterable[Sequence[int]]
 """Ranks of each of several collectives that run at once."""
 
 
-def move(kind: Kind, axis: Role, sends: Iterable[Send]) -> Move:
+def move(kind: Kind, axis: Role, tensors: tuple[str, ...], sends: Iterable[Send]) -> Move:
     """Returns a move, without sends of 0 bytes or from a rank to itself."""
-    return Move(kind, axis, tuple(send for send in sends if send.bytes and send.source != send.target))
+    return Move(kind, axis, tensors, tuple(send for send in sends if send.bytes and send.source != send.target))
 
 
-def all_gather(groups: Groups, tokens: Sequence[int], size: int) -> Move:
+def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
     """All-gather of each rank's tokens, padded to the largest number of its group.
 
     Args:
         tokens: by rank.
-        size: bytes of a token.
     """
 
     def sends() -> Iterator[Send]:
         for group in groups:
-            padded = max(tokens[rank] for rank in group) * (len(group) - 1) * size
+            padded = max(tokens[rank] for rank in group) * (len(group) - 1) * payload.size
             yield from (Send(rank, group[(i + 1) % len(group)], padded) for i, rank in enumerate(group))
 
-    return move("all_gather", "ring", sends())
+    return move("all_gather", "ring", payload.tensors, sends())
 
 
-def send_to_each(kind: Kind, axis: Role, groups: Groups, size: Callable[[int, int], int]) -> Move:
-    """A send of `size(source, target)` bytes from each rank to each rank of its group."""
-    sends = (Send(source, target, size(source, target)) for ranks in groups for source in ranks for target in ranks)
-    return move(kind, axis, sends)
+def send_to_each(kind: Kind, axis: Role, groups: Groups, payload: Payload, count: Callable[[int, int], int]) -> Move:
+    """A send from each rank to each rank of its group, of `count(source, target)` times the payload."""
+    sends = (
+        Send(source, target, count(source, target) * payload.size)
+        for ranks in groups
+        for source in ranks
+        for target in ranks
+    )
+    return move(kind, axis, payload.tensors, sends)
 
 
-def reduce_scatter(groups: Groups, tokens: Sequence[int], size: int) -> Move:
-    """Reduce-scatter: to each rank its tokens, of `size` bytes each, from every other rank of its group."""
-    return send_to_each("reduce_scatter", "ring", groups, lambda _, target: tokens[target] * size)
+def reduce_scatter(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
+    """Reduce-scatter: to each rank its tokens, from every other rank of its group."""
+    return send_to_each("reduce_scatter", "ring", groups, payload, lambda _, target: tokens[target])
 
 
 def steps(*all_steps: Step) -> Steps:
@@ -279,9 +328,12 @@ def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
 
     def renumber_step(step: Step) -> Step:
         pairs = [0] * total if step.pairs else []
+        blocks: list[Block | None] = [None] * total if step.blocks else []
         for rank, count in zip(ranks, step.pairs, strict=False):
             pairs[rank] = count
-        return Step(renumber_moves(step.moves), tuple(pairs), renumber_moves(step.later_moves))
+        for rank, block in zip(ranks, step.blocks, strict=False):
+            blocks[rank] = block
+        return Step(renumber_moves(step.moves), tuple(pairs), renumber_moves(step.later_moves), tuple(blocks))
 
     return tuple(map(renumber_step, group_steps))
 
@@ -298,17 +350,21 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
     def join(same_time: Sequence[Step]) -> Step:
         computing = [step.pairs for step in same_time if step.pairs]
         pairs = tuple(map(sum, zip(*computing, strict=True)))
-        return Step(_joined([s.moves for s in same_time]), pairs, _joined([s.later_moves for s in same_time]))
+        by_rank = zip(*(step.blocks for step in same_time if step.blocks), strict=True)
+        blocks = tuple(next(filter(None, candidates), None) for candidates in by_rank)
+        moves, later_moves = _joined([s.moves for s in same_time]), _joined([s.later_moves for s in same_time])
+        return Step(moves, pairs, later_moves, blocks)
 
     return tuple(join(same_time) for same_time in zip_longest(*group_steps, fillvalue=Step()))
 
 
 def _joined(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
-    """Joins the n-th moves of equal kind and axis of all groups into one."""
-    sends = dict[tuple[Kind, Role, int], list[Send]]()
+    """Joins the n-th moves of equal kind, axis and tensors of all groups into one."""
+    sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
     for moves in group_moves:
-        counts = Counter[tuple[Kind, Role]]()
-        for kind, axis, some in moves:
-            sends.setdefault((kind, axis, counts[kind, axis]), []).extend(some)
-            counts[kind, axis] += 1
-    return tuple(Move(kind, axis, tuple(some)) for (kind, axis, _), some in sends.items())
+        counts = Counter[tuple[Kind, Role, tuple[str, ...]]]()
+        for kind, axis, tensors, group_sends in moves:
+            group = (kind, axis, tensors)
+            sends.setdefault((*group, counts[group]), []).extend(group_sends)
+            counts[group] += 1
+    return tuple(Move(*group[:3], tuple(joined_sends)) for group, joined_sends in sends.items())

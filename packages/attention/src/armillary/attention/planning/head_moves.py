@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from armillary.attention.methods.head_shards import check_heads, split_heads
 from armillary.attention.planning.base import InnerPlan
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Move, renumber, send_to_each, side_by_side
+from armillary.attention.planning.comm_plan import (
+    AttentionShape,
+    CommPlan,
+    Move,
+    Payload,
+    Steps,
+    renumber,
+    send_to_each,
+    side_by_side,
+)
 
 
 class HeadMoves:
@@ -23,27 +33,27 @@ class HeadMoves:
         self.sizes, self.key_sizes = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
         self.groups = [range(r * ranks, (r + 1) * ranks) for r in range(work.layout.shards)]
 
-    def to_heads(self, sizes: Sequence[int], heads: Sequence[range], size: int) -> Move:
+    def to_heads(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
         """Sequence shards to head shards.
 
         Args:
             sizes: tokens by rank of all P x U.
             heads: by rank of the head axis.
-            size: bytes of a token and head.
+            tensor, size: name, and bytes of a token and head.
         """
 
-        def pair_bytes(source: int, target: int) -> int:
-            return sizes[source] * len(heads[target % self.ranks]) * size
+        def count(source: int, target: int) -> int:
+            return sizes[source] * len(heads[target % self.ranks])
 
-        return send_to_each("all_to_all", "ulysses", self.groups, pair_bytes)
+        return send_to_each("all_to_all", "ulysses", self.groups, Payload((tensor,), size), count)
 
-    def to_tokens(self, sizes: Sequence[int], heads: Sequence[range], size: int) -> Move:
+    def to_tokens(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
         """Head shards back to sequence shards. Arguments as in `to_heads`."""
 
-        def pair_bytes(source: int, target: int) -> int:
-            return sizes[target] * len(heads[source % self.ranks]) * size
+        def count(source: int, target: int) -> int:
+            return sizes[target] * len(heads[source % self.ranks])
 
-        return send_to_each("all_to_all", "ulysses", self.groups, pair_bytes)
+        return send_to_each("all_to_all", "ulysses", self.groups, Payload((tensor,), size), count)
 
     def inner_plan(self, inner: InnerPlan, works: tuple[AttentionShape | None, ...]) -> CommPlan:
         """Returns the plan of the inner method on all P x U ranks.
@@ -54,7 +64,18 @@ class HeadMoves:
         plans = {work: inner(work) for work in works if work}  # ranks mostly have alike parts
         total = self.work.layout.shards * self.ranks
         parts = [(plans[work], range(u, total, self.ranks)) for u, work in enumerate(works) if work]
-        return CommPlan(
-            side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in parts]),
-            side_by_side([renumber(plan.backward, ranks, total) for plan, ranks in parts]),
+        # Blocks of all parts have the same shards.
+        return replace(
+            parts[0][0],
+            forward=side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in parts]),
+            backward=side_by_side([renumber(plan.backward, ranks, total) for plan, ranks in parts]),
         )
+
+
+def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:
+    """Returns steps of the inner method that name their query heads.
+
+    Args:
+        heads: by rank of the head axis.
+    """
+    return tuple(step._replace(heads=tuple(heads)) if step.pairs else step for step in inner_steps)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
-from armillary.attention.planning.base import RingWalk, SequencePlan
+from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.planning.memory import (
     Sizes,
@@ -17,7 +17,6 @@ from armillary.attention.planning.memory import (
 from armillary.attention.planning.rotation import ring_reduce_tokens, rotation_steps
 from armillary.attention.planning.token_ring import pass_queries_backward_steps
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.core import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,6 @@ class RingPlan(SequencePlan):
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         return ring_backward_memory(x, ranks, self.backward)
 
-    def walk(self, layout: SequenceLayout) -> RingWalk:
-        return RingWalk.of_ring(layout, "keys")
-
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
         """Counts k and v of P steps, as arXiv 2407.00611 does; P - 1 are sent."""
         return work.layout.length * (work.k + work.v) * work.e, 0
@@ -55,7 +51,7 @@ class RingPlan(SequencePlan):
 
 def ring_forward_steps(work: AttentionShape, rings: Sequence[RingTopology]) -> Steps:
     """Steps of `Ring.forward` on all ranks of some rings."""
-    return rotation_steps(work, rings, (work.k + work.v) * work.e)
+    return rotation_steps(work, rings, work.payload("k", "v"))
 
 
 def ring_backward_steps(
@@ -67,8 +63,7 @@ def ring_backward_steps(
     side = cheaper_side(backward, queries, keys, work.dtype)
     if side == "queries":
         return pass_queries_backward_steps(work, rings(side), ring_reduce_tokens)
-    kv = work.k + work.v
-    return rotation_steps(work, rings(side), kv * work.e, kv * work.a, ring_reduce_tokens)
+    return rotation_steps(work, rings(side), work.payload("k", "v"), work.payload("dk", "dv"), ring_reduce_tokens)
 
 
 def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from armillary.attention.planning.comm_plan import AttentionShape, Step, Steps, move, steps
+from armillary.attention.planning.comm_plan import AttentionShape, Move, Payload, Step, Steps, move, steps
 from armillary.attention.planning.send import Send
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
@@ -16,8 +16,8 @@ ReturnedTokens = Callable[[RingTopology, Grid, int], Iterable[Send]]
 def rotation_steps(
     work: AttentionShape,
     rings: Sequence[RingTopology],
-    hop_bytes: int,
-    returned_bytes: int = 0,
+    rotating: Payload,
+    returned: Payload | None = None,
     returned_tokens: ReturnedTokens | None = None,
 ) -> Steps:
     """Returns R steps in which shards are sent on while a block is computed, and its results return afterwards.
@@ -25,27 +25,30 @@ def rotation_steps(
     Args:
         work: has the shards that the rings name.
         rings: of R ranks each, which take their cheaper direction. Together all ranks of the axis.
-        hop_bytes: bytes of a token that is sent on.
-        returned_bytes: bytes of a token whose result returns.
-        returned_tokens: `ring_reduce_tokens` or `direct_reduce_tokens`; None: nothing returns.
+        rotating: tensors of the shard that is sent on.
+        returned: results that return to the shard's owner; None: nothing returns.
+        returned_tokens: `ring_reduce_tokens` or `direct_reduce_tokens`, if something returns.
     """
     grid, heads = work.grid, len(work.key_heads)
     rings = [ring.cheaper_direction(grid) for ring in rings]
 
-    def sends(tokens: ReturnedTokens, step: int, size: int) -> Iterator[Send]:
-        for ring in rings:
-            yield from (Send(source, target, count * size) for source, target, count in tokens(ring, grid, step))
+    def moves(token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:
+        counts = (send for ring in rings for send in token_sends(ring, grid, step))
+        size = payload.size
+        sends = (Send(source, target, tokens * size) for source, target, tokens in counts)
+        return move("p2p", "ring", payload.tensors, sends)
 
     def step_of(step: int) -> Step:
-        hops = move("p2p", "ring", sends(_hop_tokens, step, hop_bytes))
-        pairs = [0] * sum(len(ring.ranks) for ring in rings)
+        ranks = sum(len(ring.ranks) for ring in rings)
+        pairs, blocks = [0] * ranks, [(0, 0)] * ranks
         for ring in rings:
             for place, rank in enumerate(ring.ranks):
-                shards = ring.query_key_shards(place, ring.origin(place, step))
-                pairs[rank] = grid.pairs(*shards, work.batch) * heads
-        if returned_tokens is None or step == 0:  # at step 0 each rank has its own shard
-            return Step((hops,), tuple(pairs))
-        return Step((hops,), tuple(pairs), (move("p2p", "ring", sends(returned_tokens, step, returned_bytes)),))
+                blocks[rank] = ring.query_key_shards(place, ring.origin(place, step))
+                pairs[rank] = grid.pairs(*blocks[rank], work.batch) * heads
+        later_moves = ()
+        if returned and returned_tokens and step > 0:  # at step 0 each rank has its own shard
+            later_moves = (moves(returned_tokens, step, returned),)
+        return Step((moves(_hop_tokens, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
 
     return steps(*map(step_of, range(len(rings[0].ranks))))
 

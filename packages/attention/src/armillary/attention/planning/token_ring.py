@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from armillary.attention.planning.base import RingWalk, SequencePlan
+from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.planning.rotation import ReturnedTokens, direct_reduce_tokens, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
-from armillary.core import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,7 @@ class TokenRingPlan(SequencePlan):
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         rings = [RingTopology.of_all(work.layout.shards, "queries")]
-        partial_result = work.out * work.e + work.lse * work.a
-        forward = rotation_steps(work, rings, work.q * work.e, partial_result, direct_reduce_tokens)
+        forward = rotation_steps(work, rings, work.payload("q"), work.payload("out", "lse"), direct_reduce_tokens)
         return CommPlan(forward, pass_queries_backward_steps(work, rings, direct_reduce_tokens))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
@@ -37,13 +35,10 @@ class TokenRingPlan(SequencePlan):
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         return rotate_queries_backward(x, ranks, direct=True)
 
-    def walk(self, layout: SequenceLayout) -> RingWalk:
-        return RingWalk.of_ring(layout, "queries")
-
 
 def pass_queries_backward_steps(
     work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: ReturnedTokens
 ) -> Steps:
     """Steps of `pass_queries_backward` on all ranks of some rings."""
-    hop_bytes = (work.q + 2 * work.out) * work.e + work.lse * work.a  # q, out and dout; lse
-    return rotation_steps(work, rings, hop_bytes, work.q * work.a, returned_tokens)
+    rotating = work.payload("q", "out", "dout", "lse")
+    return rotation_steps(work, rings, rotating, work.payload("dq"), returned_tokens)

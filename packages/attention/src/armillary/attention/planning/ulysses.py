@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from armillary.attention.planning.base import HeadPlan, InnerPlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Step, steps
-from armillary.attention.planning.head_moves import HeadMoves
+from armillary.attention.planning.head_moves import HeadMoves, of_heads
 from armillary.attention.planning.memory import HeadStages, Sizes
 
 
@@ -25,10 +25,23 @@ class UlyssesPlan(HeadPlan):
             for rank in range(ranks)
         )
         plan = moves.inner_plan(inner, tuple(works))
-        qkv = Step((moves.to_heads(*queries, q * e), moves.to_heads(*keys, q * e), moves.to_heads(*keys, v * e)))
-        grads = (moves.to_tokens(*queries, q * e), moves.to_tokens(*keys, q * grad), moves.to_tokens(*keys, v * grad))
-        out, dout = Step((moves.to_tokens(*queries, v * e),)), Step((moves.to_heads(*queries, v * e),))
-        return CommPlan(steps(qkv, *plan.forward, out), steps(dout, *plan.backward, Step(grads)))
+        qkv = (
+            moves.to_heads(*queries, "q", q * e),
+            moves.to_heads(*keys, "k", q * e),
+            moves.to_heads(*keys, "v", v * e),
+        )
+        grads = (
+            moves.to_tokens(*queries, "dq", q * e),
+            moves.to_tokens(*keys, "dk", q * grad),
+            moves.to_tokens(*keys, "dv", v * grad),
+        )
+        out, dout = moves.to_tokens(*queries, "out", v * e), moves.to_heads(*queries, "dout", v * e)
+        forward, backward = (of_heads(inner_steps, heads.queries) for inner_steps in (plan.forward, plan.backward))
+        return replace(
+            plan,
+            forward=steps(Step(qkv), *forward, Step((out,))),
+            backward=steps(Step((dout,)), *backward, Step(grads)),
+        )
 
     def forward_memory(self, x: Sizes, inner: float) -> float:
         """Received q, k and v, and the inner method."""

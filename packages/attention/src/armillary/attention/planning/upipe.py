@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -10,7 +10,7 @@ from armillary.attention.call.spec import key_heads_of
 from armillary.attention.methods.stages import RankHeads, Stage, stages_of
 from armillary.attention.planning.base import HeadPlan, InnerPlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, overlap, steps
-from armillary.attention.planning.head_moves import HeadMoves
+from armillary.attention.planning.head_moves import HeadMoves, of_heads
 from armillary.attention.planning.memory import HeadStages, Sizes
 
 
@@ -29,15 +29,17 @@ class UPipePlan(HeadPlan):
         stages = stages_of(work.key_heads, ranks, self.heads_per_stage)
         staged = StagedSteps(moves, inner_plan, stages, self.prefetch)
         q, v = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e
-        forward = staged.steps([q], lambda plan: plan.forward, staged.return_out)
-        backward = staged.steps([q, v, v], lambda plan: plan.backward, staged.return_grads)
-        if work.projected:
-            return CommPlan(steps(*forward), steps(*backward))
-        # Finished q, k and v: lse is an output of this rank's tokens.
-        lse = (moves.sizes, moves.heads.queries, work.batch * work.a)
-        return CommPlan(
-            steps(*forward, Step((moves.to_tokens(*lse),))),
-            steps(Step((moves.to_heads(*lse),)), *backward),
+        saved = {"q": q, "out": v, "dout": v}
+        forward = staged.steps({"q": q}, lambda plan: plan.forward, staged.return_out)
+        backward = staged.steps(saved, lambda plan: plan.backward, staged.return_grads)
+        forward_end, backward_start = Step(), Step()
+        if not work.projected:  # with finished q, k and v, lse is an output of this rank's tokens
+            lse = (moves.sizes, moves.heads.queries, "lse", work.batch * work.a)
+            forward_end, backward_start = Step((moves.to_tokens(*lse),)), Step((moves.to_heads(*lse),))
+        return replace(
+            staged.inner_plan_of(stages[0]),  # whose blocks have the shards of all stages
+            forward=steps(*forward, forward_end),
+            backward=steps(backward_start, *backward),
         )
 
     def forward_memory(self, x: Sizes, inner: float) -> float:
@@ -70,14 +72,14 @@ class StagedSteps:
 
     def steps(
         self,
-        query_bytes: Sequence[int],
+        query_bytes: Mapping[str, int],
         inner_steps: Callable[[CommPlan], Steps],
         returns: Callable[[Stage], Sequence[Move]],
     ) -> Iterator[Step]:
         """Yields the steps of forward or backward.
 
         Args:
-            query_bytes: bytes of a token and query head of each tensor of queries that is sent.
+            query_bytes: by name, bytes of a token and query head of each tensor of queries that is sent.
             inner_steps: takes forward or backward of the inner plan.
             returns: moves after a stage, one after another.
         """
@@ -88,30 +90,31 @@ class StagedSteps:
             elif not self.prefetch:
                 yield from (Step((each,)) for each in sends[i])
             next_sends = sends[i + 1] if self.prefetch and i + 1 < len(sends) else []
-            yield from overlap(next_sends, inner_steps(self._inner_plan(stage)))
+            heads = [rank_heads.queries for rank_heads in stage.by_rank]
+            yield from overlap(next_sends, of_heads(inner_steps(self.inner_plan_of(stage)), heads))
             yield from (Step((each,)) for each in returns(stage))
 
     def return_out(self, stage: Stage) -> list[Move]:
         """out of a stage."""
         work, moves = self.moves.work, self.moves
-        return [moves.to_tokens(moves.sizes, stage.query_ranges, work.batch * work.value_dim * work.e)]
+        return [moves.to_tokens(moves.sizes, stage.query_ranges, "out", work.batch * work.value_dim * work.e)]
 
     def return_grads(self, stage: Stage) -> list[Move]:
         """dq of a stage, and dk and dv of keys whose round ends, wider if ranks share a head."""
         work, moves, returned = self.moves.work, self.moves, stage.returned_keys
         grad = work.a if returned.shared else work.e
-        dq = moves.to_tokens(moves.sizes, stage.query_ranges, work.batch * work.head_dim * work.e)
-        key_bytes = (work.batch * dim * grad for dim in (work.head_dim, work.value_dim))
-        return [dq, *(moves.to_tokens(moves.key_sizes, returned.ranges, size) for size in key_bytes)]
+        dq = moves.to_tokens(moves.sizes, stage.query_ranges, "dq", work.batch * work.head_dim * work.e)
+        key_bytes = {"dk": work.batch * work.head_dim * grad, "dv": work.batch * work.value_dim * grad}
+        return [dq, *(moves.to_tokens(moves.key_sizes, returned.ranges, *tensor) for tensor in key_bytes.items())]
 
-    def _sends(self, stage: Stage, query_bytes: Sequence[int]) -> list[Move]:
+    def _sends(self, stage: Stage, query_bytes: Mapping[str, int]) -> list[Move]:
         """k and v of keys whose round starts, then tensors of queries."""
         work, moves = self.moves.work, self.moves
-        key_bytes = [work.batch * dim * work.e for dim in (work.head_dim, work.value_dim)]
-        keys = [moves.to_heads(moves.key_sizes, stage.received_keys.ranges, size) for size in key_bytes]
-        return [*keys, *(moves.to_heads(moves.sizes, stage.query_ranges, size) for size in query_bytes)]
+        key_bytes = {"k": work.batch * work.head_dim * work.e, "v": work.batch * work.value_dim * work.e}
+        keys = [moves.to_heads(moves.key_sizes, stage.received_keys.ranges, *tensor) for tensor in key_bytes.items()]
+        return [*keys, *(moves.to_heads(moves.sizes, stage.query_ranges, *tensor) for tensor in query_bytes.items())]
 
-    def _inner_plan(self, stage: Stage) -> CommPlan:
+    def inner_plan_of(self, stage: Stage) -> CommPlan:
         work = self.moves.work
 
         def part(heads: RankHeads) -> AttentionShape | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.methods.teams import Placement, Teams
-from armillary.attention.planning.base import RingWalk, SequencePlan
+from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,
@@ -52,19 +52,22 @@ class WallFacerPlan(SequencePlan):
         teams = self.teams(work.layout.shards)
         team_steps = TeamSteps(teams, work, self.gather_keys)
         layout, key_layout = (teams.by_teams(x) for x in (work.layout, work.key_layout))
-        ring_work, e, lse = replace(work, layout=layout, key_layout=key_layout), work.e, work.lse * work.a
+        ring_work = replace(work, layout=layout, key_layout=key_layout)
         gather, scatter = team_steps.gather, team_steps.scatter
+        members = tuple(team_steps.team_ranks) if teams.team > 1 else None
         return CommPlan(
             steps(
-                *team_steps.place_keys(gather(work.q * e)),
+                *team_steps.place_keys(gather("q")),
                 *ring_forward_steps(ring_work, teams.rings("keys")),
-                Step(scatter(work.out * e, lse)),
+                Step(scatter("out", "lse")),
             ),
             steps(
-                *team_steps.place_keys(gather(work.q * e, work.out * e, work.out * e, lse)),
+                *team_steps.place_keys(gather("q", "out", "dout", "lse")),
                 *ring_backward_steps(ring_work, self.backward, teams.rings),
-                *team_steps.return_key_grads(scatter(work.q * work.a)),
+                *team_steps.return_key_grads(scatter("dq")),
             ),
+            query_shards=members,
+            key_shards=members,
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
@@ -91,11 +94,6 @@ class WallFacerPlan(SequencePlan):
         scattering = 2 * x.w * (of_team.q + 2 * of_team.k) + 2 * x.w * x.k
         return max(gathered + ring, scattering)
 
-    def walk(self, layout: SequenceLayout) -> RingWalk:
-        teams = self.teams(layout.shards)
-        by_teams = teams.by_teams(layout)
-        return RingWalk(by_teams, by_teams, teams.rings("keys"))
-
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
         """Counts a team's k and v in P / C^2 steps, and its q, k, v and out, as arXiv 2407.00611 does."""
         ranks, team = work.layout.shards, self.team
@@ -116,29 +114,34 @@ class TeamSteps:
         """Ranks of each team."""
         return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team)]
 
-    def gather(self, *sizes: int) -> tuple[Move, ...]:
-        """Step 1 for tensors of queries, of `sizes` bytes a token."""
-        return tuple(all_gather(self.team_ranks, self.work.layout.sizes, size) for size in sizes)
+    def gather(self, *tensors: str) -> tuple[Move, ...]:
+        """Step 1 for tensors of queries."""
+        sizes = self.work.layout.sizes
+        return tuple(all_gather(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
 
-    def scatter(self, *sizes: int) -> tuple[Move, ...]:
-        """Step 4 for tensors of queries, of `sizes` bytes a token."""
-        return tuple(reduce_scatter(self.team_ranks, self.work.layout.sizes, size) for size in sizes)
+    def scatter(self, *tensors: str) -> tuple[Move, ...]:
+        """Step 4 for tensors of queries."""
+        sizes = self.work.layout.sizes
+        return tuple(reduce_scatter(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
 
     def place_keys(self, query_moves: tuple[Move, ...]) -> Steps:
         """Steps 1 and 2 for keys, while queries are gathered."""
         work, tokens = self.work, self.work.key_layout.sizes
-        place = move("p2p", "ring", self._key_sends((work.k + work.v) * work.e))
+        payload = work.payload("k", "v")
+        place = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
         if not self.gather_keys:
             return steps(Step((*query_moves, place)))
-        keys = (all_gather(self.team_ranks, tokens, size * work.e) for size in (work.k, work.v))
+        keys = (all_gather(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
         return steps(Step((*query_moves, *keys)), Step((place,)))
 
     def return_key_grads(self, query_moves: tuple[Move, ...]) -> Steps:
         """Steps 2 and 1 in reverse for dk and dv, while dq is scattered."""
         work, tokens = self.work, self.work.key_layout.sizes
-        sends = (Send(target, source, size) for source, target, size in self._key_sends((work.k + work.v) * work.a))
-        keys = (reduce_scatter(self.team_ranks, tokens, size * work.a) for size in (work.k, work.v))
-        return steps(Step((*query_moves, move("p2p", "ring", sends))), Step(tuple(keys) if self.gather_keys else ()))
+        payload = work.payload("dk", "dv")
+        sends = (Send(target, source, size) for source, target, size in self._key_sends(payload.size))
+        keys = (reduce_scatter(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
+        returns = move("p2p", "ring", payload.tensors, sends)
+        return steps(Step((*query_moves, returns)), Step(tuple(keys) if self.gather_keys else ()))
 
     def _key_sends(self, size: int) -> Iterator[Send]:
         """Yields step 2's sends of keys, of `size` bytes a token: from one member of a team, or from each its own."""
