@@ -406,3 +406,14 @@ def row(given: Slice) -> list[int]:
     queries, keys, low, high = given
     bounds = -99 if low is None else low, 99 if high is None else high
     return [queries.start, queries.stop, keys.start, keys.stop, *bounds]
+
+
+def test_segments_are_those_of_documents_and_trees_and_other_kinds_are_refused():
+    tree = AttentionMask.tree([0, 3, 5, 8], [-1, 0, 0])
+    assert [row.ends for row in AttentionMask().segments(8)] == [(0, 8)]
+    assert [row.parents for row in AttentionMask(documents=[0, 3, 8]).segments(8)] == [(-1, -1)]
+    rows = AttentionMask.rows([tree, AttentionMask(documents=[0, 2, 8])]).segments(8)
+    assert [(row.ends, row.parents) for row in rows] == [((0, 3, 5, 8), (-1, 0, 0)), ((0, 2, 8), (-1, -1))]
+    for mask in (AttentionMask(causal=False), AttentionMask(window=(3, 0)), AttentionMask.chunked(4)):
+        with pytest.raises(ValueError, match="mask"):
+            mask.segments(8)

@@ -20,6 +20,7 @@ from armillary.core.collectives.interleaved import all_gather_interleaved, inter
 from armillary.core.gradients import sum_gradients
 from armillary.core.layout import SequenceLayout, attention_balance
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
+from armillary.core.neighbours import halo, relayout, shift, short_convolution
 from armillary.core.observe.label import label
 from armillary.core.observe.ledger import CommLedger
 from armillary.core.observe.trace import Trace, span
@@ -42,13 +43,17 @@ __all__ = [
     "build_mesh",
     "distribute_sequence",
     "gather_sequence",
+    "halo",
     "head_to_seq",
     "interleaved_shard",
     "label",
     "merge_scatter",
     "reduce_scatter",
     "reduce_scatter_interleaved",
+    "relayout",
     "seq_to_head",
+    "shift",
+    "short_convolution",
     "span",
     "start_exchange",
     "start_process_group",

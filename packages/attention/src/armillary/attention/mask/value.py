@@ -16,6 +16,7 @@ from armillary.attention.mask.pattern import Ends, Pattern, RowPattern, integers
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.tree import Tree
 from armillary.core.checked import Window, documents_of, flag, window_of
+from armillary.core.segments import Segments
 from armillary.core.slices import Integers, Slices, band, count_pairs, document_slices, slice_array, within_band
 
 
@@ -196,6 +197,27 @@ class MaskValue:
         ends = mask.boundaries()
         pattern = mask._row_pattern
         return torch.from_numpy(offsets(ends, length) if pattern is None else pattern.positions(ends, length))
+
+    def segments(self, length: int) -> list[Segments]:
+        """Returns the segments along which layers with a state run, of each row that has its own, or of all rows alike.
+
+        Raises:
+            ValueError: a mask that is neither causal, of causal documents, nor a tree; a mask with a window, which a
+                state does not have; a sequence that the mask does not fit.
+        """
+        rows = [self.row(row) for row in range(self.batch or 1)]
+        for number, mask in enumerate(rows):
+            self._check_row(number, length, length)
+            if not mask.causal or mask.window is not None or not isinstance(mask.pattern, Tree | None):
+                raise ValueError(
+                    f"mask {mask!r}: a layer with a state takes causal documents or trees without a window"
+                )
+        return [
+            Segments(mask.pattern.ends, mask.pattern.parents)
+            if isinstance(mask.pattern, Tree)
+            else Segments.documents(mask.boundaries() or (0, length))
+            for mask in rows
+        ]
 
     def pairs(self, length: int, row: int = 0) -> int:
         """How many (query, key) pairs of a sequence of `length` tokens are visible, counted without looking at each.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, cast
@@ -65,6 +65,18 @@ def merge_scatter(out: DTensor, lse: DTensor, axis: Axis, sizes: Sequence[int] |
     parts = merge(local_of(out), local_of(lse), axis, sizes)
     shard: dict[int, Placement] = {place: Shard(1)}
     return dtensor_like(out, parts[0], out.shape, shard), dtensor_like(lse, parts[1], lse.shape, shard)
+
+
+def on_local_tokens(
+    x: DTensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, sizes: Sequence[Sequence[int]]
+) -> DTensor:
+    """Calls a function of this rank's tokens, which stay `Shard(dim)` on the axis.
+
+    Args:
+        sizes: of shards before and after, which must be DTensor's own.
+    """
+    places = [_tokens("x", x, axis, Shard(dim), dim, shards)[0] for shards in sizes]
+    return dtensor_like(x, function(local_of(x)), x.shape, {places[0]: Shard(dim)})
 
 
 class _AllGather(torch.autograd.Function):

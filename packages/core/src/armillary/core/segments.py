@@ -1,0 +1,103 @@
+"""Segments of a row of tokens: packed documents, or the branches of a prefix tree.
+
+A layer with a state runs along paths. The token before position i is i - 1 inside a segment; at a segment's start it is
+the last token of the parent segment, and for a document, or the root of a tree, there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from armillary.core.checked import documents_of
+from armillary.core.slices import Integers
+
+NONE = -1
+"""Stands for a position or a segment that does not exist."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of one row. Immutable and hashable.
+
+    Args:
+        ends: boundaries 0, end of the first segment, ..., N.
+        parents: the parent of each segment, an earlier one; -1 for documents and roots.
+    """
+
+    ends: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @classmethod
+    def documents(cls, ends: Sequence[int]) -> Segments:
+        return cls(tuple(ends), (NONE,) * (len(ends) - 1))
+
+    @cached_property
+    def branching(self) -> bool:
+        """True for a tree: then no token has a unique successor."""
+        return any(parent != NONE for parent in self.parents)
+
+    @cached_property
+    def _arrays(self) -> tuple[Integers, Integers]:
+        return np.array(self.ends, dtype=np.int64), np.array(self.parents, dtype=np.int64)
+
+    def ancestors(self, positions: Integers, distance: int) -> Integers:
+        """Returns the position `distance` tokens before each position along its path, or -1 where the path is shorter.
+
+        Negative distances look ahead within a segment.
+        """
+        ends, parents = self._arrays
+        segment = np.searchsorted(ends, positions, side="right") - 1
+        if distance < 0:
+            later = positions - distance
+            return np.where(later < ends[segment + 1], later, NONE)
+        reached, left = positions.copy(), np.full_like(positions, distance)
+        # Each turn moves tokens whose ancestor lies before their segment to the end of the parent segment.
+        while (beyond := np.flatnonzero((left > reached - ends[segment]) & (reached != NONE))).size:
+            parent = parents[segment[beyond]]
+            left[beyond] -= reached[beyond] - ends[segment[beyond]] + 1
+            reached[beyond] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
+            segment[beyond] = parent
+            left[beyond[parent == NONE]] = 0
+        return np.where(reached == NONE, NONE, reached - left)
+
+    def cut(self, span: range) -> list[range]:
+        """Cuts a span into runs of neighbouring tokens: at the boundaries of segments, and at each step above 1."""
+        if span.step > 1:
+            return [range(token, token + 1) for token in span]
+        ends, _ = self._arrays
+        inner = ends[np.searchsorted(ends, span.start, "right") : np.searchsorted(ends, span.stop, "left")].tolist()
+        return [range(a, b) for a, b in pairwise((span.start, *inner, span.stop))]
+
+
+class Segmented(Protocol):
+    """A mask whose rows are segments: an attention mask of documents or of a tree."""
+
+    def segments(self, length: int) -> Sequence[Segments]:
+        """Returns the segments of each row that has its own, or of all rows alike."""
+        ...
+
+
+def segments_of(length: int, documents: object = None, mask: Segmented | None = None) -> tuple[Segments, ...]:
+    """Returns the segments of each row, or one entry for all rows alike.
+
+    Raises:
+        ValueError: documents beside a mask, boundaries that do not rise from 0 to `length`, or a mask that is neither
+            of documents nor of a tree.
+    """
+    if mask is not None:
+        if documents is not None:
+            raise ValueError(f"documents={documents!r} beside mask={mask!r}: pass one of them")
+        if not hasattr(mask, "segments"):
+            raise ValueError(f"mask is a {type(mask).__name__}; an attention mask of documents or a tree is accepted")
+        return tuple(mask.segments(length))
+    ends = documents_of(documents, length)
+    if ends is None:
+        return (Segments.documents((0, length)),)
+    rows = ends if isinstance(ends[0], tuple) else (ends,)
+    return tuple(Segments.documents(row) for row in rows)  # pyright: ignore[reportArgumentType]

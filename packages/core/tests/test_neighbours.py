@@ -1,0 +1,291 @@
+"""Relayout, shift, halo and short convolution against the same on a whole sequence, in worlds of gloo ranks."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
+
+from armillary.core import Axis, CommLedger, SequenceLayout
+from armillary.core.neighbours import halo, relayout, runs_of, shift, short_convolution
+from armillary.core.segments import Segments
+from armillary.core.testing import mesh
+
+N = 37
+
+
+class Tree:
+    """A mask as far as these functions look at one."""
+
+    def __init__(self, *rows: Segments) -> None:
+        self.rows = rows
+
+    def segments(self, length: int) -> tuple[Segments, ...]:
+        return self.rows
+
+
+TREE = Segments((0, 5, 6, 14, 20, 21, 30, 37), (-1, 0, 1, 0, -1, 4, 4))
+ROWS = {
+    "none": {},
+    "documents": {"documents": [0, 1, 3, 17, 37]},
+    "rows": {"documents": [[0, 4, 37], [0, 20, 21, 37]]},
+    "tree": {"mask": Tree(TREE)},
+    "trees": {"mask": Tree(TREE, Segments.documents((0, 11, 37)))},
+}
+
+
+def layouts(shards: int) -> dict[str, SequenceLayout]:
+    uneven = [range(r, N, shards) for r in range(shards)] if shards > 1 else [range(N)]
+    ragged = [[] for _ in range(shards)]
+    for i, (a, b) in enumerate(pairwise([0, 1, 2, 9, 10, 16, 17, 25, 37] if shards < 5 else range(0, N + 1, 1))):
+        ragged[(i * 3 + 1) % shards].append(range(a, b))
+    return {
+        "contiguous": SequenceLayout.contiguous(N, shards),
+        "zigzag": SequenceLayout.zigzag(N, shards),
+        "striped": SequenceLayout.striped(N, shards),
+        "stripes of 3": SequenceLayout.striped(N, shards, 3),
+        "ragged": SequenceLayout(ragged),
+        "steps": SequenceLayout([[span] for span in uneven]),
+    }
+
+
+def paths(rows: str) -> list[list[list[int]]]:
+    """For each row and position, the positions on the path from the root to it, itself last."""
+    given = ROWS[rows]
+    if "mask" in given:
+        segments = given["mask"].rows
+    else:
+        ends = given.get("documents", [0, N])
+        segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
+    found = []
+    for row in segments * (1 if len(segments) == 2 else 2):
+        path: dict[int, list[int]] = {-1: []}
+        for segment, (a, b) in enumerate(pairwise(row.ends)):
+            parent = row.parents[segment]
+            before = [] if parent < 0 else path[row.ends[parent + 1] - 1]
+            for i in range(a, b):
+                before = path[i] = [*before, i]
+        found.append([path[i] for i in range(N)])
+    return found
+
+
+def whole_shift(x: torch.Tensor, rows: str, offset: int, fill: float) -> torch.Tensor:
+    filling = torch.full_like(x[:1, :1], fill)
+    everything = torch.cat([x, filling.expand(2, -1, *x.shape[2:])], 1)
+    table = []
+    for row in paths(rows):
+        if offset >= 0:
+            table.append([path[-1 - offset] if len(path) > offset else N for path in row])
+        else:
+            table.append([i - offset if i - offset < N and i in row[i - offset] else N for i in range(N)])
+    return torch.stack([everything[row, torch.tensor(table[row])] for row in range(2)])
+
+
+def whole_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rows: str) -> torch.Tensor:
+    width = weight.shape[1]
+    return bias + sum(weight[:, width - 1 - back] * whole_shift(x, rows, back, 0) for back in range(width))
+
+
+def sums(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    torch.distributed.all_reduce(x, group=axis.group)
+    return x
+
+
+def compare_everything(rows: str, kind: str) -> None:
+    ring = mesh(ring=torch.distributed.get_world_size())["ring"]
+    axis = Axis.of(ring)
+    layout = layouts(axis.size)[kind]
+    generator = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(2, N, 3, dtype=torch.float64, generator=generator) for _ in range(2))
+    weight, bias = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((3, 4), (3,)))
+    own = layout.take(x, axis.rank).requires_grad_()
+    x.requires_grad_()
+    backwards = (-1, -3) if "tree" not in rows else ()
+    for offset in (0, 1, 4, N, *backwards):
+        expected = whole_shift(x, rows, offset, 7.0)
+        found = shift(own, layout, ring, offset, fill=7.0, **ROWS[rows])
+        assert torch.equal(found, layout.take(expected, axis.rank))
+        grads = torch.autograd.grad(found, own, layout.take(dout, axis.rank))
+        torch.testing.assert_close(grads[0], layout.take(torch.autograd.grad(expected, x, dout)[0], axis.rank))
+    labels = shift(layout.take(torch.arange(N).expand(2, N), axis.rank), layout, ring, 1, fill=-100, **ROWS[rows])
+    assert torch.equal(labels, layout.take(whole_shift(torch.arange(N).expand(2, N), rows, 1, -100), axis.rank))
+
+    parameters = weight.requires_grad_(), bias.requires_grad_()
+    expected, found = (
+        whole_convolution(x, *parameters, rows),
+        short_convolution(own, parameters[0], layout, ring, parameters[1], **ROWS[rows]),
+    )
+    torch.testing.assert_close(found, layout.take(expected, axis.rank))
+    whole = torch.autograd.grad(expected, (x, *parameters), dout)
+    local = torch.autograd.grad(found, (own, *parameters), layout.take(dout, axis.rank))
+    torch.testing.assert_close(local[0], layout.take(whole[0], axis.rank))
+    for share, gradient in zip(local[1:], whole[1:], strict=True):
+        torch.testing.assert_close(sums(share, axis), gradient)
+
+
+def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
+    ring = mesh(ring=torch.distributed.get_world_size())["ring"]
+    axis = Axis.of(ring)
+    layout = layouts(axis.size)[kind]
+    x = torch.arange(1.0, 2 * N + 1).reshape(2, N)
+    found = halo(layout.take(x, axis.rank), layout, ring, left, right, **ROWS[rows])
+    shifted = [whole_shift(x, rows, offset, 0) for offset in (*range(left, 0, -1), *range(0, -right - 1, -1))]
+    given = ROWS[rows].get("mask")
+    if given is not None:
+        segments = given.rows
+    else:
+        ends = ROWS[rows].get("documents", [0, N])
+        segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
+    expected = []
+    for row, own in enumerate(segments):
+        for run in runs_of(layout, axis.rank, own):
+            tokens = torch.tensor(run)
+            before = [y[:, tokens[:1]] for y in shifted[:left]]
+            after = [y[:, tokens[-1:]] for y in shifted[left + 1 :]]
+            part = torch.cat([*before, x[:, tokens], *after], 1)
+            expected.append(part if len(segments) == 1 else part[row : row + 1])
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+KINDS = list(layouts(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("rows", list(ROWS))
+def test_shift_and_short_convolution_are_those_of_the_whole_sequence(worlds, ranks, rows):
+    for kind in KINDS:
+        worlds(ranks).run(compare_everything, rows, kind)
+
+
+@pytest.mark.parametrize("rows", list(ROWS))
+def test_halos_are_the_tokens_around_each_run(worlds, rows):
+    for kind in KINDS:
+        worlds(4).run(compare_halos, rows, kind, 3, 0 if "tree" in rows else 2)
+
+
+def relayouts() -> None:
+    ring = mesh(ring=4)["ring"]
+    axis = Axis.of(ring)
+    x = torch.randn(2, N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for source in layouts(4).values():
+        for target in layouts(4).values():
+            own = source.take(x, axis.rank).requires_grad_()
+            with CommLedger() as ledger:
+                moved = relayout(own, source, target, ring)
+                dout = torch.randn(moved.shape, dtype=torch.float64)
+                (grad,) = torch.autograd.grad(moved, own, dout)
+            assert torch.equal(moved, target.take(x, axis.rank))
+            assert torch.equal(grad, relayout(dout, target, source, ring))
+            stays = len(set(source.positions(axis.rank).tolist()) & set(target.positions(axis.rank).tolist()))
+            forward, backward = (layout.sizes[axis.rank] - stays for layout in (source, target))
+            assert ledger.bytes(kind="all_to_all", phase="forward") == 2 * 3 * 8 * forward
+            assert ledger.bytes(kind="all_to_all", phase="backward") == 2 * 3 * 8 * backward
+            assert ledger.bytes() == 2 * 3 * 8 * (forward + backward)
+    ids = torch.arange(2 * N).reshape(2, N)
+    contiguous, zigzag = layouts(4)["contiguous"], layouts(4)["zigzag"]
+    turned = relayout(contiguous.take(ids, axis.rank).t(), contiguous, zigzag, ring, dim=0)
+    assert torch.equal(turned.t(), zigzag.take(ids, axis.rank))
+
+
+def test_relayout_sends_the_tokens_that_change_owner(worlds):
+    worlds(4).run(relayouts)
+
+
+def halo_bytes() -> list[int]:
+    ring = mesh(ring=4)["ring"]
+    layout = SequenceLayout.contiguous(64, 4)
+    own = layout.take(torch.randn(2, 64, 3), Axis.of(ring).rank).requires_grad_()
+    found = []
+    for documents in (None, [0, 16, 32, 48, 64], [0, 30, 64]):
+        with CommLedger() as ledger:
+            short_convolution(own, torch.randn(3, 4), layout, ring, documents=documents).sum().backward()
+        found += [ledger.bytes(phase="forward"), ledger.bytes(phase="backward"), ledger.messages()]
+    return found
+
+
+def test_a_convolution_sends_three_tokens_to_the_next_rank(worlds):
+    three = 2 * 3 * 3 * 4  # rows, tokens, channels, bytes
+    by_rank = worlds(4).run(halo_bytes)
+    assert by_rank[0][:3] == [three, 0, 1] and by_rank[1][:3] == [three, three, 2] and by_rank[3][:3] == [0, three, 1]
+    assert all(found[3:6] == [0, 0, 0] for found in by_rank)  # every document on one rank: not even a call
+    assert [found[6] for found in by_rank] == [three, three // 3 * 2, three, 0]  # 30 and 31 of the second document
+
+
+def dtensors() -> None:
+    built = mesh(ring=2, ulysses=2)
+    ring = built["ring"]
+    layout, target = SequenceLayout.zigzag(32, 2), SequenceLayout.contiguous(32, 2)
+    x = torch.randn(2, 32, 3, generator=torch.Generator().manual_seed(0))
+    rank = Axis.of(ring).rank
+    own = DTensor.from_local(layout.take(x, rank), ring, [Shard(1)])
+    moved = relayout(own, layout, target, ring)
+    assert moved.placements == (Shard(1),) and moved.shape == (2, 32, 3)
+    assert torch.equal(moved.to_local(), target.take(x, rank))
+    assert shift(own, layout, ring, 1).placements == (Shard(1),)
+    with pytest.raises(ValueError, match="Shard"):
+        shift(DTensor.from_local(x, ring, [Shard(2)]), layout, ring, 1)
+    odd = SequenceLayout([[range(20)], [range(20, 32)]])
+    with pytest.raises(ValueError, match="20"):
+        relayout(own, layout, odd, ring)
+
+
+def test_dtensors_keep_their_placements(worlds):
+    worlds(4).run(dtensors)
+
+
+def refusals() -> None:
+    ring = mesh(ring=2)["ring"]
+    layout = SequenceLayout.contiguous(N, 2)
+    own = layout.take(torch.zeros(2, N, 3), Axis.of(ring).rank)
+    for match, call in {
+        "3 shards": lambda: shift(own, SequenceLayout.contiguous(N, 3), ring, 1),
+        "offset": lambda: shift(own, layout, ring, -1, mask=Tree(TREE)),
+        "right": lambda: halo(own, layout, ring, 1, 1, mask=Tree(TREE)),
+        "left": lambda: halo(own, layout, ring, -1),
+        "document": lambda: shift(own, layout, ring, 1, [0, 40]),
+        "rows": lambda: shift(own[:1], layout, ring, 1, [[0, N], [0, 3, N]]),
+        "weight": lambda: short_convolution(own, torch.zeros(4, 4), layout, ring),
+        "bias": lambda: short_convolution(own, torch.zeros(3, 4), layout, ring, torch.zeros(4)),
+        "target": lambda: relayout(own, layout, SequenceLayout.contiguous(N + 1, 2), ring),
+        "tokens": lambda: shift(own[:, 1:], layout, ring, 1),
+        "dim": lambda: shift(own, layout, ring, 1, dim=3),
+        "mask": lambda: shift(own, layout, ring, 1, mask=object()),
+    }.items():
+        with CommLedger() as ledger, pytest.raises(ValueError, match=match):
+            call()
+        assert not ledger.messages()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
+    worlds(2).run(refusals)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_ancestors_are_those_of_the_path(data):
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
+    ends = (0, *np.cumsum(sizes).tolist())
+    parents, path = [], []
+    for segment in range(len(sizes)):
+        parent = data.draw(st.sampled_from([-1, *path]))
+        path = [*path[: path.index(parent) + 1], segment] if parent in path else [segment]
+        parents.append(parent)
+    segments = Segments(ends, tuple(parents))
+    distance = data.draw(st.integers(0, 12))
+    expected = []
+    for position in range(ends[-1]):
+        for _ in range(distance):
+            segment = int(np.searchsorted(ends, position, "right")) - 1
+            start = ends[segment]
+            if position == start:
+                position = -1 if parents[segment] < 0 else ends[parents[segment] + 1] - 1
+            else:
+                position -= 1
+            if position < 0:
+                break
+        expected.append(max(position, -1))
+    assert segments.ancestors(np.arange(ends[-1]), distance).tolist() == expected
