@@ -8,15 +8,16 @@ import weakref
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import AXES, Axis, CommLedger, FlatBuffer, SequenceLayout, build_mesh, start_exchange
+from armillary.core import AXES, Axis, CommLedger, FlatBuffer, SequenceLayout, build_mesh, compat, start_exchange
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
 from armillary.core.collectives.collective import pack
-from armillary.core.collectives.exchange import ReceiveBuffers
+from armillary.core.collectives.exchange import ReceiveBuffers, finish
 from armillary.core.collectives.merge import merge_
 from armillary.core.testing import World, mesh
 
@@ -213,6 +214,68 @@ def test_an_exchange_that_waits_in_vain_names_the_missing_rank(tmp_path):
     with World(2) as world:
         message = world.run(never_comes, tmp_path / "done")[0]
     assert re.match(r"rank 0 waited in vain on axis 'ring' to receive from \[1\] and send to \[1\]: ", message)
+
+
+class FailingWork:
+    """A work whose `wait` raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise self.error
+
+
+@pytest.fixture
+def axis_of_two(monkeypatch) -> Axis:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5])
+    return Axis("ring", 1, 2, None, None, "cuda")  # type: ignore[arg-type] - nothing is sent
+
+
+KERNEL_ERROR = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+MISMATCH = RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 24 vs 16")
+LOST = [
+    "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete",
+    "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3211",
+    "[gloo/transport/tcp/pair.cc:543] Connection reset by peer",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted on rank 1.",
+    "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error",
+]
+
+
+@pytest.mark.parametrize("error", [KERNEL_ERROR, MISMATCH], ids=["kernel", "mismatch"])
+def test_errors_that_no_other_rank_caused_are_raised_unchanged(axis_of_two, monkeypatch, error):
+    monkeypatch.setattr(compat, "device_error", lambda: None)
+    with pytest.raises(type(error)) as raised:
+        finish([FailingWork(error)], axis_of_two, lambda: "to receive")
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("message", LOST)
+def test_a_timeout_or_a_lost_peer_names_the_ranks(axis_of_two, monkeypatch, message):
+    monkeypatch.setattr(compat, "device_error", lambda: None)
+    with pytest.raises(TimeoutError, match=r"rank 5 .*'ring' to receive from 4") as raised:
+        finish([FailingWork(RuntimeError(message))], axis_of_two, lambda: "to receive from 4")
+    assert str(raised.value.__cause__) == message
+
+
+def test_a_failed_kernel_of_this_rank_is_raised_in_place_of_a_communication_error(axis_of_two, monkeypatch):
+    monkeypatch.setattr(compat, "device_error", lambda: KERNEL_ERROR)
+    lost = RuntimeError(LOST[0])
+    with pytest.raises(torch.AcceleratorError) as raised:
+        finish([FailingWork(lost)], axis_of_two, lambda: "to receive")
+    assert raised.value is KERNEL_ERROR and raised.value.__cause__ is lost
+
+
+def test_errors_of_the_device_are_seen_without_a_synchronize(monkeypatch):
+    def query() -> bool:
+        raise KERNEL_ERROR
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(query=query))
+    assert compat.device_error() is KERNEL_ERROR
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(query=lambda: True))
+    assert compat.device_error() is None
 
 
 def there_and_back(ranges: list[range], length: int) -> tuple[bool, bool, int]:

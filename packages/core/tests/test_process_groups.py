@@ -15,7 +15,7 @@ from armillary.core import Axis, build_mesh, compat, start_process_group
 from armillary.core import mesh as core_mesh
 from armillary.core.gloo_threads import THREADS, gloo_thread_states
 from armillary.core.mesh import own_device
-from armillary.core.testing import mesh
+from armillary.core.testing import World, mesh
 
 
 @pytest.fixture
@@ -190,6 +190,63 @@ def test_copies_of_an_axis_have_its_priority(nccl, monkeypatch, above):
     assert [asked[3] for asked in made] == [backend.options if above else None]
 
 
+def configured_timeouts() -> dict[str, timedelta | None]:
+    """Time-outs of all groups that are made from a mesh of 46 minutes, as their backends have them."""
+    ranks = build_mesh("cpu", ring=2, ulysses=2, timeout=timedelta(minutes=46))
+    axis = Axis.of(ranks["ring"])
+    groups = {
+        "axis": axis.group,
+        "duplicate": axis.duplicate().group,
+        "part": axis.part([axis.rank]).group,
+        "flattened": compat.flatten(ranks, ("ring", "ulysses"), "fsdp").get_group(),
+        "flattened, one axis": compat.flatten(ranks, ("shard",), "data").get_group(),
+    }
+    return {name: compat.group_timeout(group, "cpu") for name, group in groups.items()}
+
+
+def test_groups_made_from_an_axis_have_its_timeout():
+    with World(4) as world:  # the time-outs would stay with the ranks' shared groups
+        for timeouts in world.run(configured_timeouts):
+            assert timeouts == dict.fromkeys(timeouts, timedelta(minutes=46))
+
+
+@pytest.mark.parametrize("method", ["duplicate", "part"])
+def test_groups_on_cuda_have_the_timeout_of_their_axis(nccl, monkeypatch, method):
+    """On CUDA the axis has no time-out of the host's: that of its group's NCCL options is taken."""
+    made, options = [], Options()
+    options._timeout = timedelta(minutes=46)
+    group = SimpleNamespace(group_name="ring", _get_backend=lambda device: SimpleNamespace(options=options))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(compat, "new_group", lambda *arguments: made.append(arguments) or group)
+    axis = Axis("ring", 0, 2, Weakable(group), None, "cuda")  # type: ignore[arg-type] - nothing is sent
+    axis.duplicate() if method == "duplicate" else axis.part([0, 1])
+    assert [timeout for _, _, timeout, _ in made] == [timedelta(minutes=46)]
+
+
+@pytest.mark.parametrize("configured", [timedelta(minutes=46), None])
+def test_flattened_groups_on_cuda_have_the_timeout_of_their_axes(monkeypatch, configured):
+    set_timeouts = []
+    options = SimpleNamespace(_timeout=configured)
+    backends = {"cuda": SimpleNamespace(options=options)}
+    group = SimpleNamespace(_get_backend=lambda device: backends[device.type])
+    flat = SimpleNamespace(get_group=lambda: "flat group")
+
+    class Mesh:
+        device_type = "cuda"
+
+        def get_group(self, name: str) -> object:
+            return group if name == "shard" else None
+
+        def __getitem__(self, axes: tuple[str, ...]) -> object:
+            return SimpleNamespace(_flatten=lambda name: flat)
+
+    monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: set_timeouts.append((timeout, group)))
+    assert compat.flatten(Mesh(), ("shard", "ring"), "fsdp") is flat  # type: ignore[arg-type]
+    assert set_timeouts == ([(configured, "flat group")] if configured else [])
+
+
 def with_priority() -> list[Any]:
     """What is asked of torch for a group of high priority and of none, on two ranks of gloo, which has no options."""
     c10d, asked = dist.distributed_c10d, []
@@ -251,10 +308,13 @@ class Weakable:
 
 
 class Group:
-    """Of some ranks."""
+    """A group of some ranks, whose backend has no options."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks, self.group_name = ranks, "some"
+
+    def _get_backend(self, device: torch.device) -> object:
+        return object()
 
 
 class Batched:

@@ -1,4 +1,4 @@
-"""What differs between the torch releases that are supported (>= 2.11), or is still private there."""
+"""Interfaces that differ between the supported torch releases (>= 2.11), or are private in them."""
 
 from __future__ import annotations
 
@@ -24,33 +24,49 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """How long an operation on `group` may wait. Public from torch 2.15 on."""
+    """Sets the time that an operation on `group` may wait. Public from torch 2.15 on."""
     public: Any = getattr(dist, "set_timeout", None)
     private: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     (public or private)(timeout, group)
 
 
-def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """How long the host may wait for an operation on `group`; None where the device waits instead.
-
-    gloo forgets the group's timeout in sends and receives, so whoever waits for those must say it again.
-    """
-    if device_type != "cpu":
-        return None
-    options: Any = getattr(cast(Any, group)._get_backend(torch.device("cpu")), "options", None)
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """Returns the time-out configured for `group`; None where its backend has no options, as that of fake groups."""
+    options: Any = getattr(cast(Any, group)._get_backend(torch.device(device_type)), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this name, `group.group_name`."""
+    """Returns the process group whose `group_name` is `name`."""
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
 
 
+def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """Returns the time that the host may wait for an operation on `group`; None where the device waits instead.
+
+    gloo ignores the group's time-out in sends and receives, so `Work.wait` must be given it again.
+    """
+    return group_timeout(group, device_type) if device_type == "cpu" else None
+
+
+def device_error() -> Exception | None:
+    """Returns the error that the current accelerator has met, such as a kernel's illegal access; None for no error.
+
+    Unlike a synchronize, a query does not wait: where another rank is lost, kernels of collectives may never end.
+    """
+    try:
+        torch.accelerator.current_stream().query()
+    except torch.AcceleratorError as error:
+        return error
+    return None
+
+
 def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
-    """Options of a group whose NCCL communicators run on streams of high priority.
+    """Returns options of a group whose NCCL communicators run on streams of high priority.
 
     Args:
-        max_ctas: thread blocks, at most, of one NCCL kernel, each on a multiprocessor of its own; None: NCCL decides.
+        max_ctas: upper limit of thread blocks of one NCCL kernel, each on a multiprocessor of its own. None: NCCL
+            decides.
     """
     options: Any = cast(Any, dist).ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
@@ -60,7 +76,7 @@ def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
 
 
 def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
-    """The options of a group that `high_priority` made them for; None of any other group."""
+    """Returns the options of a group made with `high_priority`; None for any other group."""
     if device_type != "cuda":
         return None
     options: Any = getattr(cast(Any, group)._get_backend(torch.device("cuda")), "options", None)
@@ -68,9 +84,9 @@ def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
 
 
 def nccl_binds_devices() -> bool:
-    """Whether "nccl" binds each group to a device, the one of LOCAL_RANK unless `init_process_group` names another.
+    """Returns True if "nccl" binds each group to a device: LOCAL_RANK's, or that given to `init_process_group`.
 
-    True of the implementation that torch 2.15 calls nccl2, and uses for "nccl" unless TORCH_DIST_USE_NCCL2=0.
+    That is the backend which torch 2.15 calls nccl2 and uses for "nccl", unless TORCH_DIST_USE_NCCL2=0.
     """
     c10d: Any = dist.distributed_c10d
     nccl2 = getattr(c10d, "_create_nccl2_process_group", None)
@@ -82,44 +98,45 @@ def nccl_binds_devices() -> bool:
 
 
 def has_several_backends() -> bool:
-    """Whether the default process group has one backend for the host's tensors and another for the device's."""
+    """Returns True if the default process group has separate backends for host and device tensors."""
     c10d: Any = dist.distributed_c10d
     backend, _ = c10d._world.pg_map[c10d._get_default_group()]
     return "," in str(backend)
 
 
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
-    """A process group of some ranks of the world, this one among them, which only these make, under this name.
+    """Creates a process group of some ranks of the world, this rank among them. Only these ranks call it.
 
-    With the `priority_options` of another group, `like`, its NCCL communicators have that group's priority and limit.
+    With the `priority_options` of another group as `like`, NCCL communicators get that group's priority and CTA limit.
 
-    `dist.new_group(use_local_synchronization=True)` names a group by how many this rank has made: ranks that have made
-    different numbers of groups would wait for each other for ever. Where a device is bound to the default group, torch
-    would split NCCL's communicator, and wait for all ranks of the world.
+    `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has made,
+    so ranks that have made different numbers of groups would wait for each other for ever; here the caller chooses the
+    name.
     """
     c10d: Any = dist.distributed_c10d
     default: Any = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
-    waiting = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
+    duration: timedelta = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
+    # With a bound device torch would split NCCL's communicator, and that waits for all ranks of the world.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        options = None if like is None else high_priority(waiting, like.config.max_ctas)
-        given = {"backend_options": options, "timeout": waiting}
-        made, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **given)
+        options = None if like is None else high_priority(duration, like.config.max_ctas)
+        settings = {"backend_options": options, "timeout": duration}
+        group, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **settings)
     finally:
         default.bound_device_id = bound
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
 def set_allocator(settings: str) -> None:
-    """Gives the device's allocator settings as in PYTORCH_ALLOC_CONF, in place of all that it had."""
+    """Replaces all settings of the device allocator; `settings` is in the format of PYTORCH_ALLOC_CONF."""
     cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of the default process group found each other."""
+    """Returns the store of the rendezvous of the default process group."""
     return cast(Any, dist.distributed_c10d)._get_default_store()
 
 
@@ -153,7 +170,7 @@ def backend_names() -> list[str]:
 
 
 def unboxed(group: Any) -> dist.ProcessGroup:
-    """The process group that an op of torch.distributed got as an argument."""
+    """Returns the process group from the argument of an op of torch.distributed."""
     return cast(Any, dist.ProcessGroup).unbox(group)
 
 
@@ -163,16 +180,16 @@ def define_op(
     run_like: Callable[..., Any],
     differentiable: Callable[..., Any] | None = None,
 ) -> OpOverload:
-    """An op of the namespace "armillary", which allocates what it returns and writes to nothing else.
+    """Defines an op in namespace "armillary" that allocates its results and mutates nothing.
 
-    What `torch.library.custom_op` makes costs the host some 0.1 ms more, forward and backward: it takes lists apart as
-    trees, and looks for shared memory among what comes in and goes out. That an op here shares none, tests see to.
+    `torch.library.custom_op` costs the host some 0.1 ms more per call, forward and backward: it flattens lists as
+    pytrees and looks for memory shared by inputs and outputs. Tests check that ops defined here share none.
 
     Args:
         schema: with the op's name.
-        run: what it runs; never traced, not even where torch.compile gave a caller up and traces what that calls.
-        run_like: gives empty tensors shaped as its results.
-        differentiable: called in its place where there is autograd; calls the op again, `below_autograd`.
+        run: the implementation. Never traced, not even where torch.compile falls back to tracing a caller's callees.
+        run_like: the fake implementation; returns empty tensors in the shapes of the results.
+        differentiable: the implementation under autograd, which calls the op again `below_autograd`.
     """
     name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -189,65 +206,71 @@ _defined: dict[OpOverload, tuple[torch.library.Library, Callable[..., Any]]] = {
 
 
 def function_of(op: OpOverload) -> Callable[..., Any]:
-    """The Python function that an op of `define_op` runs."""
+    """Returns the Python function that an op of `define_op` runs."""
     return _defined[op][1]
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Where what is called is not recorded, as in the implementation of an op."""
+    """Returns a context in which autograd records nothing, as inside the implementation of an op."""
     return cast(Any, torch)._C._AutoDispatchBelowAutograd()
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies all, on one device, in place and at once: what torch's optimizers and clipping call is private."""
+    """Multiplies tensors of one device in place, in one kernel. torch's optimizers use the same private op."""
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """The 1-D mesh over neighbouring `axes` of `mesh`."""
-    return cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))
+    """Returns the 1-D mesh over neighbouring `axes` of `mesh`, with the time-out of their groups."""
+    flat = cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))
+    # torch gives the new group its backend's default: 10 minutes with NCCL, 30 with gloo.
+    timeout = group_timeout(mesh.get_group(axes[0]), mesh.device_type)
+    if timeout is not None:
+        set_timeout(timeout, flat.get_group())
+    return flat
 
 
-def rows_of(mesh: DeviceMesh) -> list[list[int]]:
-    """The ranks of a 1-D mesh, and of all those that are cut from the same mesh along with it."""
+def parallel_ranks(mesh: DeviceMesh) -> list[list[int]]:
+    """Returns the ranks of a 1-D mesh and of every parallel 1-D mesh that was sliced from the same mesh with it."""
     private = cast(Any, mesh)
-    found: Tensor = private._layout.remap_to_tensor(private._rank_map)
-    return found.reshape(-1, mesh.size()).tolist()
+    ranks: Tensor = private._layout.remap_to_tensor(private._rank_map)
+    return ranks.reshape(-1, mesh.size()).tolist()
 
 
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The 2-D mesh of two 1-D meshes cut from one."""
+    """Returns the 2-D mesh of two 1-D meshes that were sliced from one mesh."""
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
 
 
 def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts an all-gather of flat tensors. torch 2.13 renames it, and warns of the old name from then on."""
+    """Starts an all-gather of flat tensors. torch 2.13 renames the function and deprecates the old name."""
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
 
 
 def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Starts receiving and sending contiguous tensors, by rank of the group, in one batch where the backend has those.
+    """Starts receives and sends of contiguous tensors, by rank of the group, in one batch if the backend has batches.
 
-    What `dist.batch_isend_irecv` does, without the objects that it wants made and checked for every message, which take
-    the host longer than the messages. Of NCCL's batch only what ends it is to be waited for (`ProcessGroupNCCL`): it
-    records its event behind all messages and holds their tensors. It is None for a batch of none, never begun here.
+    The same as `dist.batch_isend_irecv` without its objects and checks per message, which take the host longer than the
+    messages. Of NCCL's batch only the last work is returned: it records its event after all messages and holds their
+    tensors.
     """
     tensors = receive or send
     if not tensors:
         return []
     private, device = cast(Any, group), next(iter(tensors.values())).device
-    together = getattr(private._get_backend(device), "supports_coalescing", False)
-    if together:
+    batched = getattr(private._get_backend(device), "supports_coalescing", False)
+    if batched:
         private._start_coalescing(device)
     works = [private.recv([x], peer, 0) for peer, x in receive.items()]
     works += [private.send([x], peer, 0) for peer, x in send.items()]
-    return [private._end_coalescing(device)] if together else works
+    return [private._end_coalescing(device)] if batched else works
 
 
 def above_autograd() -> AbstractContextManager[Any]:
-    """Inside the implementation of an op, where autograd sees nothing: meanwhile it does."""
+    """Returns a context that turns autograd on again inside the implementation of an op."""
     private: Any = cast(Any, torch)._C
+    # The dispatcher excludes these keys once it has passed them on its way down to the implementation.
     keys = private._dispatch_tls_local_exclude_set()
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         keys = keys.remove(getattr(private.DispatchKey, name))
@@ -255,70 +278,74 @@ def above_autograd() -> AbstractContextManager[Any]:
 
 
 def transforms_on() -> bool:
-    """Whether a transform of torch.func (grad, vjp, jvp, vmap) is on, or forward-mode AD."""
+    """Returns True inside a transform of torch.func (grad, vjp, jvp, vmap) or forward-mode AD."""
     return cast(Any, torch)._C._functorch.maybe_current_level() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
 def transformed(x: Tensor) -> bool:
-    """Whether a transform of torch.func, or forward-mode AD, follows `x`."""
+    """Returns True if a transform of torch.func, or forward-mode AD, tracks `x`."""
     if cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return cast(Any, forward_ad)._current_level >= 0 and cast(Any, forward_ad.unpack_dual(x)).tangent is not None
 
 
 def fakes_tensors() -> bool:
-    """Whether new tensors are fake ones."""
+    """Returns True if new tensors are fake ones."""
     private: Any = cast(Any, torch)._C
     return private._get_dispatch_mode(private._TorchDispatchModeKey.FAKE) is not None
 
 
 def no_view(x: Tensor) -> Tensor:
-    """`x` as a tensor that autograd does not take for a view, of the same memory."""
+    """Returns an alias of `x` that autograd does not treat as a view."""
     private: Any = cast(Any, torch)._C
+    # Views are recorded below this dispatch key: without it, autograd sees a new tensor.
     without = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
     with private._ExcludeDispatchKeyGuard(without):
         return torch.ops.aten.alias.default(x)
 
 
 def references(x: Tensor) -> tuple[int, int]:
-    """How many of torch's own refer to a tensor, and to its storage."""
+    """Returns the numbers of C++ references to a tensor and to its storage."""
     storage: Any = x.untyped_storage()
     return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have one storage, of which each may have another part."""
+    """Returns True if two tensors have the same storage, even where they use different ranges of it."""
     return cast(Any, torch)._C._is_alias_of(x, y)
 
 
 def profiling() -> bool:
-    """Whether a torch profiler is running."""
+    """Returns True if a torch profiler is running."""
     return cast(Any, torch.autograd)._profiler_enabled()
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is running was asked to keep its graph, for another one."""
+    """Returns True if the backward pass in progress was called with `retain_graph`."""
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Has the backward pass that is running call `action` at its end."""
+    """Calls `action` at the end of the backward pass in progress."""
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
 
 
 class OpRefused(NotImplementedError, ValueError):
-    """An op that DTensors of some placement do not have. DTensor passes NotImplementedErrors on, and rewords others."""
+    """An op that DTensors with some placement do not support.
+
+    A NotImplementedError, because DTensor passes these on and rewrites the messages of others.
+    """
 
 
 def guard_dtensors(
     op: Callable[[object, Sequence[Placement]], None], redistribution: Callable[[DTensor, Sequence[Placement]], None]
 ) -> None:
-    """From now on DTensor asks before it works: a placement is told neither of ops nor of gradients.
+    """Installs checks in DTensor, for placements that some ops and gradients would silently break.
 
     Args:
-        op: called with each op and its tensors' placements, before DTensor finds how to run it. What it has found, it
-            remembers, so `op` must always say the same of the same.
-        redistribution: called with a DTensor and the placements that it is to have, before an explicit `redistribute`.
+        op: called with each op and the placements of its tensors before sharding propagation. DTensor caches by op and
+            placements, so `op` must be a pure function of them.
+        redistribution: called with a DTensor and its target placements before each explicit `redistribute`.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import _redistribute as redistributing
@@ -330,24 +357,25 @@ def guard_dtensors(
         op(schema.op, placements_in((schema.args_schema, schema.kwargs_schema)))
         return propagate(schema)
 
-    def forward_checked(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], *rest: Any) -> Any:
+    def forward_checked(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], *options: Any) -> Any:
         redistribution(x, placements)
-        return forward(ctx, x, mesh, placements, *rest)
+        return forward(ctx, x, mesh, placements, *options)
 
+    # The second is a cache around the first. It is made anew, since its entries have not been checked.
     propagator.propagate_op_sharding_non_cached = propagate_checked
-    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)  # with a fresh cache
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)
     function.forward = staticmethod(forward_checked)
 
 
 def placements_in(arguments: object) -> list[Placement]:
-    """Those of all specs of DTensors among an op's arguments."""
+    """Returns the placements of all DTensor specs among an op's arguments."""
     from torch.utils._pytree import tree_leaves
 
     return [placement for leaf in tree_leaves(arguments) for placement in getattr(leaf, "placements", ())]
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; of plain tensors without importing those, which takes seconds."""
+    """Returns True for a DTensor. For plain tensors without importing DTensor, which takes seconds."""
     if type(x) is Tensor or type(x) is Parameter:
         return False
     from torch.distributed.tensor import DTensor
@@ -356,19 +384,19 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 
 
 def constant_when_traced(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which imports the compiler, and that takes seconds."""
+    """`torch.compiler.assume_constant_result` without importing the compiler, which takes seconds."""
     cast(Any, function)._dynamo_marked_constant = True
     return function
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises a RuntimeError unless it is true: without waiting for it on a GPU, and inside of graphs too."""
+    """Raises a RuntimeError unless `condition` is true, without a host sync on CUDA, and inside graphs too."""
     cast(Any, torch)._assert_async(condition, message)
 
 
-def traced_object(found: Any) -> Any:
-    """What a mesh or group stands for that a function which is constant while tracing was given. Itself elsewhere."""
-    return getattr(found, "real_obj", found)
+def traced_object(value: Any) -> Any:
+    """Returns the mesh or group behind the wrapper that torch.compile passes while tracing; other values unchanged."""
+    return getattr(value, "real_obj", value)
 
 
 def shard(placement: Placement) -> tuple[int | None, int]:

@@ -1,4 +1,4 @@
-"""The named axes that every other part hangs off."""
+"""Mesh axes: building a `DeviceMesh` with all of them, and the `Axis` that communication primitives take."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
-from armillary.core import gloo_threads as gloo_threads  # waited for when Python ends
+from armillary.core import gloo_threads as gloo_threads  # joins them when Python ends
 from armillary.core.checked import integer
 from armillary.core.rendezvous import rendezvous
 
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
-"""Outermost to innermost: the axis that talks most sits on the fastest links (USP, arXiv 2405.07719, tip 7)."""
+"""Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(minutes=10)
@@ -39,26 +39,25 @@ def build_mesh(
     high_priority: Sequence[str] = (),
     max_ctas: int | None = None,
 ) -> DeviceMesh:
-    """A `DeviceMesh` with all five axes, in the order of `AXES`.
+    """Builds a `DeviceMesh` with all five axes, in the order of `AXES`. Every rank of the world must call it.
 
-    Starts the default process group if nobody has: from torchrun's environment, or alone where there is none. Creates
-    the axes' groups, so every rank of the world must call it.
+    Starts the default process group if there is none: from torchrun's environment, or of one rank alone.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
-        timeout: how long a collective or exchange on any axis may wait before it raises.
-        high_priority: axes, such as "ring", with communicators of their own on CUDA streams of high priority: of two
-            kernels that could start at once, one of theirs does, and attention does not keep it waiting. Without, an
-            axis of all ranks shares the default group's communicator, and waits for FSDP's collectives. On "cpu" none.
-        max_ctas: thread blocks, at most, of one NCCL kernel on these axes; by default NCCL decides.
+        replicate, shard, ring, ulysses, tp: ranks of each axis; their product must be the world size.
+        timeout: the time that a collective or exchange on any axis may wait before it raises.
+        high_priority: names of axes, such as "ring", that get communicators of their own on CUDA streams of high
+            priority. Their kernels start before pending kernels of attention. Without this, an axis of all ranks shares
+            the default group's communicator and queues behind FSDP's collectives. Ignored on "cpu".
+        max_ctas: upper limit of thread blocks of one NCCL kernel on these axes; by default NCCL decides.
 
     Raises:
-        ValueError: an axis below 1, axes whose product is not the number of ranks, a device type without a backend,
-            a timeout that is none, an unknown axis of high priority, or max_ctas below 1. Raised before any
-            communication.
+        ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend, an
+            invalid timeout, an unknown name in `high_priority`, or `max_ctas` below 1. Raised before any communication.
     """
-    given = dict(zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True))
-    sizes = {name: integer(f"axis {name}", size) for name, size in given.items()}
+    arguments = zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True)
+    sizes = {name: integer(f"axis {name}", size) for name, size in arguments}
     check_axes(sizes, world_size())
     backend_of(device_type)
     check_timeout(timeout)
@@ -69,10 +68,10 @@ def build_mesh(
         raise ValueError(f"max_ctas={max_ctas}: at least 1, or None for as many as NCCL takes")
     if not dist.is_initialized():
         start_process_group(device_type, timeout)
-    above = [name for name in high_priority if device_type == "cuda" and sizes[name] > 1]
-    override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in above}
+    prioritized = [name for name in high_priority if device_type == "cuda" and sizes[name] > 1]
+    override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in prioritized}
     if override and compat.has_several_backends():
-        # torch hands the options to each backend of a group, and gloo replaces NCCL's by defaults, timeout included.
+        # torch passes the options to each backend of a group, and gloo replaces NCCL's by defaults, time-out included.
         override = {name: (backend_of(device_type), options) for name, options in override.items()}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES, backend_override=override or None)
     for name in AXES:
@@ -81,7 +80,7 @@ def build_mesh(
 
 
 def check_axes(sizes: dict[str, int], world: int) -> None:
-    """Refuses axes that do not multiply out to `world` ranks, with the numbers."""
+    """Raises ValueError unless all sizes are at least 1 and multiply to `world` ranks."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"axis {name}={size}: every axis needs at least 1 rank")
@@ -94,45 +93,47 @@ def check_axes(sizes: dict[str, int], world: int) -> None:
 
 
 def backend_of(device_type: str) -> str:
-    """The backend whose collectives take tensors of a kind of device."""
+    """Returns the backend for tensors on `device_type`. Raises ValueError for unknown types."""
     if not isinstance(device_type, str) or device_type not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
     return BACKENDS[device_type]
 
 
 def check_timeout(timeout: timedelta) -> None:
-    """Refuses what is no time to wait."""
+    """Raises ValueError unless `timeout` is a timedelta above 0."""
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"timeout={timeout!r}: a datetime.timedelta above 0 is needed, such as timedelta(minutes=10)")
 
 
 def world_size() -> int:
-    """Ranks of the default process group; before it starts, those that torchrun announced; else 1."""
+    """Returns the size of the default process group, or before it starts the size that torchrun announced, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start_process_group(
     device_type: str, timeout: timedelta = TIMEOUT, host_too: bool = False, bind: bool = True
 ) -> None:
-    """Starts the default process group: from torchrun's environment, or one rank alone where there is none.
+    """Starts the default process group: from torchrun's environment, or of one rank alone without it.
 
     Args:
-        host_too: collectives of tensors in the host's memory will be needed beside those of the device's.
-        bind: NCCL is told this rank's GPU. Then it connects at once, and communicators are split from each other.
-            Not where `host_too`: torch cannot reliably split groups of several backends. From torch 2.15 on NCCL is
-            always told (`binds_device`).
+        device_type: "cpu" or "cuda".
+        timeout: the time that the rendezvous and operations on the group may wait.
+        host_too: adds a gloo backend for host tensors to the device's backend.
+        bind: binds NCCL to this rank's GPU, so that it connects at once and splits communicators. Ignored with
+            `host_too`, because torch cannot reliably split groups of several backends. From torch 2.15 on NCCL is
+            always bound (`binds_device`).
 
     Raises:
-        ValueError: a device type without a backend, or without a device here.
-        TimeoutError: other ranks have not come.
+        ValueError: a device type without a backend, or without a device on this machine.
+        TimeoutError: other ranks did not arrive.
     """
-    alone = backend_of(device_type)
+    device_backend = backend_of(device_type)
     check_timeout(timeout)
     device = own_device(device_type)
-    both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
-    backend = both if host_too and device is not None else alone
-    bound = device if device is not None and binds_device(bind, host_too) else None
-    start = partial(dist.init_process_group, backend, timeout=timeout, device_id=bound)
+    all_backends = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
+    backend = all_backends if host_too and device is not None else device_backend
+    bound_device = device if device is not None and binds_device(bind, host_too) else None
+    start = partial(dist.init_process_group, backend, timeout=timeout, device_id=bound_device)
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         start(store=rendezvous(store, rank, ranks, timeout), rank=rank, world_size=ranks)
@@ -141,18 +142,21 @@ def start_process_group(
 
 
 def binds_device(bind: bool, host_too: bool) -> bool:
-    """Whether the default process group is bound to this rank's GPU: if asked for, or where NCCL binds it anyway.
+    """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL insists.
 
-    Left to itself it would take the GPU of LOCAL_RANK, which is not that of a caller who has chosen another.
+    Without a device, an NCCL that insists would take the GPU of LOCAL_RANK, although the caller may have chosen
+    another.
     """
     return (bind and not host_too) or compat.nccl_binds_devices()
 
 
 def own_device(device_type: str) -> torch.device | None:
-    """This rank's accelerator, from now on the current one: the caller's choice, or the launcher's. None for "cpu".
+    """Returns this rank's accelerator and makes it the current device; None for "cpu".
+
+    The device is the one that the caller has chosen before, or else the launcher's LOCAL_RANK.
 
     Raises:
-        ValueError: there is none here.
+        ValueError: this machine has no such device.
     """
     if device_type == "cpu":
         return None
@@ -160,7 +164,7 @@ def own_device(device_type: str) -> torch.device | None:
     if count == 0:
         raise ValueError(f"device type {device_type!r}, but no such device is here; 'cpu' would do")
     if not torch.cuda.is_initialized():  # else the caller has chosen, as by torch.cuda.set_device
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)  # a rank may see its own alone
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)  # a rank may see only its own
     return torch.device(device_type, torch.cuda.current_device())
 
 
@@ -168,8 +172,14 @@ def own_device(device_type: str) -> torch.device | None:
 class Axis:
     """One axis of a mesh as this rank sees it: the unit that every primitive communicates on.
 
-    `timeout` is how long the host waits for the others; None where the device does the waiting. `device` is the type of
-    device whose tensors go on it, `mesh` the 1-D mesh that it was taken from, where there is one.
+    Args:
+        name: the axis' name in the mesh.
+        rank: index of this rank on the axis.
+        size: number of ranks on the axis.
+        group: process group of the axis.
+        timeout: the time that the host waits for other ranks; None where the device waits instead.
+        device: device type of the tensors that are sent.
+        mesh: the 1-D mesh that the axis was made from, if known.
     """
 
     name: str
@@ -182,10 +192,10 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | Axis) -> Axis:
-        """The axis of a 1-D mesh, such as `mesh["ring"]`; an axis is itself.
+        """Returns the axis of a 1-D mesh, such as `mesh["ring"]`; an axis is returned unchanged.
 
         Raises:
-            ValueError: the mesh has several axes, or not this rank; or it is no mesh.
+            ValueError: not a mesh, a mesh of several axes, or a mesh without this rank.
         """
         if isinstance(mesh, Axis):
             return mesh
@@ -193,50 +203,51 @@ class Axis:
         return replace(cls.on(mesh, 0), mesh=mesh)
 
     @classmethod
-    def on(cls, mesh: DeviceMesh, place: int) -> Axis:
-        """The axis that dim `place` of a mesh is."""
+    def on(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
+        """Returns the axis of one dim of a mesh."""
         names = mesh.mesh_dim_names
-        group, device = mesh.get_group(place), mesh.device_type
+        group, device = mesh.get_group(mesh_dim), mesh.device_type
         timeout = compat.host_timeout(group, device)
-        name = names[place] if names else "axis" if mesh.ndim == 1 else f"#{place}"
-        return cls(name, mesh.get_local_rank(place), mesh.size(place), group, timeout, device)
+        name = names[mesh_dim] if names else "axis" if mesh.ndim == 1 else f"#{mesh_dim}"
+        return cls(name, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim), group, timeout, device)
 
     @classmethod
     def alone(cls, name: str) -> Axis:
-        """An axis of one rank, without a process group: nothing is ever sent on it."""
+        """Returns an axis of one rank without a process group, for calls that communicate nothing."""
         return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
 
     def duplicate(self) -> Axis:
-        """The same axis with a communicator of its own, so that what goes on it waits for nothing on this one.
+        """Returns the same axis with a communicator of its own, whose messages do not queue behind those of this one.
 
         The first call creates a group, so every rank of the axis must make it, in the same order. Later calls return
-        the same one, so that a method for each layer does not mean a communicator for each layer.
+        the
+        same group: methods of many layers share one communicator.
         """
         return self if self.size == 1 else replace(self, group=_subgroup(self, None))
 
     def part(self, ranks: Sequence[int]) -> Axis:
-        """The axis of some of this one's ranks, in rising order, this rank among them.
+        """Returns the axis of some of this axis' ranks, in rising order, this rank among them.
 
         The first call creates a group, so every rank of the part must make it, in the same order.
         """
-        chosen = tuple(ranks)
-        group = _subgroup(self, chosen)
-        return replace(self, rank=chosen.index(self.rank), size=len(chosen), group=group, mesh=None)
+        indices = tuple(ranks)
+        group = _subgroup(self, indices)
+        return replace(self, rank=indices.index(self.rank), size=len(indices), group=group, mesh=None)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # a copied model communicates where the model did
 
     def ranks(self) -> list[int]:
-        """Global ranks along this axis, in axis order."""
+        """Returns the global ranks of this axis, in axis order."""
         return dist.get_process_group_ranks(self.group)
 
-    def everywhere(self) -> list[list[int]]:
-        """`ranks` of this axis on all ranks of the mesh that it was cut from; where that is not known, this rank's."""
-        return [self.ranks()] if self.mesh is None else compat.rows_of(self.mesh)
+    def parallel_ranks(self) -> list[list[int]]:
+        """Returns `ranks` of this axis and of every parallel one in its mesh; of this one alone without a mesh."""
+        return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
 
 
 def check_axis(mesh: DeviceMesh) -> None:
-    """Refuses what is not one axis of a mesh with this rank in it."""
+    """Raises ValueError unless `mesh` is a 1-D DeviceMesh that contains this rank."""
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         hint = "; DeviceMesh.from_group makes one of it" if isinstance(mesh, dist.ProcessGroup) else ""
         raise ValueError(f"{type(mesh).__name__} is no mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
@@ -247,35 +258,37 @@ def check_axis(mesh: DeviceMesh) -> None:
         raise ValueError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.tolist()} of {mesh}")
 
 
-Asked = tuple[tuple[int, ...] | None, timedelta | None]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[Asked, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups of ranks of a group, by what was asked for. They go when it goes."""
+SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups made from a group, by its ranks (None: its duplicate) and time-out. They go when the parent group goes."""
 
 
 def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """A group of some ranks of the axis; of all (None) for its duplicate, which stays apart from the part with all."""
-    known = _made.setdefault(axis.group, {})
-    if (ranks, axis.timeout) not in known:
-        known[ranks, axis.timeout] = _new_group(axis, ranks)
-    return known[ranks, axis.timeout]
+    """Returns the group of some ranks of the axis; with None its duplicate, which is not the part with all ranks."""
+    subgroups = _subgroups.setdefault(axis.group, {})
+    if (ranks, axis.timeout) not in subgroups:
+        subgroups[ranks, axis.timeout] = _new_group(axis, ranks)
+    return subgroups[ranks, axis.timeout]
 
 
 def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    everyone = axis.ranks()
-    chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
-    which = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
-    name = f"{axis.group.group_name} {which} {axis.timeout}"
-    made = compat.new_group(chosen, name, axis.timeout, compat.priority_options(axis.group, axis.device))
-    for used in (axis.group, made) if ranks is None else (made,):
+    axis_ranks = axis.ranks()
+    group_ranks = axis_ranks if ranks is None else [axis_ranks[rank] for rank in ranks]
+    kind = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
+    name = f"{axis.group.group_name} {kind} {axis.timeout}"
+    # axis.timeout is the host's, and None on CUDA: torch would give the new group NCCL's default of 10 minutes.
+    timeout = compat.group_timeout(axis.group, axis.device)
+    group = compat.new_group(group_ranks, name, timeout, compat.priority_options(axis.group, axis.device))
+    for used in (axis.group, group) if ranks is None else (group,):
         _connect(used, axis.device)
-    return made
+    return group
 
 
 def _connect(group: dist.ProcessGroup, device: str) -> None:
-    """Has all ranks of a group use it together.
+    """Connects all ranks of a group by a small all-reduce.
 
-    NCCL connects a group at its first use, and wants all of its ranks there; an exchange may be of some only. Not by a
-    barrier: where the group has a backend for the host too, that would connect gloo alone, and elsewhere it would guess
-    which device is this rank's.
+    NCCL connects a group at its first use and needs all of its ranks there, but an exchange may involve only some. A
+    barrier would not do: in a group with a host backend it would connect gloo alone, and elsewhere it would guess the
+    device.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -17,7 +17,7 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     if outer.size == 1 or inner.size == 1:
         return
     pair = f"axis {outer.name!r} over ranks {outer.ranks()} and axis {inner.name!r} inside of it over {inner.ranks()}"
-    rows, columns = outer.everywhere(), inner.everywhere()
+    rows, columns = outer.parallel_ranks(), inner.parallel_ranks()
     row_of = {rank: row for row in rows for rank in row}
     crossings = [(row_of[rank], column) for column in columns for rank in column if rank in row_of]
     if any(len({*row} & {*column}) > 1 for row, column in crossings):

@@ -1,7 +1,8 @@
-"""Sending tensors from rank to rank along one axis, while something else is computed."""
+"""Sends tensors between ranks of one axis, point to point, while the caller computes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from armillary.core.mesh import Axis
 from armillary.core.observe.trace import IDLE, Trace, record, span, watched
 from armillary.core.token_ranges import TokenRanges
 
-ALIGNED = 16
+ALIGNMENT = 16
 """Bytes: kernels on CUDA read rows that begin at multiples of it."""
 
 
@@ -23,7 +24,7 @@ class FlatBuffer(NamedTuple):
     """Tensors that travel as one message: contiguous views of one buffer, without gaps.
 
     Args:
-        buffer: tensors of one shape and dtype, stacked; or for others a flat one of bytes.
+        buffer: tensors of one shape and dtype, stacked; a flat buffer of bytes for any other tensors.
         views: the tensors, where they are not stacked.
     """
 
@@ -36,15 +37,16 @@ class FlatBuffer(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """On dim 1 of each tensor."""
+        """The size of dim 1 of each tensor."""
         return self.views[0].shape[1] if self.views else self.buffer.shape[2]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], tokens: TokenRanges | None = None) -> FlatBuffer:
-        """A buffer with these values: copies, but for a contiguous tensor on its own.
+        """Returns a buffer with these values: copies, except of one contiguous tensor.
 
         Args:
-            tokens: those on dim 1 that are wanted; None: all.
+            tensors: on one device.
+            tokens: the tokens on dim 1 to copy; None: all.
         """
         values = [x.detach() if x.requires_grad else x for x in tensors]
         if tokens is not None:
@@ -55,10 +57,10 @@ class FlatBuffer(NamedTuple):
                 return flat
             values = [tokens.take(x) for x in values]
         if len(values) == 1:
-            alone = values[0].contiguous()
-            return cls(alone, (alone,))
+            tensor = values[0].contiguous()
+            return cls(tensor, (tensor,))
         if _alike(values):
-            return cls(torch.stack(values).contiguous())  # stack takes over strides that all have
+            return cls(torch.stack(values).contiguous())  # stack keeps strides that all tensors share
         flat = cls._of_bytes(values, None)
         for into, x in zip(flat.views, values, strict=True):
             into.copy_(x)
@@ -66,10 +68,10 @@ class FlatBuffer(NamedTuple):
 
     @classmethod
     def like(cls, tensors: Sequence[Tensor], tokens: int | None = None, memory: Tensor | None = None) -> FlatBuffer:
-        """An empty buffer for tensors like these, on one device; with `tokens`, so many of them on dim 1.
+        """Returns an uninitialized buffer for tensors like these, with `tokens` on dim 1 if given.
 
         Args:
-            memory: bytes that it begins in, at least as many as it has; by default it has memory of its own.
+            memory: bytes in whose first ones the buffer is placed. By default it allocates memory.
         """
         if not _alike(tensors):
             return cls._of_bytes(tensors, tokens, memory)
@@ -84,11 +86,11 @@ class FlatBuffer(NamedTuple):
 
     @staticmethod
     def nbytes(tensors: Sequence[Tensor], tokens: int) -> int:
-        """Bytes of a buffer for tensors like these, with so many tokens on dim 1."""
+        """Returns the bytes of a buffer for tensors like these with `tokens` on dim 1."""
         return sum(x.element_size() * x.shape[0] * tokens * prod(x.shape[2:]) for x in tensors)
 
     def part(self, tokens: TokenRanges) -> FlatBuffer:
-        """A buffer with some tokens of each tensor, on their dim 1: itself where they are all that it has."""
+        """Returns a buffer with some tokens of dim 1 of each tensor; itself if these are all tokens."""
         if tokens.count == self.tokens:
             return self
         if self.views or len(tokens.runs) != 1:
@@ -103,25 +105,25 @@ class FlatBuffer(NamedTuple):
         if memory is None:
             memory = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
         buffer = memory[: sum(sizes)]
-        views, at = dict[int, Tensor](), 0
-        # Wide elements first, so that each tensor begins at a multiple of its element size; and what would push those
-        # after it off the alignment, last.
-        for i in sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNED > 0, -tensors[i].element_size())):
-            views[i] = buffer[at : at + sizes[i]].view(tensors[i].dtype).view(shapes[i])
-            at += sizes[i]
+        views, offset = dict[int, Tensor](), 0
+        # Tensors whose size is a multiple of the alignment come first, wide dtypes before narrow ones: so each begins
+        # at a multiple of its element size, and as many as possible at an aligned address.
+        for i in sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -tensors[i].element_size())):
+            views[i] = buffer[offset : offset + sizes[i]].view(tensors[i].dtype).view(shapes[i])
+            offset += sizes[i]
         return cls(buffer, tuple(views[i] for i in range(len(sizes))))
 
 
 class ReceiveBuffers:
-    """Buffers for the steps of a repeated exchange, in at most two blocks of memory, which are used again.
+    """Receive buffers for the steps of a repeated exchange, which reuse at most two blocks of memory.
 
-    New memory for each step would add up where the host runs ahead: with NCCL's backend of torch up to 2.14, the
+    A new block for each step would add up where the host runs ahead: with NCCL's backend of torch up to 2.14, the
     allocator reuses a block that was sent or received only once the host has seen that the GPU is done with it
     (`record_stream`).
 
     Args:
-        tensors: what arrives is like these.
-        tokens: that arrive at each step, on dim 1.
+        tensors: examples of the tensors that arrive.
+        tokens: tokens on dim 1 that arrive at each step.
     """
 
     def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
@@ -130,12 +132,12 @@ class ReceiveBuffers:
         self._other: Tensor | None = None
 
     def take(self, last_in_use: bool) -> FlatBuffer | None:
-        """Returns an empty buffer for the next step's tokens; None where there are none.
+        """Returns an uninitialized buffer for the next step's tokens; None if no tokens arrive.
 
-        It overwrites the last buffer's block, or the block of the one before that.
+        It overwrites the block of the last buffer, or the block of the buffer before that.
 
         Args:
-            last_in_use: the last buffer is still to be read or sent.
+            last_in_use: True if the last buffer is still to be read or sent.
         """
         count, *self.tokens = self.tokens
         if not count:
@@ -144,23 +146,23 @@ class ReceiveBuffers:
         if block is None:
             size = FlatBuffer.nbytes(self.tensors, max(count, *self.tokens, 0))
             block = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
-        # After the last step a block lives as long as the buffer in it.
+        # After the last step only the buffers keep their blocks alive.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)
         return FlatBuffer.like(self.tensors, count, block)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have one shape and dtype."""
+    """Returns True if all tensors have one shape and dtype."""
     first = tensors[0]
     return all(x.shape == first.shape and x.dtype == first.dtype for x in tensors[1:])
 
 
 FlatBuffers = Mapping[int, FlatBuffer]
-"""By the rank of the axis that they go to, or come from."""
+"""Buffers by the rank on the axis that they go to or come from."""
 
 
 class Exchange(NamedTuple):
-    """Tensors under way. Hold it until `wait` has returned: it keeps the buffers alive."""
+    """Messages in flight. It keeps their buffers alive, so hold it until `wait` has returned."""
 
     axis: Axis
     sent: FlatBuffers
@@ -168,55 +170,75 @@ class Exchange(NamedTuple):
     works: tuple[dist.Work, ...]
 
     def wait(self) -> None:
-        """Returns when all has arrived and left. On CUDA the current stream waits, not the host.
+        """Returns when all messages have arrived and left. On CUDA the current stream waits, not the host.
 
         Raises:
-            TimeoutError: the axis' timeout passed, or a neighbour is gone; names the ranks that were waited for.
+            TimeoutError: the axis' time-out passed, or a peer is lost; names the ranks of the missing messages.
+            torch.AcceleratorError: a kernel of this rank failed before.
         """
-        finish(self.works, self.axis, self._waiting)
+        finish(self.works, self.axis, self._pending)
 
-    def _waiting(self) -> str:
-        """For whom it waits, as ranks of the world."""
+    def _pending(self) -> str:
+        """Describes the messages by global ranks."""
         ranks = self.axis.ranks()
         sources, targets = ([ranks[peer] for peer in peers] for peers in (self.received, self.sent))
         return f"to receive from {sources} and send to {targets}"
 
 
 def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
-    """Starts sending and receiving along an axis, one message for each buffer; returns at once.
+    """Starts sends and receives along an axis, one message for each buffer, and returns at once.
 
-    What arrives goes to buffers of its own, so that computation may go on reading what is sent: double buffering. All
-    ranks must start their exchanges on an axis in the same order; some may have nothing to send or to receive, once
-    the group has been used by all of its ranks together (`Axis.duplicate` sees to it for the axis and its duplicate).
+    Messages arrive in buffers of their own, so that kernels may read the sent ones meanwhile (double buffering). All
+    ranks must start their exchanges on an axis in the same order. Some may have no messages, once all ranks of the
+    group have used it together; `Axis.duplicate` does that for the axis and its duplicate.
 
     Args:
-        send: by receiving rank. Kept alive until `wait`; must not be written to before.
-        receive: by sending rank, to be filled: shaped as what is sent. Must not be touched before `wait`.
+        send: buffers by receiving rank. They are kept alive until `wait`, and must not be written to before.
+        receive: buffers by sending rank, shaped like the sent ones. They must not be used before `wait`.
 
     Bytes sent: those of `send`, kind "p2p".
 
     Raises:
-        ValueError: a rank that would send to or receive from itself, or a peer that is not on the axis.
+        ValueError: a peer that is this rank itself or not on the axis.
     """
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
     sent = {peer: flat.buffer for peer, flat in send.items()}
-    under_way = record(axis.name, "p2p", sum([x.nbytes for x in sent.values()]), len(sent))
+    traced = record(axis.name, "p2p", sum([x.nbytes for x in sent.values()]), len(sent))
     works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, sent)
-    return Exchange(axis, send, receive, tuple(works) if under_way is None else watched(works, under_way))
+    return Exchange(axis, send, receive, tuple(works) if traced is None else watched(works, traced))
 
 
-def finish(works: Sequence[dist.Work], axis: Axis, waiting: Callable[[], str]) -> None:
-    """Waits for all of `works`; a timeout or a lost peer becomes a `TimeoutError` that says `waiting()` for whom."""
+LOST_PEER = re.compile(r"timed?[ -]?out|connect|peer|broken pipe|socket|remote process|abort", re.IGNORECASE)
+"""Phrases of gloo, NCCL and torch for a time-out or a lost peer, in errors of operations."""
+
+
+def finish(works: Sequence[dist.Work], axis: Axis, pending: Callable[[], str]) -> None:
+    """Waits for all of `works`.
+
+    Args:
+        pending: describes the operations, for the error.
+
+    Raises:
+        TimeoutError: the axis' time-out passed, or a peer is lost.
+        torch.AcceleratorError: a kernel of this rank failed before, which no other rank is to blame for.
+        RuntimeError: any other error of the backend, such as messages of different sizes, unchanged.
+    """
     if not works:
         return
     try:
         with IDLE if Trace.current is None else span(f"wait {axis.name}", "wait"):
             for work in works:
                 work.wait() if axis.timeout is None else work.wait(axis.timeout)
+    except torch.AcceleratorError:
+        raise  # asynchronous kernels report their errors in whatever call comes next
     except RuntimeError as error:
+        if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
+            raise kernel_error from error
+        if not LOST_PEER.search(str(error)):
+            raise
         reason = str(error).splitlines()[0]
         raise TimeoutError(
-            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {waiting()}: {reason}"
+            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {pending()}: {reason}"
         ) from error
