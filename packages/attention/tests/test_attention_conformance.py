@@ -176,7 +176,9 @@ def every_method(ranks: int) -> list[str]:
     return conform([(composition, WITH_SINKS) for composition in some])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.long), 4, pytest.param(8, marks=pytest.mark.long)]
+)
 def test_each_of_several_sinks_a_head_has_its_gradient(worlds, ranks):
     assert worlds(ranks).run(every_method, ranks) == [[]] * ranks
 
