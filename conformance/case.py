@@ -162,7 +162,7 @@ def mask_text(mask: AttentionMask) -> str:
 
 def _size(pattern: Pattern) -> str:
     match pattern:
-        case Tree(parents=parts) | Prefix(prefixes=parts) | ImageSpans(spans=parts) | SliceList(given=parts):
+        case Tree(parents=parts) | Prefix(prefixes=parts) | ImageSpans(spans=parts) | SliceList(bands=parts):
             return str(len(parts))
         case Chunked(size=size, origin=origin):
             return f"{size} from {origin}"

@@ -69,7 +69,7 @@ def length_of(mask: AttentionMask) -> int:
     """
     pattern = mask.pattern
     if isinstance(pattern, SliceList):
-        return max((max(its.queries.stop, its.keys.stop) for its in pattern.given), default=1)
+        return max((max(each.queries.stop, each.keys.stop) for each in pattern.bands), default=1)
     if isinstance(pattern, Blocks):
         return pattern.length or pattern.block * len(pattern.visible)
     ends = pattern.ends if isinstance(pattern, Tree) else mask.boundaries()

@@ -12,7 +12,7 @@ RUN_BY_A_STEP = [
     "core/src/armillary/core/accumulate.py",
     "core/src/armillary/core/gradients.py",
     "core/src/armillary/core/token_ranges.py",
-    "attention/src/armillary/attention/recompute.py",
+    "attention/src/armillary/attention/call/recompute.py",
     "attention/src/armillary/attention/kernels",
     "attention/src/armillary/attention/methods",
     "attention/src/armillary/attention/rotation",
@@ -31,7 +31,7 @@ RUN_BY_A_STEP = [
 METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "masked_select"}
 
 ALLOWED = {
-    "attention/recompute.py: tolist": "states of random numbers, which are the host's",
+    "attention/call/recompute.py: tolist": "states of random numbers, which are the host's",
     "core/token_ranges.py: tolist": "numbers of the host's",
     "attention/tiling/spans.py: tolist": "numbers of the host's",
     "attention/tiling/tiles.py: tolist": "numbers of the host's",
@@ -94,5 +94,5 @@ def test_nothing_that_a_step_runs_has_the_host_wait():
 
 
 def short(file: Path) -> str:
-    """Such as "attention/recompute.py"."""
+    """Such as "attention/call/recompute.py"."""
     return file.relative_to(ROOT).as_posix().partition("armillary/")[2]

@@ -69,7 +69,7 @@ def _by_pattern(mask: AttentionMask, i: Tensor, j: Tensor, documents: Boundaries
     """Who sees whom before the window cuts it, and `causal` where that is no part of what the kind means."""
     together = _place(i, documents)[0] == _place(j, documents)[0]
     match mask.pattern:
-        case SliceList(given=slices):
+        case SliceList(bands=slices):
             return _any(i, j, [_in(i, s.queries) & _in(j, s.keys) & _band(j - i, s.low, s.high) for s in slices])
         case Tree(ends=ends, parents=parents):
             line = _lines(parents)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections, one_token
+from armillary.attention.call.recompute import RNGReplay, outside_autocast
 from armillary.attention.call.registered import register
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.recompute import RNGReplay, outside_autocast
 from armillary.core.accumulate import Totals, accumulation_dtype
 from armillary.core.collectives.compiled import alone
 from armillary.core.collectives.merge import pivot

@@ -19,7 +19,6 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.kernels import KERNELS
 from armillary.attention.mask import AttentionMask, Window
-from armillary.attention.mask.numbers import mask_of_numbers
 from armillary.core import SequenceLayout
 
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
@@ -186,4 +185,4 @@ def read_mask(causal: bool, window: Window, numbers: bytes | None) -> AttentionM
     """Returns the mask with these `numbers`; one object for all layers of a step, and for both passes."""
     if numbers is None:
         return AttentionMask(causal, window)
-    return mask_of_numbers(causal, window, np.frombuffer(numbers, dtype=np.int64).tolist())
+    return AttentionMask.of_numbers(causal, window, np.frombuffer(numbers, dtype=np.int64).tolist())

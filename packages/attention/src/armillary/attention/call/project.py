@@ -10,9 +10,9 @@ from armillary.attention.call.autograd import run_call, run_projected_call
 from armillary.attention.call.calls import AttentionCall, ProjectedCall, head_sinks
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
+from armillary.attention.call.recompute import capture_autocast
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec
 from armillary.attention.call.validation import check_projected_call, check_transforms
-from armillary.attention.recompute import capture_autocast
 
 
 def project_eagerly(

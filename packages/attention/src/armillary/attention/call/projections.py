@@ -8,7 +8,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from armillary.attention.recompute import capture_autocast
+from armillary.attention.call.recompute import capture_autocast
 from armillary.core.accumulate import Totals
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
-from armillary.attention.recompute import RNGReplay, capture_autocast
-from armillary.attention.token_chunks import at_tokens, chunks
+from armillary.attention.call.recompute import RNGReplay, capture_autocast
+from armillary.attention.call.token_chunks import at_tokens, chunks
 from armillary.core.accumulate import Totals, accumulation_dtype
 
 Heads = Sequence[int]

@@ -1,6 +1,6 @@
-"""Pictures of masks, of layouts, and of who computes what; need matplotlib."""
+"""Pictures of masks and layouts, and of the work of each rank. Needs matplotlib."""
 
 from armillary.attention.drawing.draw import draw_mask
-from armillary.attention.drawing.shares import Computed, shares_of
+from armillary.attention.drawing.shares import BlockWork, shares_of
 
-__all__ = ["Computed", "draw_mask", "shares_of"]
+__all__ = ["BlockWork", "draw_mask", "shares_of"]

@@ -1,26 +1,23 @@
-"""Visible pairs counted in a grid of cells, however long the sequence is. Pure; no N x N anywhere."""
+"""Counts of visible pairs in a grid of cells, for sequences of any length. Pure; no N x N array."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
 from armillary.core.slices import Integers, Slices
 
-Shares2D = NDArray[np.float64]
-
 
 def cell_edges(length: int, most: int) -> Integers:
-    """Boundaries of at most so many cells of about equal size; one token each where there are no more tokens."""
+    """Returns the boundaries of at most `most` cells of nearly equal size, of one token or more."""
     count = min(length, most)
     return np.arange(count + 1) * length // count
 
 
-def pieces(spans: Iterable[range], edges: Integers) -> Iterator[tuple[int, range]]:
-    """The spans cut at the edges of cells: (cell, piece)."""
+def cut_at_edges(spans: Iterable[range], edges: Integers) -> Iterator[tuple[int, range]]:
+    """Yields the spans cut at the edges of cells, as (cell, piece)."""
     for span in spans:
         first, last = np.searchsorted(edges, (span[0], span[-1]), side="right") - 1
         for cell in range(int(first), int(last) + 1):
@@ -30,7 +27,7 @@ def pieces(spans: Iterable[range], edges: Integers) -> Iterator[tuple[int, range
 
 
 class KeyCells:
-    """The keys of some shards, cell by cell: made once for all shards of queries.
+    """The keys of some shards, cut into cells: built once for all shards of queries.
 
     Args:
         shards: the spans of each.
@@ -39,37 +36,37 @@ class KeyCells:
     def __init__(self, shards: Sequence[Sequence[range]], edges: Integers) -> None:
         self.edges, self.cells, self.shards = edges, len(edges) - 1, len(shards)
         spans: list[list[range]] = [[] for _ in range(self.shards * self.cells)]
-        for shard, its in enumerate(shards):
-            for cell, piece in pieces(its, edges):
+        for shard, shard_spans in enumerate(shards):
+            for cell, piece in cut_at_edges(shard_spans, edges):
                 spans[shard * self.cells + cell].append(piece)
         self._table = SpanTable.of(map(tuple, spans))
 
-    def seen_by(self, queries: Sequence[range], slices: Slices) -> Integers:
-        """Pairs [shards, cells of queries, cells of keys] that queries in some spans see."""
-        cut = sorted(pieces(queries, self.edges), key=lambda piece: piece[0])
-        found = tile_array(SpanTable.of([tuple(piece for _, piece in cut)]), self._table, slices)
-        starts = np.cumsum([0, *(len(piece) for _, piece in cut)])
-        rows = np.array([cell for cell, _ in cut])[np.searchsorted(starts, found[:, 1], side="right") - 1]
+    def pairs(self, queries: Sequence[range], slices: Slices) -> Integers:
+        """Returns the visible pairs [shards, query cells, key cells] of queries in some spans."""
+        pieces = sorted(cut_at_edges(queries, self.edges), key=lambda piece: piece[0])
+        tiles = tile_array(SpanTable.of([tuple(piece for _, piece in pieces)]), self._table, slices)
+        starts = np.cumsum([0, *(len(piece) for _, piece in pieces)])
+        rows = np.array([cell for cell, _ in pieces])[np.searchsorted(starts, tiles[:, 1], side="right") - 1]
         pairs = np.zeros((self.shards, self.cells, self.cells), dtype=np.int64)
-        np.add.at(pairs, (found[:, 0] // self.cells, rows, found[:, 0] % self.cells), pair_counts(found))
+        np.add.at(pairs, (tiles[:, 0] // self.cells, rows, tiles[:, 0] % self.cells), pair_counts(tiles))
         return pairs
 
 
-def count_cells(slices: Slices, edges: Integers) -> Integers:
-    """Visible pairs [cells of queries, cells of keys]."""
-    every = [range(int(edges[-1]))]
-    return KeyCells([every], edges).seen_by(every, slices)[0]
+def count_pairs(slices: Slices, edges: Integers) -> Integers:
+    """Returns the visible pairs [query cells, key cells]."""
+    sequence = [range(int(edges[-1]))]
+    return KeyCells([sequence], edges).pairs(sequence, slices)[0]
 
 
-def held(spans: Iterable[range], edges: Integers) -> Integers:
-    """How many positions of each cell lie in the spans."""
-    found = np.zeros(len(edges) - 1, dtype=np.int64)
-    for cell, piece in pieces(spans, edges):
-        found[cell] += len(piece)
-    return found
+def count_positions(spans: Iterable[range], edges: Integers) -> Integers:
+    """Returns the number of positions in the spans, by cell."""
+    counts = np.zeros(len(edges) - 1, dtype=np.int64)
+    for cell, piece in cut_at_edges(spans, edges):
+        counts[cell] += len(piece)
+    return counts
 
 
-def areas_of(edges: Integers) -> Integers:
-    """All pairs of each cell."""
+def cell_areas(edges: Integers) -> Integers:
+    """Returns the number of pairs of each cell, visible or not."""
     sizes = np.diff(edges)
     return sizes[:, None] * sizes[None, :]

@@ -1,4 +1,4 @@
-"""Colours that remain apart to colour-blind readers: Okabe and Ito's for a few ranks, a ramp of cividis for many."""
+"""Colours for colour-blind readers: Okabe and Ito's for up to eight ranks, a ramp of cividis for more."""
 
 from __future__ import annotations
 
@@ -10,44 +10,43 @@ from numpy.typing import NDArray
 Colors = NDArray[np.float64]
 """[n, 3] red, green and blue from 0 to 1, or [..., 4] with opacity."""
 
-FEW = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-LIGHT = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#44BB99", "#BBCC33")
-"""Tol's light colours, for what a mask is made of: no rank's."""
-FAINTEST = 0.3
-"""Opacity of a cell of which hardly a pair is visible."""
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+TOL_LIGHT = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#44BB99", "#BBCC33")
+CIVIDIS = ("#00224E", "#7D7C78", "#FEE838")  # first, middle and last
+MIN_OPACITY = 0.3
+"""Opacity of a cell with hardly any visible pair."""
 
 
 def light_colors() -> Colors:
-    """Of documents, segments and slices; after the last the first comes again."""
-    return np.array([_rgb(text) for text in LIGHT])
+    """Returns colours for documents, segments and slices, repeated after the last one. They are no rank's."""
+    return np.array(list(map(_rgb, TOL_LIGHT)))
 
 
-def colors_of(count: int) -> Colors:
-    """As many colours as there are ranks."""
-    if count <= len(FEW):
-        return np.array([_rgb(text) for text in FEW[:count]])
-    ends = np.array([_rgb("#00224E"), _rgb("#7D7C78"), _rgb("#FEE838")])  # first, middle and last of cividis
-    at = np.linspace(0, 2, count)
-    return np.stack([np.interp(at, np.arange(3), ends[:, channel]) for channel in range(3)], axis=1)
+def rank_colors(count: int) -> Colors:
+    """Returns a colour for each of `count` ranks."""
+    if count <= len(OKABE_ITO):
+        return np.array(list(map(_rgb, OKABE_ITO[:count])))
+    ends, places = np.array(list(map(_rgb, CIVIDIS))), np.linspace(0, 2, count)
+    return np.stack([np.interp(places, np.arange(3), ends[:, channel]) for channel in range(3)], axis=1)
 
 
 def _rgb(text: str) -> tuple[float, ...]:
     return tuple(int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))
 
 
-def blended(counts: NDArray[np.int64], most: Any, colors: Colors) -> Colors:
-    """Cells in the mean colour of what is in them, the fainter the less that is; without any, transparent.
+def blend(counts: NDArray[np.int64], areas: Any, colors: Colors) -> Colors:
+    """Returns cells [..., 4] in the mean colour of their contents, with opacity by their share of the cell.
 
     Args:
-        counts: [n, ...] of each colour.
-        most: [...] what a cell can have in all.
+        counts: [n, ...], of each colour.
+        areas: [...], the largest possible count of a cell.
     """
     total = counts.sum(axis=0)
     mean = np.moveaxis(counts, 0, -1) @ colors / np.maximum(total, 1)[..., None]
-    opacity = np.where(total > 0, FAINTEST + (1 - FAINTEST) * total / np.maximum(most, 1), 0)
+    opacity = np.where(total > 0, MIN_OPACITY + (1 - MIN_OPACITY) * total / np.maximum(areas, 1), 0)
     return np.concatenate((mean, opacity[..., None]), axis=-1)
 
 
-def text_on(color: Colors) -> str:
-    """Black or white, whichever is read more easily on a colour."""
-    return "black" if float(color @ np.array([0.299, 0.587, 0.114])) > 0.5 else "white"
+def text_color(background: Colors) -> str:
+    """Returns black or white, whichever is easier to read on a background."""
+    return "black" if float(background @ np.array([0.299, 0.587, 0.114])) > 0.5 else "white"

@@ -1,4 +1,4 @@
-"""Which rank computes what, in a grid of cells, and where the numbers of steps stand in a picture of it."""
+"""The pairs that each rank computes, in a grid of cells, and the places of step numbers in its picture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from armillary.attention.drawing.cells import KeyCells
-from armillary.attention.drawing.colors import Colors, colors_of, text_on
+from armillary.attention.drawing.colors import rank_colors, text_color
 from armillary.attention.drawing.shares import ComputedBlocks
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.slices import Integers
 
-SMALLEST = 1 / 40
-"""Of the whole side: what is smaller gets no number."""
-POINTS = 200
-"""Of a number, for what is as large as the whole side; not above the largest."""
-LARGEST_POINTS = 9
+MIN_SHARE = 1 / 40
+"""Smallest part of the picture's side that gets a step number."""
+FONT_SCALE, MAX_FONT_SIZE = 200, 9
+"""Points of a number as large as the picture, and of the largest number."""
 
 
 class StepLabel(NamedTuple):
+    """A step number in a picture, at a key position x and a query position y."""
+
     x: float
     y: float
     step: int
@@ -36,8 +37,8 @@ class ComputedCells:
     """Pairs by cell and rank.
 
     Args:
-        by_rank: [ranks, cells of queries, cells of keys] visible pairs that each rank computes.
-        step: [cells, cells] at which step most of a cell's pairs are computed.
+        by_rank: [ranks, query cells, key cells], visible pairs that each rank computes.
+        step: [query cells, key cells], the step that computes most of a cell's pairs.
     """
 
     blocks: ComputedBlocks
@@ -47,66 +48,54 @@ class ComputedCells:
 
     @classmethod
     def of(cls, blocks: ComputedBlocks, mask: AttentionMask, edges: Integers, ranks: int) -> ComputedCells:
-        keys, cells = KeyCells(_shards(blocks.key_layout), edges), len(edges) - 1
-        turns = {(query, key): (rank, step) for rank, step, query, key in blocks.blocks}
-        by_rank, step, most = np.zeros((ranks, cells, cells), np.int64), *np.zeros((2, cells, cells), np.int64)
+        key_cells, cells = KeyCells(_shard_spans(blocks.key_layout), edges), len(edges) - 1
+        ranks_and_steps = {(query, key): (rank, step) for rank, step, query, key in blocks.blocks}
+        by_rank, step, largest = np.zeros((ranks, cells, cells), np.int64), *np.zeros((2, cells, cells), np.int64)
         slices = mask.slices(blocks.layout.length)[0]
-        for query, spans in enumerate(_shards(blocks.layout)):
-            for key, found in enumerate(keys.seen_by(spans, slices)):
-                rank, turn = turns[query, key]
-                by_rank[rank] += found
-                step, most = np.where(found > most, turn, step), np.maximum(found, most)
+        for query, spans in enumerate(_shard_spans(blocks.layout)):
+            for key, pairs in enumerate(key_cells.pairs(spans, slices)):
+                rank, block_step = ranks_and_steps[query, key]
+                by_rank[rank] += pairs
+                step, largest = np.where(pairs > largest, block_step, step), np.maximum(pairs, largest)
         return cls(blocks, edges, by_rank, step)
 
-    @property
-    def colors(self) -> Colors:
-        return colors_of(len(self.by_rank))
-
     def labels(self) -> Iterator[StepLabel]:
-        """One number in each rectangle of a run of queries and a run of keys, where it is large enough to be read."""
-        seen, rank = self.by_rank.sum(axis=0) > 0, self.by_rank.argmax(axis=0)
-        several = len(self.blocks.pairs) > 1
-        runs = product(_runs(self.blocks.layout, self.edges), _runs(self.blocks.key_layout, self.edges))
-        for (q0, q1), (k0, k1) in runs if several else ():
-            some = seen[q0:q1, k0:k1]
-            size = POINTS * _breadth(some) / len(seen)
-            if size >= POINTS * SMALLEST * 0.9:
-                y, x = np.add((q0, k0), _middle(some))
-                color = text_on(self.colors[rank[y, x]])
-                at = _center(self.edges, x), _center(self.edges, y)
-                yield StepLabel(*at, int(self.step[y, x]), color, min(size, LARGEST_POINTS))
-
-
-def _shards(layout: SequenceLayout) -> list[Any]:
-    return [layout.spans(shard) for shard in range(layout.shards)]
+        """Yields one step number for each rectangle of a run of queries and a run of keys that is large enough."""
+        if len(self.blocks.pairs) == 1:
+            return
+        visible, rank = self.by_rank.sum(axis=0) > 0, self.by_rank.argmax(axis=0)
+        colors, centers = rank_colors(len(self.by_rank)), (self.edges[:-1] + self.edges[1:]) / 2
+        for (q0, q1), (k0, k1) in product(_runs(self.blocks.layout, self.edges), _runs(self.blocks.key_layout, self.edges)):
+            cells = visible[q0:q1, k0:k1]
+            # The mean width of the visible part across its longer side decides the size of the number.
+            longer_side = max(int(cells.any(axis=axis).sum()) for axis in (0, 1))
+            size = FONT_SCALE * int(cells.sum()) / max(longer_side, 1) / len(visible)
+            if size >= FONT_SCALE * MIN_SHARE * 0.9:
+                y, x = np.add((q0, k0), _middle(cells))
+                color, place = text_color(colors[rank[y, x]]), (float(centers[x]), float(centers[y]))
+                yield StepLabel(*place, int(self.step[y, x]), color, min(size, MAX_FONT_SIZE))
 
 
 def has_steps(layout: SequenceLayout) -> bool:
-    """Whether neighbouring positions are of several shards."""
-    return any(span.step > 1 for spans in _shards(layout) for span in spans)
+    """True if neighbouring positions are in different shards."""
+    return any(span.step > 1 for spans in _shard_spans(layout) for span in spans)
+
+
+def _shard_spans(layout: SequenceLayout) -> list[Any]:
+    return [layout.spans(shard) for shard in range(layout.shards)]
 
 
 def _runs(layout: SequenceLayout, edges: Integers) -> list[tuple[int, int]]:
-    """Runs of positions of one shard, as cells; none where they are too small."""
+    """Returns runs of positions of one shard, as cells; without those that are too small for a number."""
     if has_steps(layout):
-        return [(p, p + 1) for p in range(layout.length)] if layout.length <= 1 / SMALLEST else []
-    spans = [span for spans in _shards(layout) for span in spans if len(span) >= SMALLEST * layout.length]
+        return [(p, p + 1) for p in range(layout.length)] if layout.length <= 1 / MIN_SHARE else []
+    spans = [span for spans in _shard_spans(layout) for span in spans if len(span) >= MIN_SHARE * layout.length]
     return [tuple(np.searchsorted(edges, (span.start, span.stop)).tolist()) for span in spans]
 
 
-def _breadth(some: Any) -> float:
-    """How many cells are there, to each that they reach along their longer side."""
-    longer = max(int(some.any(axis=axis).sum()) for axis in (0, 1))
-    return int(some.sum()) / max(longer, 1)
-
-
-def _middle(some: Any) -> tuple[int, int]:
-    """The cell with something in it that is nearest to the middle of them all."""
-    rows, columns = np.nonzero(some)
-    apart = (rows - rows.mean()) ** 2 + (columns - columns.mean()) ** 2
-    nearest = int(apart.argmin())
+def _middle(cells: Any) -> tuple[int, int]:
+    """Returns the cell that is True and nearest to the mean of all such cells."""
+    rows, columns = np.nonzero(cells)
+    distances = (rows - rows.mean()) ** 2 + (columns - columns.mean()) ** 2
+    nearest = int(distances.argmin())
     return int(rows[nearest]), int(columns[nearest])
-
-
-def _center(edges: Integers, cell: int) -> float:
-    return float(edges[cell] + edges[cell + 1]) / 2

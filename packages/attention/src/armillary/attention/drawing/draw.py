@@ -1,4 +1,4 @@
-"""A mask as a picture; with a layout, who holds what and who computes what besides. Needs matplotlib."""
+"""A picture of a mask, and with a layout of the tokens and the work of each rank. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from armillary.attention.drawing.cells import areas_of, cell_edges, count_cells, held
-from armillary.attention.drawing.colors import blended, colors_of, light_colors
+from armillary.attention.drawing.cells import cell_areas, cell_edges, count_pairs, count_positions
+from armillary.attention.drawing.colors import blend, light_colors, rank_colors
 from armillary.attention.drawing.computed_cells import ComputedCells, has_steps
 from armillary.attention.drawing.shares import Shares, blocks_of, shares_of
 from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
@@ -19,10 +19,10 @@ from armillary.core.optional import optional
 from armillary.core.slices import Integers, Slices
 
 CELLS = 192
-"""To a side, of sequences with more tokens."""
+"""Largest number of cells per side."""
+MIXED_CELLS = 64
+"""The same where neighbouring positions are on different ranks, so that each cell has pairs of all of them."""
 FORMATS = (".png", ".svg", ".pdf")
-MIXED = 64
-"""To a side, where neighbouring positions are of several ranks, so that each cell has pairs of all of them."""
 
 
 def draw_mask(
@@ -34,31 +34,31 @@ def draw_mask(
     row: int = 0,
     options: MethodOptions = DEFAULT_OPTIONS,
 ) -> Shares | None:
-    """Draws who sees whom; with a layout, which rank holds which positions and which computes what at which step too.
+    """Draws the visible pairs of a mask; with a layout, also the positions and the computed pairs of each rank.
 
-    A sequence of any length: from `CELLS` tokens on, a cell stands for many, the fainter the fewer of its pairs are
+    Sequences of any length: beyond `CELLS` tokens a cell stands for many, and is fainter if fewer of its pairs are
     visible.
 
     Args:
         length: tokens of the sequence.
-        path: of the picture to be written, .png, .svg or .pdf.
+        path: of the picture, .png, .svg or .pdf.
         layout: of the sequence axis: one shard for each of its ranks.
-        method: a name of `build_attention`. The ranks of a head axis share what is shown as one rank's.
-        row: of the batch, where rows have masks of their own.
+        method: a name of `build_attention`. The ranks of a head axis are shown as one.
+        row: row of the batch, where rows have masks of their own.
         options: of the method, such as WallFacer's team.
 
     Returns:
-        What the picture shows in numbers, where there is a layout.
+        The numbers of the picture, if there is a layout.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: a mask or layout of another length, a method that does not fit the layout, or another suffix.
         OSError: the file cannot be written.
     """
-    path = checked_path(Path(path))
+    path = check_path(Path(path))
     if layout is not None and layout.length != length:
-        raise ValueError(f"the layout has {layout.length} tokens; the mask is to be drawn for {length}")
-    mask.pairs(length, row)  # refuses what does not fit
+        raise ValueError(f"the layout has {layout.length} tokens; the mask is drawn for {length}")
+    mask.pairs(length, row)  # raises ValueError for another length
     shares = None if layout is None else shares_of(mask, layout, method, row, options)
     Figure = optional("matplotlib.figure", "plot", "armillary-attention").Figure
     mask, edges = mask.row(row), cell_edges(length, CELLS)
@@ -69,9 +69,9 @@ def draw_mask(
         figure = Figure((12, 4.4), layout="constrained")
         panels = figure.subplot_mosaic("ABC;ABD", width_ratios=[1, 1, 0.75], height_ratios=[1, 1])
         draw_structure(panels["A"], mask, edges)
-        coarse = cell_edges(length, MIXED if has_steps(layout) and length > CELLS else CELLS)
+        coarse = cell_edges(length, MIXED_CELLS if has_steps(layout) and length > CELLS else CELLS)
         cells = ComputedCells.of(blocks_of(layout, mask, method, options), mask, coarse, layout.shards)
-        draw_computed(panels["B"], cells, f"who computes what, at which step: {method}")
+        draw_computed(panels["B"], cells, f"rank and step that compute each pair: {method}")
         draw_layout(panels["C"], layout, edges)
         draw_shares(panels["D"], shares)
     with writing(path):
@@ -79,29 +79,28 @@ def draw_mask(
     return shares
 
 
-def checked_path(path: Path) -> Path:
-    """Refuses early where no picture can be written."""
+def check_path(path: Path) -> Path:
+    """Returns the path; raises ValueError, before anything is computed, if no picture can be written there."""
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{path}: pictures are {', '.join(FORMATS)}; give a name that ends so")
+        raise ValueError(f"{path}: pictures are {', '.join(FORMATS)}")
     if path.is_dir() or not path.parent.is_dir():
-        why = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"{path}: {why}; give the path of a file to be made")
+        reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f"{path}: {reason}; give the path of a new file")
     return path
 
 
 def draw_structure(axes: Any, mask: AttentionMask, edges: Integers) -> None:
-    """Who sees whom, in the colours of documents, segments, chunks or slices."""
+    """Draws visible pairs in the colours of documents, segments, chunks or slices."""
     length = int(edges[-1])
-    slices = mask.slices(length)[0]
-    colors = light_colors()
-    group = structure_of(mask, slices) % len(colors)
-    counts = np.stack([count_cells(slices[group == color], edges) for color in range(len(colors))])
-    show_square(axes, blended(counts, areas_of(edges), colors), edges)
-    axes.set_title(f"who sees whom: {mask.pairs(length) / length**2:.1%} of all pairs", fontsize=10)
+    slices, colors = mask.slices(length)[0], light_colors()
+    group = slice_groups(mask, slices) % len(colors)
+    counts = np.stack([count_pairs(slices[group == color], edges) for color in range(len(colors))])
+    show_square(axes, blend(counts, cell_areas(edges), colors), edges)
+    axes.set_title(f"visible pairs: {mask.pairs(length) / length**2:.1%} of all", fontsize=10)
 
 
-def structure_of(mask: AttentionMask, slices: Slices) -> Integers:
-    """What each slice belongs to: a tree's segment, text or image, or itself: a document, a chunk."""
+def slice_groups(mask: AttentionMask, slices: Slices) -> Integers:
+    """Returns the group of each slice: a tree's segment, text or image, or the slice itself (a document, a chunk)."""
     if isinstance(mask.pattern, Tree):
         return np.searchsorted(np.array(mask.pattern.ends), slices[:, 2], side="right") - 1
     if isinstance(mask.pattern, ImageSpans):
@@ -110,20 +109,20 @@ def structure_of(mask: AttentionMask, slices: Slices) -> Integers:
 
 
 def show_square(axes: Any, cells: Any, edges: Integers) -> None:
-    """Queries from above to below, keys from left to right."""
+    """Shows cells with queries from top to bottom and keys from left to right."""
     length = int(edges[-1])
     axes.imshow(cells, extent=(0, length, length, 0), interpolation="nearest", aspect="equal")
     axes.set_xlabel("key position", fontsize=9)
     axes.set_ylabel("query position", fontsize=9)
-    plain(axes, both=True)
+    style_axes(axes, both=True)
     if length <= 40:
         axes.set_xticks(range(length + 1), minor=True)
         axes.set_yticks(range(length + 1), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
 
 
-def plain(axes: Any, both: bool = False) -> None:
-    """Few numbers along the axes, in thousands, millions and so on."""
+def style_axes(axes: Any, both: bool = False) -> None:
+    """Sets few tick labels, with SI prefixes, and a light frame."""
     ticker = optional("matplotlib.ticker", "plot", "armillary-attention")
     for axis in (axes.xaxis, axes.yaxis) if both else (axes.xaxis,):
         axis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
@@ -133,39 +132,40 @@ def plain(axes: Any, both: bool = False) -> None:
 
 
 def draw_computed(axes: Any, cells: ComputedCells, title: str) -> None:
-    """Each visible pair in the colour of the rank that computes it, with the number of the step."""
-    show_square(axes, blended(cells.by_rank, areas_of(cells.edges), cells.colors), cells.edges)
+    """Draws each visible pair in the colour of the rank that computes it, with step numbers."""
+    colors = rank_colors(len(cells.by_rank))
+    show_square(axes, blend(cells.by_rank, cell_areas(cells.edges), colors), cells.edges)
     axes.set_title(title, fontsize=10)
     for x, y, step, color, size in cells.labels():
         axes.text(x, y, str(step), color=color, fontsize=size, ha="center", va="center")
 
 
 def draw_layout(axes: Any, layout: SequenceLayout, edges: Integers) -> None:
-    """A line for each rank, filled where it holds positions."""
-    counts = np.stack([held(layout.spans(rank), edges) for rank in range(layout.shards)])
+    """Draws a line for each rank, filled where it has positions."""
+    counts = np.stack([count_positions(layout.spans(rank), edges) for rank in range(layout.shards)])
     lines = np.stack([counts * (np.arange(layout.shards) == rank)[:, None] for rank in range(layout.shards)])
-    cells = blended(lines, np.diff(edges)[None, :], colors_of(layout.shards))
+    cells = blend(lines, np.diff(edges)[None, :], rank_colors(layout.shards))
     axes.imshow(cells, extent=(0, layout.length, layout.shards, 0), interpolation="nearest", aspect="auto")
-    axes.set_title("which rank holds which positions", fontsize=10)
+    axes.set_title("positions of each rank", fontsize=10)
     axes.set_xlabel("position", fontsize=9)
-    plain(axes)
+    style_axes(axes)
     rank_ticks(axes, layout.shards, at=0.5)
 
 
 def draw_shares(axes: Any, shares: Shares) -> None:
-    """A bar for each rank, with a line at their mean."""
+    """Draws a bar for each rank, with a line at the mean."""
     ranks, mean = len(shares.by_rank), shares.pairs / len(shares.by_rank)
-    axes.barh(range(ranks), shares.by_rank, color=colors_of(ranks), height=0.8)
+    axes.barh(range(ranks), shares.by_rank, color=rank_colors(ranks), height=0.8)
     axes.axvline(mean, color="0.3", linewidth=1, linestyle="--")
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_title(f"pairs of each rank: max / mean {shares.evenness:.3f}", fontsize=10)
-    axes.set_xlabel("(query, key) pairs that it computes", fontsize=9)
-    plain(axes)
+    axes.set_xlabel("(query, key) pairs", fontsize=9)
+    style_axes(axes)
     axes.spines[["top", "right"]].set_visible(False)
     rank_ticks(axes, ranks, at=0)
 
 
 def rank_ticks(axes: Any, ranks: int, at: float) -> None:
-    """The numbers of ranks, of many only some."""
+    """Labels at most eight ranks."""
     shown = range(0, ranks, -(-ranks // 8))
     axes.set_yticks([rank + at for rank in shown], [f"rank {rank}" for rank in shown])

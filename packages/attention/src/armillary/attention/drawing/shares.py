@@ -1,4 +1,4 @@
-"""Who computes how much of a mask, at which step: the numbers of a picture, and of its command. Pure."""
+"""The work of each rank and step under a mask, in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions, named_m
 from armillary.core import SequenceLayout
 
 
-class Computed(NamedTuple):
+class BlockWork(NamedTuple):
     """A block, and the rank of the sequence axis and the step of forward that compute it.
 
     Args:
@@ -38,19 +38,19 @@ class ComputedBlocks:
 
     layout: SequenceLayout
     key_layout: SequenceLayout
-    blocks: tuple[Computed, ...]
+    blocks: tuple[BlockWork, ...]
     pairs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank of the sequence axis holds of a sequence, and computes of a mask.
+    """The tokens and the visible pairs of each rank of the sequence axis.
 
     Args:
         length: tokens of the sequence.
         pairs: visible (query, key) pairs in one row of the batch.
-        tokens: of each rank.
-        by_step: of each rank the pairs that it computes at each step.
+        tokens: by rank.
+        by_step: pairs that a rank computes, by rank and step.
     """
 
     length: int
@@ -65,19 +65,19 @@ class Shares:
 
     @property
     def evenness(self) -> float:
-        """The most that a rank computes over the mean: 1 is even."""
+        """The largest number of pairs of a rank over the mean: 1 is even."""
         return max(self.by_rank) * len(self.by_rank) / max(self.pairs, 1)
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All numbers, for JSON."""
         return asdict(self) | {"by_rank": self.by_rank, "evenness": self.evenness}
 
 
 def blocks_of(
     layout: SequenceLayout, mask: AttentionMask, method: str, options: MethodOptions = DEFAULT_OPTIONS
 ) -> ComputedBlocks:
-    """Returns the blocks of a method, looked up by name. The ranks of a head axis share those of one rank here.
+    """Returns the blocks of a method, looked up by name. The ranks of a head axis count as one.
 
     Raises:
         ValueError: an unknown name, one that leaves the layout's shards unused, or a method whose plan has no blocks.
@@ -93,7 +93,7 @@ def blocks_of(
         join_shards(layout, plan.query_shards),
         join_shards(layout, plan.key_shards),
         tuple(
-            Computed(rank, i, *block) for i, step in enumerate(steps) for rank, block in enumerate(step.blocks) if block
+            BlockWork(rank, i, *block) for i, step in enumerate(steps) for rank, block in enumerate(step.blocks) if block
         ),
         tuple(step.pairs for step in steps),
     )
@@ -106,7 +106,7 @@ def shares_of(
     row: int = 0,
     options: MethodOptions = DEFAULT_OPTIONS,
 ) -> Shares:
-    """What ranks compute of one row's mask in forward, in one head.
+    """Returns the work of each rank in forward, for one row of the batch and one head.
 
     Args:
         layout: of the sequence axis: one shard for each of its ranks.

@@ -1,4 +1,4 @@
-"""Which keys a query sees, in global positions: a value of one of several kinds."""
+"""Attention masks: the keys that each query sees, in global positions."""
 
 from armillary.attention.mask.attention_mask import AttentionMask
 from armillary.attention.mask.blocks import Blocks

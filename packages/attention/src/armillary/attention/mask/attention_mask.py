@@ -1,50 +1,109 @@
-"""Which keys a query sees, in global positions: a value, not a tensor. One class; its kinds are constructors."""
+"""`AttentionMask`: the keys that each query sees, in global positions. A value, not a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor
 
 from armillary.attention.mask.blocks import Blocks
 from armillary.attention.mask.chunked import Chunked, Origin
+from armillary.attention.mask.content import Content, Documents
 from armillary.attention.mask.image_spans import ImageSpans
+from armillary.attention.mask.pattern import Ends, Pattern, RowPattern, integers, offsets, shortened
 from armillary.attention.mask.prefix import Prefix
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import Slice, SliceList
 from armillary.attention.mask.tree import Tree
-from armillary.attention.mask.value import MaskValue
+from armillary.core.checked import Window, documents_of, flag, window_of
+from armillary.core.segments import Segments
+from armillary.core.slices import Integers, Slices, band, count_pairs, document_slices, slice_array, within_band
+
+PATTERNS: dict[int, type[RowPattern]] = {
+    pattern.code: pattern for pattern in (SliceList, Tree, Prefix, Chunked, ImageSpans, Blocks)
+}
+UNBOUNDED = -1  # a window's side of None as an integer
 
 
-class AttentionMask(MaskValue):
-    """A key at position j is visible to a query at position i if all that is asked for here holds.
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionMask:
+    """A key at position j is visible to a query at position i if all conditions hold.
 
     Args:
         causal: `j <= i`.
         window: (left, right): `i - left <= j <= i + right`; None on a side is unbounded. Along the path in a tree.
-        documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the documents that the sequence is packed
-            from; i and j must lie in one document. One list for all rows of a batch, or a list of lists, one for each
-            row.
-        pattern: what more decides, where one of the constructors below has made the mask.
-        content: of another mask with these very documents and this pattern, which are not looked into again.
+        documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must lie in one
+            document. One list for all rows of a batch, or a list of lists, one for each row.
+        pattern: a further condition, of a mask made by one of the constructors below.
+        content: of another mask with these very documents and this pattern, which are not checked again.
 
-    Sequences may be integer tensors or arrays; kept as tuples. Hashable; cheap to compare; knows nothing of shards.
-    `dataclasses.replace(mask, window=...)` does for each kind what a window means there.
+    Sequences may be integer tensors or arrays; they are stored as tuples. Hashable, cheap to compare, independent of
+    shards. `dataclasses.replace(mask, window=...)` gives the window the meaning that it has for the kind of mask.
 
     Raises:
-        ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are no
-            integers, do not start at 0 or do not rise, or are of some rows only; causal neither True nor False, or not
-            as the pattern has it; documents beside a pattern that knows none.
+        ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are not
+            integers, do not start at 0, do not rise, or are given for some rows only; `causal` that is not a bool or
+            contradicts the pattern; documents with a pattern that accepts none.
     """
+
+    # FSDP2 rebuilds the dataclasses among a module's arguments at every call, field by field and number by number. So
+    # values that may be long are not fields, but arguments that `replace` passes on unchanged.
+    causal: bool = True
+    window: Window | None = None
+    if TYPE_CHECKING:
+        documents: Documents | None = None
+        pattern: Pattern | None = None
+        content: Content = None  # pyright: ignore[reportAssignmentType] - set by __init__
+    else:
+        documents: InitVar[Documents | None] = None
+        pattern: InitVar[Pattern | None] = None
+        content: InitVar[Content | None] = None
+
+    numbers: ClassVar[Tensor | None] = None
+    """Documents and pattern as int64 [n] on the CPU; None without either.
+
+    A compiled graph takes them as a tensor, so that it is not compiled again for another mask.
+    """
+
+    def __init__(
+        self,
+        causal: bool = True,
+        window: Sequence[int | None] | None = None,
+        documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+        pattern: Pattern | None = None,
+        content: Content | None = None,
+    ) -> None:
+        if content is None or not content.holds(documents, pattern):
+            content = Content(documents_of(documents), pattern)
+        values = (flag("causal", causal), window_of(window), content.documents, pattern, content, content.numbers)
+        for name, value in zip(("causal", "window", "documents", "pattern", "content", "numbers"), values, strict=True):
+            object.__setattr__(self, name, value)
+        if pattern is None:
+            return
+        kind = type(pattern).__name__
+        if not self.causal and pattern.says_causal:
+            raise ValueError(f"causal=False for {kind}, which itself defines the visible later keys: leave it True")
+        if self.causal and isinstance(pattern, RowMasks):
+            raise ValueError("causal=True for rows of a batch; give each row a causal mask")
+        if self.documents is not None and not pattern.takes_documents:
+            raise ValueError(f"documents={shortened(self.documents)} for {kind}, which takes none")
+        if self.per_row and not isinstance(pattern, (Chunked, RowMasks)):
+            raise ValueError(f"{kind} is of one row; AttentionMask.rows takes one mask for each row")
+
+    # -- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod
     def of_slices(cls, slices: Iterable[Slice]) -> AttentionMask:
         """Any mask: the query at i in a slice's queries sees the key at j in its keys iff low <= j - i <= high.
 
         Args:
-            slices: `Slice(queries, keys, low, high)`, ranges of step 1 and a band, None where it is not bounded.
+            slices: `Slice(queries, keys, low, high)`: ranges of step 1, and a band with None for an unbounded side.
 
         Raises:
-            ValueError: slices of which two share a pair, with both and the pair.
+            ValueError: two slices that share a pair, with both and the pair.
         """
         return cls(causal=False, pattern=SliceList(slices))
 
@@ -52,13 +111,13 @@ class AttentionMask(MaskValue):
     def tree(
         cls, ends: Sequence[int], parents: Sequence[int], window: Sequence[int | None] | None = None
     ) -> AttentionMask:
-        """Sequences that share beginnings, such as answers to one prompt, packed segment by segment, depth first.
+        """Sequences with shared beginnings, such as answers to one prompt, packed segment by segment, depth first.
 
         A token sees its own segment causally, and the segments of its ancestors. `positions` are depths along the path.
 
         Args:
             ends: boundaries of segments, 0, end of the first, ..., N.
-            parents: for each segment s - 1, an ancestor of s - 1, or -1 for a root.
+            parents: for each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
             window: (left, right) in tokens along the path.
 
         Raises:
@@ -68,13 +127,13 @@ class AttentionMask(MaskValue):
 
     @classmethod
     def prefix(cls, documents: Sequence[int], prefixes: Sequence[int]) -> AttentionMask:
-        """Prefix language model: the first tokens of each document see each other both ways, the rest is causal.
+        """Prefix language model: the first tokens of each document see each other both ways, later ones are causal.
 
         Args:
-            prefixes: how many tokens of each document.
+            prefixes: number of such tokens of each document.
 
         Raises:
-            ValueError: prefixes of other documents, or longer than theirs.
+            ValueError: prefixes for another number of documents, or longer than their documents.
         """
         mask = cls(documents=documents, pattern=Prefix(prefixes))
         cast(Prefix, mask.pattern).check(mask.boundaries(), 0, 0)
@@ -90,7 +149,7 @@ class AttentionMask(MaskValue):
         """Causal within chunks of `size` positions (Llama 4).
 
         Args:
-            origin: chunks are counted from each "document"'s start, or from the "row"'s, as transformers counts.
+            origin: chunks start at each "document", or at the "row" as in transformers.
         """
         return cls(documents=documents, pattern=Chunked(size, origin))
 
@@ -101,11 +160,11 @@ class AttentionMask(MaskValue):
         documents: Sequence[int] | None = None,
         window: Sequence[int | None] | None = None,
     ) -> AttentionMask:
-        """Causal or in one span, and then what the window leaves (Gemma 3's images).
+        """Causal, or within one span; then cut by the window (Gemma 3's images).
 
         Args:
             spans: ranges of positions, disjoint, each within one document.
-            window: (left, right), of which the left side cuts; what is later is hidden by being causal alone.
+            window: (left, right); the right side has no effect, because later keys are visible within a span only.
 
         Raises:
             ValueError: spans that overlap, or reach beyond their document.
@@ -118,15 +177,216 @@ class AttentionMask(MaskValue):
 
     @classmethod
     def blocks(cls, visible: Any, block: int, length: int | None = None, causal: bool = False) -> AttentionMask:
-        """Blocks of `block` tokens see each other as a table says; with `causal`, no later keys.
+        """A table of blocks of `block` tokens that see each other; with `causal`, no later keys.
 
         Args:
             visible: bool [n, n]; [n, m] for cross-attention.
-            length: of the sequence, whose last block may be shorter; as the call has it unless given.
+            length: of the sequence, whose last block may be shorter. By default that of the call.
         """
         return cls(causal=causal, pattern=Blocks(visible, block, length))
 
     @classmethod
     def rows(cls, masks: Iterable[AttentionMask]) -> AttentionMask:
-        """One mask for each row of a batch. A window that is asked for later narrows each."""
+        """One mask for each row of a batch. `replace(mask, window=...)` narrows each."""
         return cls(causal=False, pattern=RowMasks(tuple(masks)))
+
+    # -- as a value ---------------------------------------------------------------------------------------------------
+
+    def __hash__(self) -> int:
+        return hash((self.causal, *self._window_numbers, self.content.hash))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, AttentionMask):
+            return NotImplemented
+        if (self.causal, self.window, self.content.hash) != (other.causal, other.window, other.content.hash):
+            return False
+        return self.content is other.content or (self.documents, self.pattern) == (other.documents, other.pattern)
+
+    def __repr__(self) -> str:
+        shown = {"causal": self.causal, "window": self.window, "documents": self.documents, "pattern": self.pattern}
+        return f"{type(self).__name__}({', '.join(f'{name}={shortened(value)}' for name, value in shown.items())})"
+
+    def narrowed(self, left: int | None) -> Self:
+        """Returns the mask with at most `left` keys before each query; itself if its window is no wider."""
+        before, after = self.window or (None, None)
+        if left is None or (before is not None and before <= left):
+            return self
+        narrowed = object.__new__(type(self))  # torch.compile can trace this, and nothing is checked again
+        for name, value in vars(self).items():
+            object.__setattr__(narrowed, name, value)
+        object.__setattr__(narrowed, "window", (left, after))
+        return narrowed
+
+    @property
+    def _window_numbers(self) -> tuple[int, int]:
+        left, right = self.window or (None, None)
+        return UNBOUNDED if left is None else left, UNBOUNDED if right is None else right
+
+    @property
+    def encoded(self) -> Integers:
+        """The whole mask as integers: causal, window, `numbers`."""
+        return integers((self.causal, *self._window_numbers), (0, 0) if self.numbers is None else self.numbers)
+
+    @classmethod
+    def of_numbers(cls, causal: bool, window: Window | None, numbers: Sequence[int]) -> AttentionMask:
+        """Returns the mask with these `numbers` (`Content.numbers`)."""
+        code, row_count, *remaining = numbers
+        documents: list[Any] = []
+        for _ in range(abs(row_count)):
+            count, *remaining = remaining
+            documents.append(remaining[:count])
+            remaining = remaining[count:]
+        boundaries = None if row_count == 0 else documents if row_count > 0 else documents[0]
+        pattern: Pattern | None = None
+        if code == RowMasks.code:
+            masks = list[AttentionMask]()
+            while remaining:  # each row: its length, then its mask as `encoded`
+                size, row_causal, *sides = remaining[:4]
+                row_window = cast(Window, tuple(None if side == UNBOUNDED else side for side in sides))
+                masks.append(cls.of_numbers(bool(row_causal), row_window, remaining[4 : 1 + size]))
+                remaining = remaining[1 + size :]
+            pattern = RowMasks(masks)
+        elif code:
+            pattern = PATTERNS[code].of_numbers(remaining)
+        return cls(causal, window, boundaries, pattern)
+
+    # -- rows of a batch ----------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int | None:
+        """Number of rows with masks of their own; None where all rows have the same mask."""
+        if isinstance(self.pattern, RowMasks):
+            return len(self.pattern.masks)
+        documents = self.documents
+        return len(documents) if documents and isinstance(documents[0], tuple) else None
+
+    @property
+    def per_row(self) -> bool:
+        """True if the rows of a batch have masks of their own."""
+        return self.batch is not None
+
+    def row(self, row: int) -> Self:
+        """Returns the mask of one row of the batch."""
+        if isinstance(self.pattern, RowMasks):
+            mask: Self = self.pattern.masks[row]
+            return mask if self.window is None else mask._intersected(self.window)
+        if not self.per_row:
+            return self
+        return type(self)(self.causal, self.window, self.boundaries(row), self.pattern)
+
+    def _intersected(self, window: Window) -> Self:
+        """Returns the mask with the intersection of its window and another."""
+        sides = zip(self.window or (None, None), window, strict=True)
+        smallest = [min((side for side in pair if side is not None), default=None) for pair in sides]
+        return type(self)(self.causal, smallest, self.documents, self.pattern, self.content)
+
+    def boundaries(self, row: int = 0) -> Ends:
+        """Returns the document boundaries of one row of the batch, or None without documents."""
+        if isinstance(self.pattern, RowMasks):
+            return self.pattern.masks[row].boundaries()
+        documents = cast(Any, self.documents)
+        return documents[row] if self.per_row else documents
+
+    @property
+    def _row_pattern(self) -> RowPattern | None:
+        """The pattern of a mask of one row."""
+        return cast("RowPattern | None", self.pattern)
+
+    # -- for a sequence -----------------------------------------------------------------------------------------------
+
+    def check(self, queries: int, keys: int, batch: int) -> None:
+        """Raises ValueError if the mask does not fit `batch` rows of `queries` queries and `keys` keys."""
+        if self.batch not in (None, batch):
+            kind = "masks" if isinstance(self.pattern, RowMasks) else "documents"
+            raise ValueError(f"the mask has {kind} for {self.batch} rows; the batch has {batch}")
+        for row in range(self.batch or 1):
+            self._check_row(row, queries, keys)
+
+    def _check_row(self, row: int, queries: int, keys: int) -> None:
+        mask = self.row(row)
+        ends = mask.boundaries()
+        for length in (queries, keys):
+            if ends is not None and ends[-1] != length:
+                raise ValueError(f"the documents of row {row} end at {ends[-1]}; the sequence has {length} tokens")
+        if (pattern := mask._row_pattern) is not None:
+            pattern.check(ends, queries, keys)
+
+    def slices(self, length: int, keys: int | None = None) -> list[Slices]:
+        """Returns the visible pairs as disjoint slices (`core.slices`), for each row with a mask of its own or for all.
+
+        Args:
+            keys: number of keys, if it is not `length`.
+
+        Raises:
+            ValueError: a sequence that the mask does not fit.
+        """
+        keys, rows = length if keys is None else keys, range(self.batch or 1)
+        for row in rows:
+            self._check_row(row, length, keys)
+        return [self.row(row)._slices(length, keys) for row in rows]
+
+    def slices_up_to(self, length: int) -> Slices:
+        """Returns the slices of a mask of one row, for positions below `length` of a sequence of any length."""
+        ends = self.boundaries()
+        if ends is None and isinstance(self.pattern, Tree):
+            ends = self.pattern.ends
+        own_length = ends[-1] if ends else self.pattern.length if isinstance(self.pattern, Blocks) else None
+        length = max(length, own_length or 0)
+        return self._slices(length, length)
+
+    def _slices(self, queries: int, keys: int) -> Slices:
+        ends, pattern, bounds = self.boundaries(), self._row_pattern, band(self.causal, self.window)
+        if pattern is None and ends is None:
+            return slice_array([(0, queries, 0, keys, *bounds)])
+        if pattern is None:
+            return document_slices(ends or (), *bounds)
+        slices = pattern.slices(ends, self.window, queries, keys)
+        return within_band(slices, *pattern.bounds(self.causal, self.window))
+
+    def positions(self, length: int, row: int = 0) -> Tensor:
+        """Returns positions for RoPE, a LongTensor [N]: depths along the path in trees, else offsets in documents."""
+        self._check_row(row, length, length)
+        mask = self.row(row)
+        ends, pattern = mask.boundaries(), mask._row_pattern
+        return torch.from_numpy(offsets(ends, length) if pattern is None else pattern.positions(ends, length))
+
+    def segments(self, length: int) -> list[Segments]:
+        """Returns the segments along which layers with a state run, for each row with a mask of its own or for all.
+
+        Raises:
+            ValueError: a mask that is neither causal, of causal documents, nor a tree; a mask with a window, which a
+                state does not have; a sequence that the mask does not fit.
+        """
+        rows = [self.row(row) for row in range(self.batch or 1)]
+        for number, mask in enumerate(rows):
+            self._check_row(number, length, length)
+            if not mask.causal or mask.window is not None or not isinstance(mask.pattern, Tree | None):
+                raise ValueError(
+                    f"mask {mask!r}: a layer with a state takes causal documents or trees without a window"
+                )
+        return [
+            Segments(mask.pattern.ends, mask.pattern.parents)
+            if isinstance(mask.pattern, Tree)
+            else Segments.documents(mask.boundaries() or (0, length))
+            for mask in rows
+        ]
+
+    def pairs(self, length: int, row: int = 0) -> int:
+        """Returns the number of visible (query, key) pairs of a sequence of `length` tokens, in closed form.
+
+        Raises:
+            ValueError: a sequence that the mask of that row does not fit.
+        """
+        self._check_row(row, length, length)
+        return count_pairs(self.row(row)._slices(length, length))
+
+    def visible(self, queries: Tensor, keys: Tensor, row: int = 0) -> Tensor:
+        """Returns bool [T, S]: True if a key position [S] is visible to a query position [T]. Dense, for few tokens."""
+        length = 1 + max(int(x.max()) if x.numel() else 0 for x in (queries, keys))
+        visible = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+        i, j = queries[:, None], keys[None, :]
+        for q0, q1, k0, k1, low, high in self.row(row).slices_up_to(length).tolist():
+            visible |= (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
+        return visible

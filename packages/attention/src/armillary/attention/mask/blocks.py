@@ -1,4 +1,4 @@
-"""Masks that are said block by block."""
+"""Block masks: a table of the blocks that see each other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from armillary.core.slices import FAR, Integers, Slices
 
 
 class Blocks(RowPattern):
-    """Blocks of queries see blocks of keys, as a table says.
+    """Blocks of queries see blocks of keys, by a table.
 
     Args:
-        visible: bool [n, m]: whether the queries of a block see the keys of a block.
-        block: tokens of each; the last may have fewer.
-        length: of the sequence, where there are other keys of queries and keys; as the call has it unless given.
+        visible: bool [n, m], by block of queries and block of keys.
+        block: tokens of a block; the last one may have fewer.
+        length: of the sequence of queries. By default that of the call.
 
     Raises:
-        ValueError: a table that is not one of bools in two dims; a block below 1; a length of another number of blocks.
+        ValueError: a table that is not bool with two dims; a block below 1; a length with another number of blocks.
     """
 
     code = 6
@@ -57,30 +57,29 @@ class Blocks(RowPattern):
         self._check_count("rows", len(self._table), queries)
         self._check_count("columns", self._table.shape[1], keys)
 
-    def _check_count(self, name: str, found: int, tokens: int) -> None:
-        if found != -(-tokens // self.block):
-            raise ValueError(
-                f"visible has {found} {name}; {tokens} tokens in blocks of {self.block} need {-(-tokens // self.block)}"
-            )
+    def _check_count(self, name: str, count: int, tokens: int) -> None:
+        needed = -(-tokens // self.block)
+        if count != needed:
+            raise ValueError(f"visible has {count} {name}; {tokens} tokens in blocks of {self.block} need {needed}")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        made = np.array([*self._rectangles()], dtype=np.int64).reshape(-1, 4) * self.block
+        rectangles = np.array([*self._rectangles()], dtype=np.int64).reshape(-1, 4) * self.block
         limits = np.array([queries, queries, keys, keys], dtype=np.int64)
-        bounds = np.full((len(made), 2), FAR, dtype=np.int64) * np.array([-1, 1])
-        return np.concatenate((np.minimum(made, limits), bounds), axis=1)
+        unbounded = np.full((len(rectangles), 2), FAR, dtype=np.int64) * np.array([-1, 1])
+        return np.concatenate((np.minimum(rectangles, limits), unbounded), axis=1)
 
     def _rectangles(self) -> Iterator[tuple[int, int, int, int]]:
-        """Runs of visible blocks, those of neighbouring rows that are alike together: r0, r1, c0, c1."""
+        """Yields rectangles r0, r1, c0, c1 of visible blocks: runs of columns, joined over consecutive rows."""
         open_runs = dict[tuple[int, int], int]()
         for row in range(len(self._table) + 1):
-            here = _runs(self._table[row]) if row < len(self._table) else set[tuple[int, int]]()
-            for run in sorted(open_runs.keys() - here):
+            row_runs = _runs(self._table[row]) if row < len(self._table) else set[tuple[int, int]]()
+            for run in sorted(open_runs.keys() - row_runs):  # ends above this row
                 yield open_runs.pop(run), row, *run
-            for run in here - open_runs.keys():
+            for run in row_runs - open_runs.keys():
                 open_runs[run] = row
 
 
 def _runs(row: Any) -> set[tuple[int, int]]:
-    """Runs of True, as (start, stop)."""
+    """Returns the (start, stop) of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], row, [False])).astype(np.int8)))
     return {(start, stop) for start, stop in edges.reshape(-1, 2).tolist()}

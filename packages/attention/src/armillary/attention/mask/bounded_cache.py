@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.attention_mask import AttentionMask
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 MAX_ENTRIES = 8
 MAX_BYTES = 2**28
-"""Estimated size of all entries together. The newest entry stays whatever its size."""
+"""Estimated size of all entries together. The newest entry stays regardless of its size."""
 ENTRY_BYTES, BYTES_PER_NUMBER = 2**14, 2**10
-"""Estimated size of an entry: for a mask without lists, and for each number in a mask's lists."""
+"""Estimated size of an entry: constant, and for each number in the mask's documents and pattern."""
 
 
 @dataclass
 class BoundedCache(Generic[Key, Value]):
-    """Values of the newest keys. Keys are compared one by one: there are few, and most are identical objects."""
+    """Values of the newest keys. A list, not a dict: there are few keys, and most are identical objects."""
 
     entries: list[tuple[Key, Value, int]] = field(default_factory=list[tuple[Key, Value, int]])
 

@@ -15,7 +15,7 @@ Origin = Literal["document", "row"]
 
 
 class Chunked(RowPattern):
-    """Tokens see those of their own chunk: of `size` positions, counted from each document's start or from the row's.
+    """Tokens see their own chunk of `size` positions. Chunks start at each document or at the row.
 
     Raises:
         ValueError: a size below 1, or an unknown origin.
@@ -38,11 +38,11 @@ class Chunked(RowPattern):
 
     def check(self, ends: Ends, queries: int, keys: int) -> None:
         if queries != keys:
-            raise ValueError(f"chunks of {queries} queries and {keys} keys; both must be of one sequence")
+            raise ValueError(f"chunks for {queries} queries and {keys} keys; both must be of one sequence")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         ends = (0, queries) if ends is None else ends
         if self.origin == "row":
             return document_slices(sorted({*ends, *range(0, queries, self.size)}))
-        starts = (start for first, last in pairwise(ends) for start in range(first, last, self.size))
+        starts = (start for first, stop in pairwise(ends) for start in range(first, stop, self.size))
         return document_slices((*starts, queries))

@@ -1,4 +1,4 @@
-"""What of a mask may be long."""
+"""The parts of a mask that may be long: documents and pattern."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from armillary.attention.mask.pattern import Pattern, integers
 from armillary.core.slices import Integers
 
 Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Boundaries of documents, of all rows or of each."""
+"""Boundaries of documents, one tuple for all rows or one for each."""
 
 
 class Content:
-    """What of a mask may be long, checked, and what is found of it once: as integers, and their hash."""
+    """Checked documents and pattern of a mask, with their encoding and hash.
+
+    `numbers` is None without both, else int64 [n]: the pattern's code; the number of rows with documents of their own,
+    or -1 for documents of all rows; each list of boundaries after its length; the pattern's numbers.
+    """
 
     def __init__(self, documents: Documents | None, pattern: Pattern | None) -> None:
         self.documents, self.pattern = documents, pattern
-        self.numbers = None if documents is pattern is None else torch.from_numpy(_listed(documents, pattern))
+        self.numbers = None if documents is pattern is None else torch.from_numpy(_encode(documents, pattern))
 
     @cached_property
     def hash(self) -> int:
-        """The same in every process."""
+        """Equal in every process."""
         return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
 
     def holds(self, documents: object, pattern: object) -> bool:
-        """Whether it is of these very objects."""
+        """True if these very objects are its documents and pattern."""
         return documents is self.documents and pattern is self.pattern
 
 
-def _listed(documents: Documents | None, pattern: Pattern | None) -> Integers:
-    """The pattern's code; -1, or how many rows have documents of their own; all boundaries; the pattern's numbers."""
+def _encode(documents: Documents | None, pattern: Pattern | None) -> Integers:
     per_row = documents is not None and isinstance(documents[0], tuple)
     rows = cast(Any, documents if per_row else () if documents is None else (documents,))
     count = len(rows) if per_row else -len(rows)
-    code, rest = (0, ()) if pattern is None else (pattern.code, pattern.numbers)
-    return integers((code, count), *(part for row in rows for part in ((len(row),), row)), rest)
+    code, numbers = (0, ()) if pattern is None else (pattern.code, pattern.numbers)
+    return integers((code, count), *(part for row in rows for part in ((len(row),), row)), numbers)

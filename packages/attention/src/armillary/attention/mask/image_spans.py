@@ -16,13 +16,13 @@ from armillary.core.slices import Integers, Slices, band, document_slices, slice
 
 
 class ImageSpans(RowPattern):
-    """A token sees what is before it in its document, and all of the span that it is in; then what the window leaves.
+    """A token sees earlier tokens of its document and all of its own span, cut by the window.
 
     Args:
         spans: ranges of positions, each within one document.
 
     Raises:
-        ValueError: spans that are no ranges of step 1, or overlap.
+        ValueError: spans that are not ranges of step 1, or overlap.
     """
 
     code = 5
@@ -47,22 +47,21 @@ class ImageSpans(RowPattern):
 
     def check(self, ends: Ends, queries: int, keys: int) -> None:
         if queries != keys:
-            raise ValueError(f"image spans of {queries} queries and {keys} keys; both must be of one sequence")
+            raise ValueError(f"image spans for {queries} queries and {keys} keys; both must be of one sequence")
         if self.spans and self.spans[-1].stop > queries:
             raise ValueError(f"image span {self.spans[-1]} is not within the sequence of {queries} tokens")
-        for span in self.spans if ends else ():
-            document = bisect_right(ends or (), span.start) - 1
-            if span.stop > (ends or ())[document + 1]:
-                raise ValueError(
-                    f"image span {span} reaches beyond its document, which ends at {(ends or ())[document + 1]}"
-                )
+        ends = (0, queries) if ends is None else ends
+        for span in self.spans:
+            end = ends[bisect_right(ends, span.start)]
+            if span.stop > end:
+                raise ValueError(f"image span {span} reaches beyond its document, which ends at {end}")
 
     def bounds(self, causal: bool, window: Window | None) -> Window:
-        """What a window leaves on the left. Its right side would hide what a span is for: later keys."""
+        """Cuts at the left side of the window only: the right side would hide the later keys of a span."""
         return band(False, None if window is None else (window[0], None))
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Causal documents, and the upper triangle of each span without its diagonal."""
+        """Causal documents, and the upper triangle of each span without the diagonal."""
         causal = document_slices((0, queries) if ends is None else ends, high=0)
         later = slice_array((span.start, span.stop, span.start, span.stop, 1, None) for span in self.spans)
         return np.concatenate((causal, later))

@@ -1,16 +1,16 @@
-"""Layouts by name."""
+"""Sequence layouts by name."""
 
 from __future__ import annotations
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.attention_mask import AttentionMask
 from armillary.core import SequenceLayout
 
 
 def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = None) -> SequenceLayout:
-    """Returns the layout of that kind: "zigzag", "contiguous", "striped" or "balanced".
+    """Returns a layout of kind "zigzag", "contiguous", "striped" or "balanced".
 
     Args:
-        mask: that a balanced layout is balanced for; causal by default.
+        mask: for which a balanced layout evens out the work; causal by default.
 
     Raises:
         ValueError: another kind, or a mask of another type.

@@ -1,4 +1,4 @@
-"""What a mask may be besides causal, windowed and cut into documents."""
+"""The base classes of patterns: conditions of a mask besides causal, windows and documents."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Ends = tuple[int, ...] | None
 
 
 class Pattern(ABC):
-    """A kind of mask, with its constructor's arguments. Immutable, hashable, cheap to compare.
+    """A condition with its constructor's arguments. Immutable, hashable, cheap to compare.
 
     Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments, number by number, at every call.
     """
 
     code: ClassVar[int]
-    """By which its numbers are known to be of this kind."""
+    """Identifies the class in `Content.numbers`."""
     takes_documents: ClassVar[bool] = False
     says_causal: ClassVar[bool] = False
-    """Whether it says itself which later keys are seen, and is not to be cut at the diagonal."""
+    """True if the pattern itself defines which later keys are visible, so that `causal` must not cut it."""
 
     @cached_property
     @abstractmethod
     def numbers(self) -> Integers:
-        """All of it, its code apart."""
+        """The constructor's arguments as integers, without `code`."""
 
     @cached_property
     def _hash(self) -> int:
-        return crc32(self.numbers.tobytes(), self.code)  # the same in every process
+        return crc32(self.numbers.tobytes(), self.code)  # equal in every process
 
     def __hash__(self) -> int:
         return self._hash
@@ -49,55 +49,52 @@ class Pattern(ABC):
         return hash(self) == hash(other) and np.array_equal(self.numbers, other.numbers)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={shortened(value)}" for name, value in vars(self).items() if name in self._shown())
+        code = type(self).__init__.__code__
+        arguments = code.co_varnames[1 : code.co_argcount]
+        shown = ", ".join(f"{name}={shortened(value)}" for name, value in vars(self).items() if name in arguments)
         return f"{type(self).__name__}({shown})"
-
-    @classmethod
-    def _shown(cls) -> set[str]:
-        """Names of the constructor's arguments."""
-        return set(cls.__init__.__code__.co_varnames[1 : cls.__init__.__code__.co_argcount])
 
 
 class RowPattern(Pattern):
-    """A kind of mask that says of one row who sees whom."""
+    """A pattern of a single row of a batch."""
 
     @classmethod
     @abstractmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Self:
-        """The pattern whose `numbers` these are."""
+        """Returns the pattern with these `numbers`."""
 
     @abstractmethod
     def check(self, ends: Ends, queries: int, keys: int) -> None:
-        """Refuses, with a `ValueError`, a sequence of so many queries and keys that it does not fit."""
+        """Raises ValueError if the pattern does not fit this many queries and keys."""
 
     @abstractmethod
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Disjoint slices, which are cut to `bounds` after that."""
+        """Returns the visible pairs as disjoint slices. The caller cuts them to `bounds`."""
 
     def bounds(self, causal: bool, window: Window | None) -> Window:
-        """The band of positions that slices are cut to."""
+        """Returns the band of positions to which slices are cut."""
         return band(causal and not self.says_causal, window)
 
     def positions(self, ends: Ends, length: int) -> Integers:
-        """Positions for RoPE [N]."""
+        """Returns positions for RoPE [N]."""
         return offsets(ends, length)
 
 
 def integers(*parts: Any) -> Integers:
-    """Numbers one after another, in an array of one dim."""
+    """Returns all numbers as one array [n]."""
     return np.concatenate([np.asarray(part, dtype=np.int64).ravel() for part in parts])
 
 
 def offsets(ends: Ends, length: int) -> Integers:
-    """Of each position, how far it is from the start of its document, or of the row."""
-    every = np.arange(length, dtype=np.int64)
+    """Returns the offset of each position from the start of its document, or of the row without documents."""
+    positions = np.arange(length, dtype=np.int64)
     if ends is None:
-        return every
+        return positions
     starts = np.asarray(ends[:-1], dtype=np.int64)
-    return every - np.repeat(starts, np.diff(np.asarray(ends, dtype=np.int64)))
+    return positions - np.repeat(starts, np.diff(np.asarray(ends, dtype=np.int64)))
 
 
 def shortened(value: object) -> str:
-    """A value for a message, in a line."""
+    """Returns a value's repr, cut to 96 characters, for an error."""
     text = repr(value)
     return text if len(text) <= 96 else f"{text[:93]}..."

@@ -1,4 +1,4 @@
-"""Prefix language models: the beginning of each document is read as a whole, the rest is written in order."""
+"""Prefix language models: the beginning of each document is bidirectional, the following tokens are causal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from armillary.core.slices import FAR, Integers, Slices
 
 
 class Prefix(RowPattern):
-    """The first tokens of each document see each other both ways, and the others what is before them.
+    """The first tokens of each document see each other both ways; later ones see the tokens before them.
 
     Args:
-        prefixes: how many tokens of each document.
+        prefixes: number of such tokens of each document.
 
     Raises:
         ValueError: negative numbers.
@@ -38,21 +38,19 @@ class Prefix(RowPattern):
 
     def check(self, ends: Ends, queries: int, keys: int) -> None:
         if ends is None or len(ends) - 1 != len(self.prefixes):
-            found = 1 if ends is None else len(ends) - 1
-            raise ValueError(f"{len(self.prefixes)} prefixes for {found} documents; each needs one, 0 for none")
+            documents = 1 if ends is None else len(ends) - 1
+            raise ValueError(f"{len(self.prefixes)} prefixes for {documents} documents; each needs one, 0 for none")
         for document, prefix in enumerate(self.prefixes):
-            if prefix > ends[document + 1] - ends[document]:
-                raise ValueError(
-                    f"a prefix of {prefix} tokens in document {document}, which has "
-                    f"{ends[document + 1] - ends[document]}"
-                )
+            tokens = ends[document + 1] - ends[document]
+            if prefix > tokens:
+                raise ValueError(f"a prefix of {prefix} tokens in document {document}, which has {tokens}")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """For each document the columns of its prefix, and the causal square of the rest."""
+        """For each document, the columns of its prefix and the causal square of the later tokens."""
         bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
         starts, stops, cut = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
-        none = np.full_like(starts, FAR)
-        columns = np.stack((starts, stops, starts, cut, -none, none), axis=1)
-        rest = np.stack((cut, stops, cut, stops, -none, 0 * none), axis=1)
-        made = np.concatenate((columns, rest))
-        return made[(made[:, 0] < made[:, 1]) & (made[:, 2] < made[:, 3])]
+        far = np.full_like(starts, FAR)
+        columns = np.stack((starts, stops, starts, cut, -far, far), axis=1)
+        squares = np.stack((cut, stops, cut, stops, -far, 0 * far), axis=1)
+        slices = np.concatenate((columns, squares))
+        return slices[(slices[:, 0] < slices[:, 1]) & (slices[:, 2] < slices[:, 3])]

@@ -1,4 +1,4 @@
-"""Masks of their own for the rows of a batch."""
+"""A mask of its own for each row of a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ class RowMasks(Pattern):
     """One mask for each row.
 
     Args:
-        masks: attention masks, none of them with rows of its own.
-        encoded: from one of them to integers.
+        masks: attention masks of one row each.
 
     Raises:
         ValueError: no masks, or masks with rows of their own.

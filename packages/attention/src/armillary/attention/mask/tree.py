@@ -1,4 +1,4 @@
-"""Sequences that share beginnings, packed as a tree: one prompt with several answers, and answers to those."""
+"""Sequences with shared beginnings, packed as a tree: one prompt with several answers, and answers to those."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Tree(RowPattern):
 
     Args:
         ends: boundaries of segments, 0, end of the first, ..., N.
-        parents: of each segment: the one before it, an ancestor of that one, or -1 for a root.
+        parents: of each segment: the segment before it, an ancestor of that one, or -1 for a root.
 
     Raises:
-        ValueError: boundaries that do not rise from 0; parents that are too few, or not on the path to the segment
-            before.
+        ValueError: boundaries that do not rise from 0; another number of parents, or one that is not on the path to
+            the segment before.
     """
 
     code = 2
     says_causal = True
 
     def __init__(self, ends: Sequence[int], parents: Sequence[int]) -> None:
-        self.ends = boundaries_of(_plain(ends))
-        self.parents = tuple(integer("parent", parent) for parent in _plain(parents))
+        self.ends = boundaries_of(_integers_of(ends))
+        self.parents = tuple(integer("parent", parent) for parent in _integers_of(parents))
         self._check_parents()
 
     def _check_parents(self) -> None:
@@ -65,43 +65,43 @@ class Tree(RowPattern):
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         left = None if window is None else window[0]
-        return self._whole() if left is None else np.array(list(self._within(left)), dtype=np.int64)
+        return self._causal_slices() if left is None else np.array(list(self._window_slices(left)), dtype=np.int64)
 
-    def _whole(self) -> Slices:
-        """All that see a segment are one run of queries: from its start to the end of its last descendant.
+    def _causal_slices(self) -> Slices:
+        """Returns one slice for each segment: its queries run from its start to the end of its last descendant.
 
-        A segment with one child, which follows it, is one with it.
+        Segments in a chain of only children, one after another, share a slice.
         """
         starts, stops = np.array(self.ends[:-1]), np.array(self.ends[1:])
         parents, children = np.array(self.parents), np.zeros(len(starts), dtype=np.int64)
         np.add.at(children, parents[parents >= 0], 1)
-        alone = (parents >= 0) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
-        first = np.flatnonzero(~alone)
+        only_child = (parents >= 0) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
+        first = np.flatnonzero(~only_child)
         last = np.append(first[1:], len(starts)) - 1
-        made = np.empty((len(first), 6), dtype=np.int64)
-        made[:, 0] = made[:, 2] = starts[first]
-        made[:, 1], made[:, 3] = stops[np.array(self._last_descendants)[last]], stops[last]
-        made[:, 4], made[:, 5] = -FAR, 0
-        return made
+        slices = np.empty((len(first), 6), dtype=np.int64)
+        slices[:, 0] = slices[:, 2] = starts[first]
+        slices[:, 1], slices[:, 3] = stops[np.array(self._last_descendants)[last]], stops[last]
+        slices[:, 4], slices[:, 5] = -FAR, 0
+        return slices
 
     @cached_property
     def _last_descendants(self) -> list[int]:
-        """The last segment of what hangs on each, itself if nothing does."""
+        """The last descendant of each segment, itself if it has none."""
         last = list(range(len(self.parents)))
         for segment in range(len(last) - 1, 0, -1):
             if (parent := self.parents[segment]) >= 0:
                 last[parent] = max(last[parent], last[segment])
         return last
 
-    def _within(self, left: int) -> Iterator[tuple[int, ...]]:
-        """One band for each segment and ancestor that a query sees across: along the path, positions are shifted."""
+    def _window_slices(self, left: int) -> Iterator[tuple[int, ...]]:
+        """Yields a band for each segment and each ancestor that a window of `left` tokens along the path reaches."""
         shifts = self._shifts
         for segment, parent in enumerate(self.parents):
             start, stop = self.ends[segment : segment + 2]
             yield start, stop, start, stop, -left, 0
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
-                low = shifts[segment] - shifts[parent] - left  # of j - i, where i - j is `left` along the path
+                low = shifts[segment] - shifts[parent] - left  # smallest j - i of tokens `left` apart along the path
                 if k1 - 1 - start < low:
                     break
                 yield start, stop, k0, k1, low, FAR
@@ -109,7 +109,7 @@ class Tree(RowPattern):
 
     @cached_property
     def _shifts(self) -> list[int]:
-        """How much a token's depth along the path is above its position, for each segment; at most 0."""
+        """Depth along the path minus position, for the tokens of each segment; at most 0."""
         shifts = list[int]()
         for segment, parent in enumerate(self.parents):
             depth = 0 if parent < 0 else self.ends[parent + 1] + shifts[parent]
@@ -120,7 +120,7 @@ class Tree(RowPattern):
         return np.arange(length) + np.repeat(np.array(self._shifts), np.diff(np.array(self.ends)))
 
 
-def _plain(values: Sequence[int]) -> Sequence[int]:
-    """The integers of a sequence, an array or a tensor."""
+def _integers_of(values: Sequence[int]) -> Sequence[int]:
+    """Returns the integers of a sequence, an array or a tensor."""
     tolist = getattr(values, "tolist", None)
     return tolist() if tolist is not None else tuple(values) if isinstance(values, range) else values

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.interface import StagedMethod
+from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.call.sources import Finished, Heads, QKVSource, select_heads, write_heads
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_axis import HeadMethod, PendingTensor, inner_or_local
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
-from armillary.attention.recompute import outside_autocast
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.checked import flag

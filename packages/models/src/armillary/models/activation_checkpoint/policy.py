@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import AttentionSpec, Method, Projected, UPipe
-from armillary.attention.recompute import RNGReplay, capture_autocast
+from armillary.attention.call.recompute import RNGReplay, capture_autocast
 from armillary.core import label
 from armillary.core.accumulate import Totals
 from armillary.core.observe.ledger import phase
@@ -54,7 +54,8 @@ class Checkpointing:
         prefetch: bring it back while the block above is differentiated; otherwise after that, which takes one [B, T, E]
             less and leaves less to hide the copying behind.
         tiled: also under policy "none", run what follows attention in chunks that backward computes again.
-        chunk: tokens of a chunk in norms, projections and MLPs; by default that of `armillary.attention.token_chunks`.
+        chunk: tokens of a chunk in norms, projections and MLPs; by default that of
+            `armillary.attention.call.token_chunks`.
         inputs: blocks that keep their input, all by default; that of the others is computed again from the block
             below. layers / n of them keep every n-th block's, nearly.
         outputs: of "attention_output": the last so many blocks keep attention's result, all by default.

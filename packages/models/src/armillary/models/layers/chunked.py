@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.recompute import RNGReplay, capture_autocast
-from armillary.attention.token_chunks import at_tokens, chunks
+from armillary.attention.call.recompute import RNGReplay, capture_autocast
+from armillary.attention.call.token_chunks import at_tokens, chunks
 from armillary.core import label
 from armillary.core.accumulate import Totals
 
@@ -35,7 +35,7 @@ def in_chunks(
     Args:
         inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
         module: whose parameters `function` uses.
-        chunk: tokens at once; by default that of `armillary.attention.token_chunks`.
+        chunk: tokens at once; by default that of `armillary.attention.call.token_chunks`.
     """
     call = function, module, chunk, gathered_ranks, len(inputs)
     return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained(module)))

@@ -9,10 +9,10 @@ from itertools import pairwise, starmap
 
 from torch import float32
 
+from armillary.attention.call.token_chunks import chunks
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.registry import NamedMethod
-from armillary.attention.token_chunks import chunks
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.keeping import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, Ring, UPipe
-from armillary.attention.token_chunks import simulating
+from armillary.attention.call.token_chunks import simulating
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.layers.projections import HeadProjections
 from armillary.plan.memory.simulation.live_bytes import LiveBytes

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
+from armillary.attention.call.token_chunks import simulating
 from armillary.attention.kernels import Kernel
-from armillary.attention.token_chunks import simulating
 from armillary.core import SequenceLayout, label
 from armillary.core.gradients import clip_gradients
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
