@@ -65,7 +65,8 @@ class ComputedCells:
             return
         visible, rank = self.by_rank.sum(axis=0) > 0, self.by_rank.argmax(axis=0)
         colors, centers = rank_colors(len(self.by_rank)), (self.edges[:-1] + self.edges[1:]) / 2
-        for (q0, q1), (k0, k1) in product(_runs(self.blocks.layout, self.edges), _runs(self.blocks.key_layout, self.edges)):
+        runs = product(_runs(self.blocks.layout, self.edges), _runs(self.blocks.key_layout, self.edges))
+        for (q0, q1), (k0, k1) in runs:
             cells = visible[q0:q1, k0:k1]
             # The mean width of the visible part across its longer side decides the size of the number.
             longer_side = max(int(cells.any(axis=axis).sum()) for axis in (0, 1))

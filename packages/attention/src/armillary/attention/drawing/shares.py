@@ -93,7 +93,10 @@ def blocks_of(
         join_shards(layout, plan.query_shards),
         join_shards(layout, plan.key_shards),
         tuple(
-            BlockWork(rank, i, *block) for i, step in enumerate(steps) for rank, block in enumerate(step.blocks) if block
+            BlockWork(rank, i, *block)
+            for i, step in enumerate(steps)
+            for rank, block in enumerate(step.blocks)
+            if block
         ),
         tuple(step.pairs for step in steps),
     )
