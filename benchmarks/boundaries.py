@@ -28,7 +28,7 @@ from torch.nn.utils import get_total_norm
 from armillary.attention import AttentionMask, Ring
 from armillary.core import all_gather_interleaved, compat, reduce_scatter_interleaved
 from armillary.core.gradients import gradient_norm
-from armillary.core.quantity import count_argument
+from armillary.data.console.quantity import count_argument
 from armillary.models import Llama, LlamaConfig, linear_token_loss
 
 TOKENS, EMBED, HEADS, KEY_HEADS, HEAD_DIM, WEIGHTS = 64, 64, 32, 8, 128, 20

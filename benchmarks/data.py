@@ -31,8 +31,8 @@ from armillary.attention import AttentionMask
 from armillary.attention.methods.teams import Teams
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.quantity import count_argument
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
+from armillary.data.console.quantity import count_argument
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.resume import begin
 from armillary.data.prepare.writer import Part, StoreWriter

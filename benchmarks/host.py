@@ -39,7 +39,7 @@ import report
 from armillary.attention import AttentionMask, Method, build_attention
 from armillary.attention.kernels import Kernel
 from armillary.core import build_mesh
-from armillary.core.quantity import count_argument
+from armillary.data.console.quantity import count_argument
 
 TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 64, 32, 8, 128
 MESHES = {

@@ -33,10 +33,10 @@ from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tr
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.registry import MethodOptions
 from armillary.core import SequenceLayout
-from armillary.core.commands import ending
 from armillary.core.files import writing
-from armillary.core.quantity import count_argument, whole
-from armillary.core.table import Column, print_table
+from armillary.data.console.exit import ending
+from armillary.data.console.quantity import count_argument, whole
+from armillary.data.console.table import Column, print_table
 
 PROGRAM = "python scripts/draw_mask.py"
 NONE = "none"

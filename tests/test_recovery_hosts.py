@@ -2,13 +2,17 @@
 
 import os
 import re
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from launches import Launch, forked
 from recovery import SMALL, assert_same_end, folder
 
-from armillary.core.testing.namespaces import Namespaces, obstacle
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "cluster"))
+
+from namespaces import Namespaces, obstacle
 
 
 def torchrun_on(hosts: Namespaces, i: int) -> list[str]:

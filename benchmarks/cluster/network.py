@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, Self
 
+import namespaces
+from namespaces import Namespaces
 from wiring import End, Wiring
 
-from armillary.core.testing import namespaces
-from armillary.core.testing.namespaces import Namespaces
 from armillary.plan import Cluster
 
 MTU = 9000

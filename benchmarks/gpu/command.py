@@ -34,7 +34,7 @@ import report
 import torch
 import torch.distributed as dist
 
-from armillary.core.table import Column, print_table
+from armillary.data.console.table import Column, print_table
 from gpu.check import Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice
 

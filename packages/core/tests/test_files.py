@@ -1,12 +1,10 @@
 """Files that appear whole, or not at all."""
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
 
-from armillary.core.commands import described
 from armillary.core.files import is_file_name, write_whole, writing
 
 
@@ -31,12 +29,12 @@ def test_a_full_disk_is_named_by_the_file_and_other_errors_stay_as_they_are(tmp_
     full.symlink_to("/dev/full")
     with pytest.raises(OSError) as error, writing(full):
         full.write_text("text")
-    assert described(error.value) == f"{full}: {os.strerror(errno.ENOSPC)}"
+    assert (error.value.filename, error.value.errno) == (str(full), errno.ENOSPC)
     path = tmp_path / "whole.json"
     path.with_name("whole.json.partial").symlink_to("/dev/full")
     with pytest.raises(OSError) as error:
         write_whole(path, lambda partial: partial.write_text("text"))
-    assert described(error.value) == f"{path}: {os.strerror(errno.ENOSPC)}"
+    assert (error.value.filename, error.value.errno) == (str(path), errno.ENOSPC)
     with pytest.raises(OSError) as error, writing(path):
         (tmp_path / "absent").read_text()
     assert error.value.filename == str(tmp_path / "absent")

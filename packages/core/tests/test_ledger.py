@@ -5,8 +5,7 @@ from inspect import cleandoc
 import pytest
 
 from armillary.core import CommLedger
-from armillary.core.observe.ledger import phase
-from armillary.core.quantity import binary
+from armillary.core.observe.ledger import format_bytes, phase
 
 TABLE = """\
 axis     kind                            forward                     backward                        total  messages
@@ -65,4 +64,4 @@ def test_a_ledger_without_entries_says_so():
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.000 KiB"), (1_744_830_464, "1.625 GiB")]
 )
 def test_bytes_in_units(size, text):
-    assert binary(size) == text
+    assert format_bytes(size) == text

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.sources import Projected
-from armillary.core.accumulate import Totals
 from armillary.core.testing import mesh, relative_error
 from armillary.models.layers.projections import HeadProjections
 from armillary.models.parallel.sharded_modules import ColumnParallelLinear, place
@@ -28,7 +28,7 @@ def build(dtype=torch.float64, bias=True):
 def in_stages(projections, x, grads, frozen=(), dx=True):
     """(dx, the gradients of what is not frozen), a stage and three tokens at a time."""
     parameters = [p for p in projections.parameters() if not any(p is f for f in frozen)]
-    totals, dx = Totals(parameters), torch.zeros_like(x) if dx else None
+    totals, dx = GradientSums(parameters), torch.zeros_like(x) if dx else None
     source = Projected(x, projections, 3, dx, totals)
     for queries, keys in STAGES:
         source.add_q(queries, [grads[0][:, :, list(queries)]])
@@ -101,7 +101,7 @@ def cut_over_ranks():
     _, expected = by_autograd_unused(whole, x, grads)
     expected = [expected[id(parameter)] for parameter in (whole.query.weight, whole.query.bias)]
     mine = place(whole.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
-    totals = Totals([mine._parameters["weight"], mine._parameters["bias"]])
+    totals = GradientSums([mine._parameters["weight"], mine._parameters["bias"]])
     source = Projected(x, replace(whole, query=mine, heads=H // 2), 4, None, totals)
     for heads in ((0, 2), (1,)):
         own = [3 * dist.get_rank() + head for head in heads]

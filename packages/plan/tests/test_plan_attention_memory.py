@@ -6,8 +6,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import Ring, Ulysses, UPipe, WallFacer
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.sources import Projected
-from armillary.core.accumulate import Totals
 from armillary.models import LlamaConfig
 from armillary.models.layers.projections import HeadProjections
 from armillary.plan.memory import LiveBytes, attention_intermediates, memory_before_attention
@@ -63,7 +63,7 @@ def test_stages_accumulate_weight_gradients_in_one_buffer():
         query, key, value = (nn.Linear(2048, heads * 64, bias=False, dtype=torch.bfloat16) for heads in (32, 8, 8))
         projections = HeadProjections(query, key, value, 32, 8, 64)
         x, dq = torch.empty(1, 256, 2048, dtype=torch.bfloat16), torch.empty(1, 256, 4, 64, dtype=torch.bfloat16)
-        source = Projected(x, projections, 64, torch.zeros_like(x), Totals([query.weight]))
+        source = Projected(x, projections, 64, torch.zeros_like(x), GradientSums([query.weight]))
         with LiveBytes() as live:
             for start in range(0, 32, 4):
                 source.add_q(range(start, start + 4), [dq])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.core.quantity import short
+from armillary.data.console.quantity import short
 from armillary.models import Checkpointing
 from armillary.plan.cli import main
 from armillary.plan.memory import Job, StepMemory, report

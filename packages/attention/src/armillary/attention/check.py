@@ -23,7 +23,6 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.reference import reference_attention
 from armillary.core import SequenceLayout
-from armillary.core.table import Column, print_table
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
 """Largest relative error of a tensor, by dtype. Errors in 16 bits depend on the tensors and have no fixed limit."""
@@ -67,8 +66,11 @@ class MethodReport:
 
     def show(self) -> None:
         """Prints a table of all errors."""
-        columns = [Column("mask", text=True), Column("layout", text=True), Column("tensor", text=True), Column("error")]
-        print_table(columns, [(e.mask, e.layout, e.tensor, f"{e.error:.2g}") for e in self.errors])
+        rows = [("mask", "layout", "tensor", "error")]
+        rows += [(error.mask, error.layout, error.tensor, f"{error.error:.2g}") for error in self.errors]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def check_method(

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from armillary.core.checked import check_tensor
 from armillary.core.to_device import to_device
+from armillary.core.validation import check_tensor
 
 
 class LabelTriples:

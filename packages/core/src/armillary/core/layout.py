@@ -8,7 +8,6 @@ Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,9 +17,11 @@ import torch
 from torch import Tensor
 
 from armillary.core.balance import balanced_spans
-from armillary.core.checked import flag, integer
-from armillary.core.quantity import LARGEST
 from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
+from armillary.core.validation import flag, integer
+
+MAX_POSITION = 2**63 - 1
+"""Positions are kept in 64-bit integers."""
 
 Spans = tuple[range, ...]
 """Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
@@ -279,7 +280,7 @@ def join_spans(spans: Iterable[range]) -> Spans:
             raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
         if not span:
             continue
-        if span[-1] > LARGEST:
+        if span[-1] > MAX_POSITION:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
         if joined and (both := _continued(joined[-1], span)) is not None:
@@ -336,17 +337,6 @@ def cut(span: range, n: int) -> list[range]:
     return [span[ends[i] : ends[i + 1]] for i in range(n)]
 
 
-def cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
-    """`span` cut at document boundaries: (document, the part of the span in it) for each document that it meets."""
-    pieces: list[tuple[int, range]] = []
-    while span:
-        document = bisect_right(ends, span[0]) - 1
-        inside = -(-(ends[document + 1] - span[0]) // span.step)
-        pieces.append((document, span[:inside]))
-        span = span[inside:]
-    return pieces
-
-
 def _cut_spans(spans: Spans, n: int) -> list[list[range]]:
     """`spans`, taken as one run of tokens, in `n` consecutive pieces."""
     starts = list(accumulate(map(len, spans), initial=0))
@@ -365,7 +355,7 @@ def _sizes_of(length: int, shards: int) -> tuple[int, int]:
         raise ValueError(
             f"a sequence of {length} tokens is shorter than its {shards} shards; give at least {shards} tokens"
         )
-    if length > LARGEST:
+    if length > MAX_POSITION:
         raise ValueError(f"a sequence of {length} tokens: positions are counted up to 2^63 - 1; give fewer")
     return length, shards
 

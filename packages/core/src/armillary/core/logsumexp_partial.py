@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from armillary.core import compat
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.checked import check_tensor
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.merge import merge_
 from armillary.core.collectives.reduce_scatter import start_scatter_parts
 from armillary.core.mesh import Axis
 from armillary.core.placements import chunk_sizes, describe
+from armillary.core.validation import check_tensor
 
 PACKED, APART = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
 """Reductions of our own: torch lets "sum" through many ops, and merges what calls itself the same."""

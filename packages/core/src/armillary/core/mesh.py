@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
 from armillary.core import gloo_threads as gloo_threads  # joins them when Python ends
-from armillary.core.checked import integer
 from armillary.core.rendezvous import rendezvous
+from armillary.core.validation import integer
 
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""

@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from armillary.core import compat
-from armillary.core.checked import check_tensor, integer
 from armillary.core.collectives.autograd import linear
 from armillary.core.collectives.token_moves import MoveTable, start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
 from armillary.core.segments import Segmented, Segments, segments_of
 from armillary.core.slices import Integers
+from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from armillary.core.checked import documents_of
 from armillary.core.slices import Integers
+from armillary.core.validation import documents_of
 
 NONE = -1
 """Stands for a position or a segment that does not exist."""

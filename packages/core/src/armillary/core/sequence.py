@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from armillary.core.checked import check_tensor, integer
 from armillary.core.layout import SequenceLayout
 from armillary.core.placements import check_chunks, chunk_sizes, describe
+from armillary.core.validation import check_tensor, integer
 
 SEQUENCE_AXES = ("ring", "ulysses")
 """The axes that shard the sequence in a mesh of `build_mesh`."""

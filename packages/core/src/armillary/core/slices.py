@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.checked import Window, boundaries_of, documents_of, flag, window_of
+from armillary.core.validation import Window, boundaries_of, documents_of, flag, window_of
 
 FAR = 2**62
 """Farther than any two positions are apart."""

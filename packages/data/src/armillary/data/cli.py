@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
-from armillary.core.commands import ending
+from armillary.data.console.exit import ending
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder

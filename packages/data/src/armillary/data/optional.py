@@ -1,12 +1,18 @@
-"""Packages of this package's extras, imported when they are first needed."""
+"""Packages of extras, imported at their first use."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
-
-from armillary.core import optional as core
 
 
 def optional(module: str, extra: str, package: str = "armillary-data") -> ModuleType:
-    """Imports a package of an extra, by default one of armillary-data's; errors as in `armillary.core.optional`."""
-    return core.optional(module, extra, package)
+    """Imports `module`, which the extra `extra` of `package` installs.
+
+    Raises:
+        ImportError: the module is not installed; the message has the command that installs it.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} cannot be imported ({error}): pip install '{package}[{extra}]'") from error

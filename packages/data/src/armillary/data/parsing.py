@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from armillary.core.quantity import whole
+from armillary.data.console.quantity import whole
 
 Parsed = TypeVar("Parsed")
 
@@ -36,7 +36,7 @@ def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed
 
 
 def quantities() -> ConstructorRegistry:
-    """Reads integers by `armillary.core.quantity`: 65536, 64Ki, 1_000, 5M."""
+    """Reads integers by `armillary.data.console.quantity`: 65536, 64Ki, 1_000, 5M."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.commands import DamagedInput
+from armillary.data.console.exit import DamagedInput
 from armillary.data.shuffle import Index, random_bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.commands import DamagedInput
+from armillary.data.console.exit import DamagedInput
 from armillary.data.shuffle import Index
 
 SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("weight", "<f8")])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from armillary.attention import AttentionMask
-from armillary.core.checked import number
+from armillary.core.validation import number
 from armillary.models.layers.rope_scaling import Llama3Scaling, RopeScaling
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from armillary.core.commands import FAILED, ending, leave
+from armillary.data.console.exit import FAILED, ending, leave
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar

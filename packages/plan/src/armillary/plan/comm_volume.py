@@ -23,7 +23,7 @@ from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS
 from armillary.core import CommLedger
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.observe.ledger import phase
-from armillary.core.table import Column, print_table
+from armillary.data.console.table import Column, print_table
 from armillary.plan.memory import SimulatedFlash, fake_world
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.presets import Quantity, amount

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from armillary.core.table import print_table
+from armillary.data.console.table import print_table
 from armillary.data.parsing import parse
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster

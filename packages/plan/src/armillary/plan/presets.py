@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from armillary.core.quantity import quantity
+from armillary.data.console.quantity import quantity
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.train.config.overlay import flag

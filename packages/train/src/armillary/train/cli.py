@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from armillary.core.commands import ELSEWHERE, FAILED, DamagedInput, ending, record
+from armillary.data.console.exit import ELSEWHERE, FAILED, DamagedInput, ending, record
 from armillary.train.build import prepare, process_group
 from armillary.train.config import Config
 from armillary.train.config.command import PROGRAM, read_command

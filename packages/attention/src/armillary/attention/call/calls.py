@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections, one_token
 from armillary.attention.call.recompute import RNGReplay, outside_autocast
 from armillary.attention.call.registered import register
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.core.accumulate import Totals, accumulation_dtype
+from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.compiled import alone
 from armillary.core.collectives.merge import pivot
 from armillary.core.observe.ledger import phase
@@ -124,7 +125,7 @@ class ProjectedCall:
 
     def backward(self, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor | None]:
         """Adds the gradient of x to dx and returns those of `trained_parameters`."""
-        totals = Totals(self.trained_parameters())
+        totals = GradientSums(self.trained_parameters())
         with phase("backward"), self.autocast():
             source = Projected(x, self.projections, dx=dx, totals=totals, draws=self.draws.again())
             self.method.differentiate(dout, source, out, lse, self.spec)

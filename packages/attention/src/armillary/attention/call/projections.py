@@ -8,8 +8,8 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.recompute import capture_autocast
-from armillary.core.accumulate import Totals
 
 
 class Projections(Protocol):
@@ -64,7 +64,7 @@ class KnowsResults(Projections, Protocol):
 class CollectsGradients(Projections, Protocol):
     """Projections whose weight gradients for a few heads of a few tokens need not be as large as the weights."""
 
-    def collecting(self, totals: Totals) -> Self:
+    def collecting(self, totals: GradientSums) -> Self:
         """Returns projections whose backward adds weight gradients to `totals` instead of giving them to autograd."""
         ...
 

@@ -10,10 +10,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
 from armillary.attention.call.token_chunks import at_tokens, chunks
-from armillary.core.accumulate import Totals, accumulation_dtype
+from armillary.core.accumulate import accumulation_dtype
 
 Heads = Sequence[int]
 Project = Callable[[Projections, Tensor], Sequence[Tensor]]
@@ -98,7 +99,7 @@ class Projected(QKVSource):
     projections: Projections
     piece: int | None = None
     dx: Tensor | None = None
-    totals: Totals = field(default_factory=Totals)
+    totals: GradientSums = field(default_factory=GradientSums)
     draws: RNGReplay = field(default_factory=RNGReplay)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_ke
 from armillary.attention.kernels.inputs import is_deterministic
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout, compat
-from armillary.core.checked import check_tensor, number
+from armillary.core.validation import check_tensor, number
 
 # -- a whole call -----------------------------------------------------------------------------------------------------
 

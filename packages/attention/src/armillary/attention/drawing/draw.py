@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,6 @@ from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
 from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.files import writing
-from armillary.core.optional import optional
 from armillary.core.slices import Integers, Slices
 
 CELLS = 192
@@ -60,7 +61,7 @@ def draw_mask(
         raise ValueError(f"the layout has {layout.length} tokens; the mask is drawn for {length}")
     mask.pairs(length, row)  # raises ValueError for another length
     shares = None if layout is None else shares_of(mask, layout, method, row, options)
-    Figure = optional("matplotlib.figure", "plot", "armillary-attention").Figure
+    Figure = import_matplotlib("figure").Figure
     mask, edges = mask.row(row), cell_edges(length, CELLS)
     if layout is None or shares is None:
         figure = Figure((4.2, 4.3), layout="constrained")
@@ -123,7 +124,7 @@ def show_square(axes: Any, cells: Any, edges: Integers) -> None:
 
 def style_axes(axes: Any, both: bool = False) -> None:
     """Sets few tick labels, with SI prefixes, and a light frame."""
-    ticker = optional("matplotlib.ticker", "plot", "armillary-attention")
+    ticker = import_matplotlib("ticker")
     for axis in (axes.xaxis, axes.yaxis) if both else (axes.xaxis,):
         axis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
         axis.set_major_formatter(ticker.EngFormatter(sep=""))
@@ -169,3 +170,12 @@ def rank_ticks(axes: Any, ranks: int, at: float) -> None:
     """Labels at most eight ranks."""
     shown = range(0, ranks, -(-ranks // 8))
     axes.set_yticks([rank + at for rank in shown], [f"rank {rank}" for rank in shown])
+
+
+def import_matplotlib(module: str) -> ModuleType:
+    """Imports a module of matplotlib. Raises ImportError with the command that installs it."""
+    try:
+        return import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        message = f"matplotlib.{module} cannot be imported ({error}): pip install 'armillary-attention[plot]'"
+        raise ImportError(message) from error

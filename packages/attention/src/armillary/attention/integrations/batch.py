@@ -17,7 +17,7 @@ from armillary.attention.integrations.sequence import Documents, Sharding, check
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-from armillary.core.checked import check_tensor, integer
+from armillary.core.validation import check_tensor, integer
 
 
 class ShardedBatch(NamedTuple):

@@ -37,7 +37,7 @@ from armillary.attention.integrations.diffusers_streams import (
 from armillary.attention.integrations.sdpa import unbound
 from armillary.attention.integrations.sequence import check_method
 from armillary.attention.methods.base import Method
-from armillary.core.checked import check_tensor
+from armillary.core.validation import check_tensor
 
 
 def parallelize_diffusers(model: nn.Module, attend: Method, *, compare: bool = True) -> None:

@@ -18,8 +18,7 @@ from armillary.attention.integrations.sdpa import Routing
 from armillary.attention.integrations.sequence import Sharding
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout
-from armillary.core.collectives.differentiable import all_gather
+from armillary.core import SequenceLayout, all_gather
 from armillary.core.layout import cut
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from armillary.attention.mask import AttentionMask
-from armillary.core.checked import check_tensor
+from armillary.core.validation import check_tensor
 
 IGNORED = -100
 """The label of a token that predicts nothing, as cross_entropy and transformers have it."""

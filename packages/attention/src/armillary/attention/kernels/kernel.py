@@ -12,7 +12,7 @@ from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-from armillary.core.checked import number
+from armillary.core.validation import number
 
 ALIGNMENT = 8
 """Elements of 16 bits in 16 bytes, which GPU kernels load at once: a row must start at a multiple."""

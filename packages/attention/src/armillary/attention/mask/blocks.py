@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.checked import Window, integer
 from armillary.core.slices import FAR, Integers, Slices
+from armillary.core.validation import Window, integer
 
 
 class Blocks(RowPattern):

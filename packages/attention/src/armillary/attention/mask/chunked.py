@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.checked import Window, integer, one_of
 from armillary.core.slices import Integers, Slices, document_slices
+from armillary.core.validation import Window, check_choice, integer
 
 Origin = Literal["document", "row"]
 
@@ -26,7 +26,7 @@ class Chunked(RowPattern):
 
     def __init__(self, size: int, origin: Origin = "document") -> None:
         self.size = integer("size", size, least=1)
-        self.origin = one_of("origin", origin, get_args(Origin))
+        self.origin = check_choice("origin", origin, get_args(Origin))
 
     @cached_property
     def numbers(self) -> Integers:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.checked import Window
 from armillary.core.slices import Integers, Slices, band, document_slices, slice_array
+from armillary.core.validation import Window
 
 
 class ImageSpans(RowPattern):

@@ -10,8 +10,8 @@ from zlib import crc32
 
 import numpy as np
 
-from armillary.core.checked import Window
 from armillary.core.slices import Integers, Slices, band
+from armillary.core.validation import Window
 
 Ends = tuple[int, ...] | None
 """Boundaries of a row's documents."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.checked import Window, integer
 from armillary.core.slices import FAR, Integers, Slices, slice_array, trimmed
+from armillary.core.validation import Window, integer
 
 MAX_COMPARED_PAIRS = 2**20
 """Pairs of slices compared in one step: bounds the memory."""

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.checked import Window, boundaries_of, integer
 from armillary.core.slices import FAR, Integers, Slices
+from armillary.core.validation import Window, boundaries_of, integer
 
 
 class Tree(RowPattern):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.core.mesh import Axis
+from armillary.core import Axis
 
 
 def check_rank_grid(outer: Axis, inner: Axis) -> None:

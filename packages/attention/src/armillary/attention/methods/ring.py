@@ -26,7 +26,7 @@ from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.checked import one_of
+from armillary.core.validation import check_choice
 
 Backward = Literal["auto", "keys", "queries"]
 
@@ -97,7 +97,7 @@ class Ring(Method):
 
 def check_backward(backward: Backward) -> Backward:
     """Raises ValueError for an unknown side."""
-    return cast(Backward, one_of("backward", backward, get_args(Backward)))
+    return cast(Backward, check_choice("backward", backward, get_args(Backward)))
 
 
 def cheaper_side(

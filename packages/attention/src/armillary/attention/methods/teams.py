@@ -20,8 +20,8 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core import SequenceLayout
-from armillary.core.checked import integer, one_of
 from armillary.core.layout import Spans
+from armillary.core.validation import check_choice, integer
 
 Placement = Literal["collect_intra", "p2p_intra"]
 
@@ -50,7 +50,7 @@ class Teams:
     placement: Placement
 
     def __post_init__(self) -> None:
-        one_of("placement", self.placement, get_args(Placement))
+        check_choice("placement", self.placement, get_args(Placement))
         object.__setattr__(self, "team", integer("team", self.team))
         if self.team < 1 or self.ranks % self.team**2:
             raise ValueError(

@@ -32,7 +32,6 @@ from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.checked import flag
 from armillary.core.collectives.all_to_all import (
     PackedHeads,
     start_head_to_parts,
@@ -40,6 +39,7 @@ from armillary.core.collectives.all_to_all import (
     start_packed_to_head,
     start_seq_to_head,
 )
+from armillary.core.validation import flag
 
 QueryTensor = Callable[[Heads], Tensor]
 """Returns [B, T, len(heads), D] of this rank's tokens: q, out or dout of some query heads."""

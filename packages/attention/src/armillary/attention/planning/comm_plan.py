@@ -20,8 +20,8 @@ from armillary.attention.planning.send import Send
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.checked import one_of
 from armillary.core.observe.ledger import KINDS, PHASES
+from armillary.core.validation import check_choice
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
 Role = Literal["ring", "ulysses"]
@@ -119,7 +119,7 @@ class CommPlan:
             ValueError: an unknown kind, phase or axis.
         """
         for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES), ("axis", axis, get_args(Role))):
-            one_of(name, choices[0] if value is None else value, choices)
+            check_choice(name, choices[0] if value is None else value, choices)
         pattern = (rank, kind, phase, axis)
         return sum(
             count

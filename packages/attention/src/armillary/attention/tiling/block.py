@@ -13,8 +13,8 @@ from armillary.attention.kernels import Backward, Forward, Kernel, Scores, conti
 from armillary.attention.mask import Window
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
-from armillary.core import span
-from armillary.core.observe.trace import IDLE, Trace
+from armillary.core import Trace, span
+from armillary.core.observe.trace import IDLE
 from armillary.core.token_ranges import TokenRanges
 
 KernelCall = tuple[TilePart, TilePart, Window]

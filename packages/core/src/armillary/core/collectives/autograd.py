@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.core.checked import check_tensor
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.collective import Collective
 from armillary.core.collectives.merge import check_partial, pivot, start_merge_scatter
 from armillary.core.mesh import Axis
 from armillary.core.observe.ledger import phase
+from armillary.core.validation import check_tensor
 
 Start = Callable[..., Collective[Tensor]]
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.core.checked import check_tensor, integer
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
 from armillary.core.observe.trace import record, watched
+from armillary.core.validation import check_tensor, integer
 
 R = TypeVar("R")
 

@@ -38,7 +38,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
-from armillary.core.checked import integer
 from armillary.core.collectives import compiled
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
@@ -47,6 +46,7 @@ from armillary.core.collectives.collective import check_tokens, tokens_on
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.layout import cut
 from armillary.core.mesh import Axis
+from armillary.core.validation import integer
 
 
 def seq_to_head(

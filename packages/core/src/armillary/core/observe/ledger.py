@@ -10,8 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from armillary.core.checked import one_of
-from armillary.core.quantity import binary
+from armillary.core.validation import check_choice
 
 Key = tuple[str, str, str]
 """(axis, kind, phase)."""
@@ -91,7 +90,7 @@ class CommLedger:
 
     def _figures(self, axis: str | None, kind: str | None) -> tuple[str, ...]:
         sent = [self.bytes(axis, kind, phase) for phase in (*PHASES, None)]
-        return (*(f"{n:>{EXACT},} {binary(n):>{UNITS}}" for n in sent), f"{self.messages(axis, kind):,}")
+        return (*(f"{n:>{EXACT},} {format_bytes(n):>{UNITS}}" for n in sent), f"{self.messages(axis, kind):,}")
 
     @classmethod
     def add(cls, axis: str, kind: str, sent: int, messages: int = 1) -> None:
@@ -107,7 +106,7 @@ def _total(counts: Counter[Key], wanted: tuple[str | None, str | None, str | Non
     if not isinstance(axis, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         raise ValueError(f"axis={axis!r}: the name of an axis is needed, such as 'ring'")
     for name, word, known in (("kind", kind, KINDS), ("phase", phase, PHASES)):
-        one_of(name, known[0] if word is None else word, known)
+        check_choice(name, known[0] if word is None else word, known)
     return sum(n for key, n in counts.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 
 
@@ -124,3 +123,11 @@ def phase(name: str) -> Generator[None]:
         yield
     finally:
         _phase.reset(token)
+
+
+def format_bytes(size: int) -> str:
+    """Bytes in the unit that leaves at least 1 of it, to three decimals: 1.625 GiB."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:,.3f} {unit}"
+    return f"{size} B"

@@ -22,8 +22,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.checked import integer
 from armillary.core.files import parse_json
+from armillary.core.validation import integer
 from armillary.data.store import TokenStore, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentTable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from armillary.core.table import Column, print_table
+from armillary.data.console.table import Column, print_table
 from armillary.data.formats.folder import Header
 from armillary.data.inspection.statistics import PackingStatistics, describe, histogram
 from armillary.data.store import TokenStore

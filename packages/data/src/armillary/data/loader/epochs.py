@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,7 @@ from threading import Lock
 
 import numpy as np
 
-from armillary.core.layout import Spans, cut_at
+from armillary.core.layout import Spans
 from armillary.data.loader.batch import IGNORE
 from armillary.data.packing import DocumentSlice, Packed, Packing
 from armillary.data.shuffle import Index, permutation
@@ -133,7 +134,7 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
     """
     offset, origins = 0, row.origins
     for span in spans:
-        for number, part in cut_at(span, row.ends):
+        for number, part in _cut_at(span, row.ends):
             target = slice(offset, offset + len(part))
             offset = target.stop
             if starts is not None:
@@ -158,3 +159,14 @@ def _read_part(row: PackedRow, number: int, part: range, tokens: Index, labels: 
         tokens[:] = store.read(source.document, start, stop, part.step)
         next_tokens = store.read(source.document, start + 1, label_stop, part.step)
     labels[: len(next_tokens)], labels[len(next_tokens) :] = next_tokens, IGNORE
+
+
+def _cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
+    """Returns (document, the span's positions in it) for each document that a span meets."""
+    pieces: list[tuple[int, range]] = []
+    while span:
+        document = bisect_right(ends, span[0]) - 1
+        inside = -(-(ends[document + 1] - span[0]) // span.step)
+        pieces.append((document, span[:inside]))
+        span = span[inside:]
+    return pieces

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import AttentionSpec, Method, Projected, UPipe
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
 from armillary.core import label
-from armillary.core.accumulate import Totals
 from armillary.core.observe.ledger import phase
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
@@ -193,10 +193,10 @@ class CheckpointedRun:
     def gathered_ranks(self) -> int:
         return self.block.gathered_ranks
 
-    def source(self, x: Tensor, dx: Tensor | None = None, totals: Totals | None = None) -> Projected:
+    def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
         """q, k and v, a few heads at a time, made of x, or of what is `inside`."""
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
-        totals = Totals() if totals is None else totals
+        totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.options.chunk, dx, totals, self.draws)
 
     def inside(self, x: Tensor) -> Tensor:
@@ -230,7 +230,9 @@ class CheckpointedRun:
         out, lse = self.attend(x, room)
         return self.rest(x, out, y if out is room else None), out, lse
 
-    def differentiate(self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: Totals, wants_dx: bool) -> None:
+    def differentiate(
+        self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: GradientSums, wants_dx: bool
+    ) -> None:
         """Turns dx, which holds dy at first, into the gradient of x."""
         projections = self.block.projections(self.context, normed=False)
         attention_too = wants_dx or any(p.requires_grad for p in projections.parameters())
@@ -250,7 +252,7 @@ class CheckpointedRun:
                 self.differentiate_inside(x, out, lse, dout, dx, totals)
 
     def differentiate_inside(
-        self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: Totals
+        self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: GradientSums
     ) -> None:
         """Adds to dx what comes by attention, where all ranks' x was brought in for it."""
         dinside = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
@@ -283,7 +285,7 @@ class CheckpointedBlock(torch.autograd.Function):
             dx = writable(grad_outputs)
         checkpoint: Checkpoint = ctx.checkpoint
         work = cast(CheckpointedRun, checkpoint.work).again()
-        totals = Totals(trained(work.block))
+        totals = GradientSums(trained(work.block))
         with phase("backward"), checkpoint.autocast():
             x, out, lse = checkpoint.recall()
             if work.options.prefetch:

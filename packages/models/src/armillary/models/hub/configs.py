@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from armillary.core.checked import flag, integer, number, one_of
+from armillary.core.validation import check_choice, flag, integer, number
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.families import FAMILIES, Config, Family
 from armillary.models.hub.folder import CONFIG, read_json
@@ -65,7 +65,7 @@ def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
 
 def parse(fields: Mapping[str, Any]) -> Config:
     """Returns the config that the fields of a `config.json` stand for. Errors as in `read_config`."""
-    kind = one_of("model_type", fields.get("model_type"), list(FAMILIES))
+    kind = check_choice("model_type", fields.get("model_type"), list(FAMILIES))
     family = FAMILIES[kind]
     nonnull = {name: value for name, value in fields.items() if value is not None}
     if missing := [name for name in family.required if name not in nonnull]:

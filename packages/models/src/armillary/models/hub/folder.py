@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from armillary.core.checked import integer
 from armillary.core.files import is_file_name, parse_json, writing
+from armillary.core.validation import integer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"

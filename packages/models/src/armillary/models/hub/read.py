@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from armillary.core.commands import described
 from armillary.core.shards import Box, local_part
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
@@ -135,7 +134,7 @@ def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
             header = file.get_slice(key)
             entries[key] = TensorEntry(file, key, tuple(header.get_shape()), header.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {path}: {described(error)}") from error
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     return entries
 
 

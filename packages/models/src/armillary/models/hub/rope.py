@@ -7,7 +7,7 @@ from dataclasses import fields as fields_of
 from math import isfinite
 from typing import Any, cast
 
-from armillary.core.checked import flag, number
+from armillary.core.validation import flag, number
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}

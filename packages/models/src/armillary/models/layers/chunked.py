@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
 from armillary.attention.call.token_chunks import at_tokens, chunks
 from armillary.core import label
-from armillary.core.accumulate import Totals
 
 TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], each token by itself. It is run again in backward.
@@ -73,7 +73,7 @@ def backward(
     inputs: Sequence[Tensor],
     dy: Tensor,
     grads: Sequence[Tensor | None],
-    totals: Totals,
+    totals: GradientSums,
     draws: RNGReplay,
     chunk: int | None = None,
     gathered_ranks: int = 1,
@@ -141,7 +141,7 @@ class ChunkedFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[5 : 5 + ctx.count]
         with label("gradients"):
             grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
-        totals = Totals(trained(ctx.module))
+        totals = GradientSums(trained(ctx.module))
         with ctx.autocast():
             backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.cut)
         return None, None, None, None, None, *grads, *totals.result()

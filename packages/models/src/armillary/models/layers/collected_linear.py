@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from armillary.attention.call.gradient_sums import GradientSums, local_part
 from armillary.attention.call.sources import head_slices, select_heads, update_heads
-from armillary.core.accumulate import Totals, local_part
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(dy.T, x, out_dtype=dtype)
 
 
-def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: Totals) -> Tensor:
+def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: GradientSums) -> Tensor:
     """Some outputs [..., h D] of a linear layer. Its backward adds gradients of weight and bias to `totals`."""
     # As registered: a sharded module's attributes are this rank's parts (`ShardedModule`).
     weight, bias = (linear._parameters[name] for name in ("weight", "bias"))  # pyright: ignore[reportPrivateUsage]
@@ -60,7 +60,9 @@ class CollectedLinear(torch.autograd.Function):
     """To autograd weight and bias are inputs without a gradient, so that it runs backward for them alone, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: HeadRows, totals: Totals) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: HeadRows, totals: GradientSums
+    ) -> Tensor:
         used = rows.of(local_part(weight))
         y = F.linear(x, used, None if bias is None else rows.of(local_part(bias)))
         ctx.rows, ctx.totals, ctx.parameters = rows, totals, (weight, bias)

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.graph_calls import ProjectionParts
 from armillary.attention.call.registered import register_as_tensor
 from armillary.attention.call.sources import select_heads
 from armillary.core import compat
-from armillary.core.accumulate import Totals
 from armillary.models.layers.collected_linear import HeadRows, collected_linear
 from armillary.models.layers.rope import RotaryEmbedding
 
@@ -47,7 +47,7 @@ class HeadProjections:
     query_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
     projector: Tensor | None = None
-    totals: Totals | None = None
+    totals: GradientSums | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         q = self._project(self.query, self._normed(x), heads, self.heads)
@@ -90,7 +90,7 @@ class HeadProjections:
     def of_tokens(self, tokens: slice) -> HeadProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
 
-    def collecting(self, totals: Totals) -> HeadProjections:
+    def collecting(self, totals: GradientSums) -> HeadProjections:
         return replace(self, totals=totals)
 
     def _normed(self, x: Tensor) -> Tensor:

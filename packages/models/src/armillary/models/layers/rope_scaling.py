@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from armillary.core.checked import flag, number
+from armillary.core.validation import flag, number
 
 
 class RopeScaling(Protocol):

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from armillary.attention.planning.send import Send
-from armillary.core.quantity import LARGEST, quantity
+from armillary.data.console.quantity import LARGEST, quantity
 
 Wiring = Literal["rank", "pair", "group"]
 Port = tuple[str | int, ...]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from armillary.core.quantity import gib, short
-from armillary.core.table import Column, print_table
+from armillary.data.console.quantity import gib, short
+from armillary.data.console.table import Column, print_table
 from armillary.models import Checkpointing
 from armillary.plan.memory import StepMemory
 from armillary.plan.memory.plan import MemoryResult

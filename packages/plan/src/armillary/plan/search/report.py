@@ -11,8 +11,8 @@ from typing import Any
 
 from armillary.attention.registry import unplanned
 from armillary.core.files import writing
-from armillary.core.quantity import gib
-from armillary.core.table import Column, print_table
+from armillary.data.console.quantity import gib
+from armillary.data.console.table import Column, print_table
 from armillary.data.optional import optional
 from armillary.plan.memory.report import policy_text
 from armillary.plan.memory.room import more_devices

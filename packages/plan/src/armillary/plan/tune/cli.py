@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from armillary.core.commands import ending
+from armillary.data.console.exit import ending
 from armillary.plan.tune.command import PROGRAM, read_plan
 from armillary.plan.tune.tuner import tune
 

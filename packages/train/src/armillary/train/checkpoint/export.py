@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from armillary.core.commands import ending
+from armillary.data.console.exit import ending
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.folder import CONFIG, read_json

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from armillary.core.quantity import LARGEST
+from armillary.data.console.quantity import LARGEST
 from armillary.models import Checkpointing
 from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegative, Positive
 

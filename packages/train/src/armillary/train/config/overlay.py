@@ -12,9 +12,9 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.commands import one_line
 from armillary.core.files import parse_json, parse_toml
-from armillary.core.quantity import SUCH_AS, whole
+from armillary.data.console.exit import one_line
+from armillary.data.console.quantity import SUCH_AS, whole
 
 Settings = TypeVar("Settings")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from armillary.attention.kernels.choice import ChosenKernel
-from armillary.core.table import Column, print_table
+from armillary.data.console.table import Column, print_table
 from armillary.models import GPTConfig
 from armillary.train.config import Config
 from armillary.train.cuda_setup import CudaSetup

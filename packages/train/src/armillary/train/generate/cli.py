@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import start_process_group
-from armillary.core.commands import ending
+from armillary.data.console.exit import ending
 from armillary.data.progress import Bar
 from armillary.data.text.streamer import TextStreamer, TwoWayTokenizer
 from armillary.models import GPT, Llama, stream

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from armillary.core.commands import ending
+from armillary.data.console.exit import ending
 from armillary.data.inspection.plot import check_picture
 from armillary.data.parsing import parse
 from armillary.train.reporting.plot import plot_runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.core.observe.trace import Trace, span
+from armillary.core import Trace, span
 
 
 class StepTrace:

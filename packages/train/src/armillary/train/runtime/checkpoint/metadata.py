@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from armillary.core.commands import one_line
 from armillary.core.files import is_file_name
+from armillary.data.console.exit import one_line
 
 METADATA = ".metadata"
 MAX_SIZE = torch.iinfo(torch.int64).max

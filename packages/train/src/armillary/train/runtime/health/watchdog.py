@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
-from armillary.core.commands import REFUSALS, one_line
+from armillary.data.console.exit import REFUSALS, one_line
 from armillary.train.runtime.health.heartbeat import Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
 from armillary.train.runtime.health.stacks import communicates, current_stack, waits, where

@@ -63,7 +63,7 @@ def number(name: str, value: object, hint: str = "") -> float:
     return converted
 
 
-def one_of(name: str, value: object, known: Sequence[str]) -> str:
+def check_choice(name: str, value: object, known: Sequence[str]) -> str:
     """`value`, which is one of some words.
 
     Raises:

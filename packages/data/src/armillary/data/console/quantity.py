@@ -83,14 +83,6 @@ def short(count: int) -> str:
     return str(count)
 
 
-def binary(size: int) -> str:
-    """Bytes in the unit that leaves at least 1 of it, to three decimals: 1.625 GiB."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:,.3f} {unit}"
-    return f"{size} B"
-
-
 def gib(size: float) -> str:
     """Bytes as GiB."""
     return f"{size / 2**30:,.2f}"

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from armillary.core.quantity import count_argument, quantity, whole
+from armillary.data.console.quantity import count_argument, quantity, whole
 
 NUMBERS = {
     "131072": 131_072,
