@@ -57,17 +57,19 @@ def exchange(checkpoint: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from armillary.train.runtime.checkpoint import SavePlanner
-    from armillary.train.runtime.checkpoint.reader import read_tensors
+    from armillary.train.checkpoint import SavePlanner
+    from armillary.train.checkpoint.reader import read_tensors
+    from armillary.train.checkpoint.writer import TensorWriter
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is to save alone
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     tensors = {str(dtype): torch.arange(96).reshape(8, 12).to(dtype) for dtype in dtypes}
-    dcp.save({"model": tensors}, checkpoint_id=checkpoint, planner=SavePlanner(), no_dist=True)
+    checkpoint.mkdir()
+    dcp.save({"model": tensors}, storage_writer=TensorWriter(checkpoint), planner=SavePlanner(), no_dist=True)
     print("saved", flush=True)
     sys.stdin.read()
     for other in sorted(checkpoint.parent.iterdir()):
-        values = read_tensors(other, "model")
+        values = read_tensors(other, os.listdir(other), "model")
         if values.keys() != tensors.keys() or not all(torch.equal(values[name], tensors[name]) for name in tensors):
             sys.exit(f"Python {checkpoint.name} reads other values than Python {other.name} has written")
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 from launches import TRAINER, Launch, agent
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.reader import read_tensors
 
 STEPS = 16
 SMALL = (
@@ -36,16 +38,14 @@ def losses(printed: str) -> dict[int, str]:
 
 
 def weights(where: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the last checkpoint: weights and the optimizer's state."""
-    dcp_to_torch_save(where / f"outputs/checkpoint/step-{STEPS}", where / "last.pt")
-    return dict(tensors("", torch.load(where / "last.pt", weights_only=False)))
-
-
-def tensors(name: str, value: object):
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        yield from tensors(f"{name}.{key}", inner)
+    """All tensors of the last checkpoint: weights, the optimizer's state and random states."""
+    folder = where / f"outputs/checkpoint/step-{STEPS}"
+    files = Manifest.read(folder).files
+    return {
+        f"{prefix}.{name}": tensor
+        for prefix in ("model", "optimizer", "random")
+        for name, tensor in read_tensors(folder, files, prefix).items()
+    }
 
 
 def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) -> None:

@@ -34,8 +34,7 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
     assert re.search(r"^validation: step: 8 loss: \d\.\d{4}$", printed, re.MULTILINE)
     assert re.search(r"^trained 8 steps, [\d,]+ tokens in \d+ s on 4 ranks$", printed, re.MULTILINE)
     assert "  checkpoint   outputs/checkpoint/step-8" in printed
-    assert (tmp_path / "outputs/checkpoint/step-8/.metadata").is_file()
-    assert len(list((tmp_path / "outputs/checkpoint/step-8").glob("*.distcp"))) == 4
+    assert len(list((tmp_path / "outputs/checkpoint/step-8").glob("rank-*.safetensors"))) == 4
 
 
 def test_under_torchrun_what_cannot_be_started_is_the_last_line_on_the_screen(tmp_path):

@@ -100,10 +100,10 @@ def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_li
 
 SLOW_SAVES = """
 import os, time
-from armillary.train.runtime.checkpoint.writer import CheckedWriter
+from armillary.train.checkpoint.writer import TensorWriter
 from armillary.train.checkpoint import Checkpoints
 
-slow, start, write_data = int(os.environ["RANK"]) % 3 == 0, Checkpoints.start, CheckedWriter.write_data
+slow, start, write_data = int(os.environ["RANK"]) % 3 == 0, Checkpoints.start, TensorWriter.write_data
 
 def start_slowly(checkpoints, step):
     start(checkpoints, step)
@@ -113,7 +113,7 @@ def write_slowly(writer, plan, planner):
     time.sleep(2 * slow)
     return write_data(writer, plan, planner)
 
-Checkpoints.start, CheckedWriter.write_data = start_slowly, write_slowly
+Checkpoints.start, TensorWriter.write_data = start_slowly, write_slowly
 import forked_rank
 """
 

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: kills before any change on disk, what is kept, and files that tell what was written."""
+"""The folder of checkpoints: kills before any change on disk, retention, and records of files."""
 
 import multiprocessing
 import os
@@ -9,22 +9,22 @@ from itertools import count
 
 import pytest
 
-from armillary.train.runtime.checkpoint.files import file_fault, read_checked, write_checked
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder, superseded
-from armillary.train.runtime.checkpoint.metadata import Damaged
-from armillary.train.runtime.checkpoint.writer import CheckedFile, Written, read_back
+from armillary.train.checkpoint.files import file_fault, read_checked, write_checked
+from armillary.train.checkpoint.folder import CheckpointFolder, superseded
+from armillary.train.checkpoint.reader import Damaged
+from armillary.train.checkpoint.writer import FileRecord, RecordedFile
 
 fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
 
 
 def save(folder: CheckpointFolder, step: int) -> None:
-    """A checkpoint of two files, and a third that tells of them."""
+    """Saves a checkpoint of two files, and a third with their records."""
     folder.begin(step)
     files = {}
-    for name in ("__0_0.distcp", ".metadata"):
-        with CheckedFile(folder.partial(step) / name, "w") as file:
+    for name in ("rank-0.safetensors", "rank-1.safetensors"):
+        with RecordedFile(folder.partial(step) / name, "x") as file:
             file.write(f"{name} of {step}".encode() * 100)
-        files[name] = asdict(file.written)
+        files[name] = asdict(file.record)
     write_checked(folder.partial(step) / "about.json", {"tokens": 10 * step, "files": files})
     folder.complete(step)
 
@@ -34,7 +34,7 @@ def about(folder: CheckpointFolder, step: int) -> dict:
 
 
 def fault(folder: CheckpointFolder, step: int) -> str | None:
-    files = {name: Written(**written) for name, written in about(folder, step)["files"].items()}
+    files = {name: FileRecord(**record) for name, record in about(folder, step)["files"].items()}
     return file_fault(files, folder.place(step))
 
 
@@ -43,8 +43,8 @@ def folder(tmp_path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "outputs" / "checkpoint")
 
 
-def dies_after(calls, work):
-    """Works, until there were so many calls that change what is on disk."""
+def killed_after(calls, work):
+    """Kills this process before the call number `calls` that changes the disk."""
     done = count()
 
     def change(call, *args, **kwargs):
@@ -55,8 +55,8 @@ def dies_after(calls, work):
     work()
 
 
-def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder):
-    """Step 2 was found damaged earlier, and is saved anew; step 1 must go when 2 is complete, and not before."""
+def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
+    """Step 2 was damaged and is saved again; step 1 must be removed once 2 is complete, and not before."""
 
     def work():
         folder.clear()
@@ -68,7 +68,7 @@ def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder
     for calls in count():
         save(folder, 1)
         folder.damaged(2).mkdir()
-        process = fork.Process(target=dies_after, args=(calls, work))
+        process = fork.Process(target=killed_after, args=(calls, work))
         process.start()
         process.join()
         steps = folder.steps()
@@ -79,16 +79,16 @@ def test_killed_before_any_change_on_disk_the_last_complete_one_is_usable(folder
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-        work()  # the next run gets through
+        work()  # as the next run does
         assert folder.names() == ["step-2"] and about(folder, 2)["tokens"] == 20
         folder.place(2).rename(folder.path.with_name(f"done-{calls}"))
     assert calls > 10 and seen == {(1,), (1, 2), (2,)}
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_each_file_is_looked_at_by_one_part(folder, parts):
+def test_each_file_is_verified_by_one_part(folder, parts):
     save(folder, 1)
-    files = {name: Written(**written) for name, written in about(folder, 1)["files"].items()}
+    files = {name: FileRecord(**record) for name, record in about(folder, 1)["files"].items()}
     for name in files:
         path = folder.place(1) / name
         kept = path.read_bytes()
@@ -98,7 +98,7 @@ def test_each_file_is_looked_at_by_one_part(folder, parts):
         path.write_bytes(kept)
 
 
-def test_fields_that_were_changed_are_damaged_and_copies_are_kept_for_good(folder):
+def test_changed_fields_are_damaged_and_copies_are_kept(folder):
     for step in (1, 2):
         save(folder, step)
     path = folder.place(1) / "about.json"
@@ -114,7 +114,7 @@ def test_fields_that_were_changed_are_damaged_and_copies_are_kept_for_good(folde
     assert sorted(folder.names()) == ["step-1", "step-2.copy"]
 
 
-def test_the_newest_are_kept_and_those_that_a_number_divides(folder):
+def test_retention_keeps_the_newest_and_those_that_a_number_divides(folder):
     assert superseded([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
     assert superseded([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
     assert superseded([2, 4], 2, 3) == [] and superseded([], 1, None) == []
@@ -125,10 +125,10 @@ def test_the_newest_are_kept_and_those_that_a_number_divides(folder):
     assert sorted(folder.names()) == ["step-10", "step-100"]
 
 
-def test_what_is_left_unfinished_is_cleared_and_nothing_else(folder):
+def test_clear_removes_incomplete_checkpoints_alone(folder):
     save(folder, 1)
     folder.begin(2)
-    (folder.partial(2) / "__0_0.distcp").write_bytes(b"half")
+    (folder.partial(2) / "rank-0.safetensors").write_bytes(b"half")
     (folder.path / "step-2.partial-0123456789ab").mkdir()  # of another run
     (folder.path / "step-2.partial").mkdir()
     for name in ("step-3.damaged", "mine.partial", "step-x"):
@@ -139,10 +139,10 @@ def test_what_is_left_unfinished_is_cleared_and_nothing_else(folder):
     assert folder.steps() == [1]
 
 
-def test_a_file_knows_what_was_written_to_it(tmp_path):
-    with CheckedFile(tmp_path / "file", "w") as file:
+def test_a_file_records_its_size_and_checksum(tmp_path):
+    with RecordedFile(tmp_path / "file", "x") as file:
         assert [file.write(part) for part in (b"abc", memoryview(bytes(10)), b"")] == [3, 10, 0]
-    assert file.written == read_back(tmp_path / "file") and file.written.size == 13 and file.failure is None
-    with open("/dev/full", "wb"), CheckedFile("/dev/full", "w") as full, pytest.raises(OSError, match="No space left"):
+    assert file.record == FileRecord.of_file(tmp_path / "file") and file.record.size == 13
+    with RecordedFile("/dev/full", "w") as full, pytest.raises(OSError, match="No space left"):
         full.write(b"abc")
-    assert full.failure is not None and full.written.size == 0
+    assert full.record.size == 0

@@ -1,4 +1,4 @@
-"""What checkpoints hold, without ranks: damage is found and named, and copies are told from it."""
+"""Damaged checkpoints, copies and other formats, without ranks."""
 
 import errno
 import io
@@ -11,27 +11,26 @@ import pytest
 
 from armillary.core.testing.refusals import refusal
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.manifest import MANIFEST, Manifest, is_copy
-from armillary.train.checkpoint.manifest import fault as fault_of
-from armillary.train.checkpoint.saving import complete
+from armillary.train.checkpoint.files import checksum
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import FORMAT, MANIFEST, Manifest, checkpoint_fault, is_copy
+from armillary.train.checkpoint.reader import Damaged
+from armillary.train.checkpoint.saving import commit
 from armillary.train.checkpoint.state import differences
-from armillary.train.runtime.checkpoint.files import checksum
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
-from armillary.train.runtime.checkpoint.metadata import Damaged
-from armillary.train.runtime.checkpoint.writer import CheckedFile
+from armillary.train.checkpoint.writer import RecordedFile
 
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})
 
 
 def save(folder: CheckpointFolder, step: int) -> None:
-    """A checkpoint of two files."""
+    """Saves a checkpoint of two files."""
     folder.begin(step)
     files = {}
-    for name in ("__0_0.distcp", ".metadata"):
-        with CheckedFile(folder.partial(step) / name, "w") as file:
+    for name in ("rank-0.safetensors", "rank-1.safetensors"):
+        with RecordedFile(folder.partial(step) / name, "x") as file:
             file.write(f"{name} of {step}".encode() * 100)
-        files[name] = file.written
-    complete(folder, replace(EMPTY, step=step, tokens=10 * step, files=files))
+        files[name] = file.record
+    commit(folder, replace(EMPTY, step=step, tokens=10 * step, files=files))
 
 
 @pytest.fixture
@@ -42,30 +41,34 @@ def folder(tmp_path) -> CheckpointFolder:
 @pytest.mark.parametrize(
     ("name", "change", "fault"),
     [
-        ("__0_0.distcp", lambda old: old[:-1] + b"x", "file __0_0.distcp has other bytes than were written"),
-        ("__0_0.distcp", lambda old: old[:-1], "file __0_0.distcp has 1699 of 1700 bytes"),
-        ("__0_0.distcp", None, "file __0_0.distcp cannot be read (No such file or directory)"),
-        (".metadata", lambda old: b"", "file .metadata has 0 of 1400 bytes"),
+        (
+            "rank-0.safetensors",
+            lambda old: old[:-1] + b"x",
+            "file rank-0.safetensors has other bytes than were written",
+        ),
+        ("rank-0.safetensors", lambda old: old[:-1], "file rank-0.safetensors has 2299 of 2300 bytes"),
+        ("rank-0.safetensors", None, "file rank-0.safetensors cannot be read (No such file or directory)"),
+        ("rank-1.safetensors", lambda old: b"", "file rank-1.safetensors has 0 of 2300 bytes"),
         (MANIFEST, lambda old: old.replace(b'"tokens": 70', b'"tokens": 71'), "manifest.json has other bytes than"),
         (MANIFEST, lambda old: old[:50], "manifest.json cannot be read"),
         (MANIFEST, None, "manifest.json cannot be read"),
     ],
 )
-def test_every_change_of_a_checkpoint_is_found_and_named(folder, name, change, fault):
+def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
     save(folder, 7)
-    assert fault_of(folder, 7) is None
+    assert checkpoint_fault(folder, 7) is None
     path = folder.place(7) / name
     if change is None:
         path.unlink()
     else:
         path.write_bytes(change(path.read_bytes()))
-    faults = [fault_of(folder, 7, part, 3) for part in range(3)]  # .metadata, the other one, and a part without files
+    faults = [checkpoint_fault(folder, 7, part, 3) for part in range(3)]  # one for each file, and a part without files
     assert any(found is not None and found.startswith(fault) for found in faults)
-    assert fault_of(folder, 7).startswith(fault)
+    assert checkpoint_fault(folder, 7).startswith(fault)
 
 
 def rewrite(folder: CheckpointFolder, step: int, change) -> None:
-    """Changes the fields of a manifest, and has its checksum agree."""
+    """Changes the fields of a manifest, with a checksum that fits."""
     manifest = folder.place(step) / MANIFEST
     fields = json.loads(manifest.read_text())
     fields.pop("crc32")
@@ -73,7 +76,7 @@ def rewrite(folder: CheckpointFolder, step: int, change) -> None:
     manifest.write_text(json.dumps(fields | {"crc32": checksum(fields)} if isinstance(fields, dict) else fields))
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-1.safetensors"])
 def test_a_checkpoint_with_a_changed_file_is_not_exported(folder, tmp_path, name):
     save(folder, 7)
     path = folder.place(7) / name
@@ -82,25 +85,30 @@ def test_a_checkpoint_with_a_changed_file_is_not_exported(folder, tmp_path, name
     assert f"file {name} has other bytes than were written" in said and not (tmp_path / "exported").exists()
 
 
-def test_a_newer_format_is_refused_and_not_called_damaged(folder):
+@pytest.mark.parametrize("version", [1, 2, FORMAT + 1])
+def test_another_format_is_refused_and_not_damaged(folder, version):
     save(folder, 1)
     fields = json.loads((folder.place(1) / MANIFEST).read_text())
-    assert fields["format"] == 2 and fields["files"][".metadata"]["size"] == 1400
-    rewrite(folder, 1, lambda fields: fields | {"format": 1})
-    assert fault_of(folder, 1) is None
-    rewrite(folder, 1, lambda fields: fields | {"format": 3})
-    with pytest.raises(ValueError, match=r"step-1 has format 3; this version of armillary-train reads formats to 2"):
-        fault_of(folder, 1)
+    assert fields["format"] == FORMAT == 3 and fields["files"]["rank-0.safetensors"]["size"] == 2300
+    rewrite(folder, 1, lambda fields: fields | {"format": version})
+    with pytest.raises(ValueError, match=rf"step-1 has format {version}\b.* format {FORMAT}\b") as error:
+        checkpoint_fault(folder, 1)
+    assert ("armillary-export" in str(error.value) and "--model.pretrained" in str(error.value)) == (version < FORMAT)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_manifest_is_damaged(folder):
+    save(folder, 1)
     with pytest.raises(Damaged, match=r"manifest\.json cannot be read"):
         Manifest.read(folder.path)
 
 
-def test_fields_of_versions_to_come_are_passed_over_and_those_of_earlier_ones_suffice(folder):
+def test_unknown_fields_are_ignored_and_new_ones_optional(folder):
     save(folder, 1)
     rewrite(folder, 1, lambda fields: fields | {"colour": "red", "settings": {"lr": "1"}})
-    assert fault_of(folder, 1) is None and Manifest.read(folder.place(1)).settings == {"lr": "1"}
+    assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.place(1)).settings == {"lr": "1"}
     rewrite(folder, 1, lambda fields: {name: value for name, value in fields.items() if name != "settings"})
-    assert fault_of(folder, 1) is None and Manifest.read(folder.place(1)).settings == {}
+    assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.place(1)).settings == {}
 
 
 def without(*names: str):
@@ -130,18 +138,18 @@ def without(*names: str):
 def test_a_manifest_of_another_shape_is_damaged(folder, change, fault):
     save(folder, 7)
     rewrite(folder, 7, change)
-    assert fault_of(folder, 7).startswith(fault)
+    assert checkpoint_fault(folder, 7).startswith(fault)
 
 
 def test_a_manifest_that_is_nested_too_deeply_is_damaged(folder):
     save(folder, 7)
     (folder.place(7) / MANIFEST).write_text("[" * 100_000)
-    assert fault_of(folder, 7).startswith("manifest.json cannot be read (brackets are nested too deeply")
+    assert checkpoint_fault(folder, 7).startswith("manifest.json cannot be read (brackets are nested too deeply")
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "__0_0.distcp"])
+@pytest.mark.parametrize("name", [MANIFEST, "rank-0.safetensors"])
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE], ids=errno.errorcode.get)
-def test_what_may_not_be_read_is_not_called_damaged(folder, monkeypatch, name, error):
+def test_a_file_that_may_not_be_read_is_not_damaged(folder, monkeypatch, name, error):
     save(folder, 7)
     real = io.open
 
@@ -152,14 +160,14 @@ def test_what_may_not_be_read_is_not_called_damaged(folder, monkeypatch, name, e
 
     monkeypatch.setattr(io, "open", opened)
     with pytest.raises(ValueError, match=rf"step-7/{name} cannot be read \({os.strerror(error)}\), though it may be"):
-        fault_of(folder, 7)
+        checkpoint_fault(folder, 7)
 
 
-def test_a_copy_under_the_name_of_another_step_is_found_and_kept_for_good(folder):
+def test_a_copy_under_the_name_of_another_step_is_kept(folder):
     save(folder, 8)
     for step, kept in {40: "step-40.copy", 41: "step-41.copy"}.items():
         shutil.copytree(folder.place(8), folder.place(step))
-        assert fault_of(folder, step) == "manifest.json is that of step 8"
+        assert checkpoint_fault(folder, step) == "manifest.json is that of step 8"
         assert folder.set_aside(step, is_copy(folder, step)).name == kept
     shutil.copytree(folder.place(8), folder.place(40))
     assert folder.set_aside(40, is_copy(folder, 40)).name == "step-40.copy-1"
@@ -168,7 +176,7 @@ def test_a_copy_under_the_name_of_another_step_is_found_and_kept_for_good(folder
     assert sorted(folder.names()) == ["step-40", "step-40.copy", "step-40.copy-1", "step-41.copy", "step-8"]
 
 
-def test_differences_are_told_by_name_and_only_a_few_of_them():
+def test_the_first_differences_are_named():
     assert differences({"a": 1, "b": None}, {"b": None, "a": 1}) == ""
     assert differences({"a": (2, 3), "c": 0}, {"a": (3, 2), "b": None}) == (
         "a is (2, 3) there and (3, 2) here, c is 0 there and absent here, b is absent there and None here"

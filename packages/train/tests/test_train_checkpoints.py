@@ -45,11 +45,11 @@ from armillary.train import (
 )
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.manifest import Manifest, fault
+from armillary.train.checkpoint.files import checksum
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
-from armillary.train.runtime.checkpoint.files import checksum
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
 from armillary.train.runtime.health.output_lock import OutputLock
 from armillary.train.runtime.health.ranks import Ranks
 from armillary.train.runtime.random_state import random_state
@@ -190,7 +190,7 @@ def of_command(folder: Path) -> tuple[list[float], dict[str, object]]:
     """The losses of the steps of a run, and the checksums of its last checkpoint's tensors."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     files = Manifest.read(folder / "checkpoint/step-4").files
-    return [x["loss"] for x in lines if "loss" in x], {name: files[name] for name in files if "distcp" in name}
+    return [x["loss"] for x in lines if "loss" in x], {name: files[name] for name in files}
 
 
 def test_the_command_trains_and_resumes_with_few_inputs_kept_as_with_all(worlds, tmp_path):
@@ -241,15 +241,15 @@ def test_killed_while_a_save_is_in_flight_the_one_before_is_gone_on_from(worlds,
 
 def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(worlds, reference, tmp_path):
     shutil.copytree(reference[1] / "checkpoint", tmp_path / "checkpoint")
-    file = tmp_path / "checkpoint/step-6/__3_0.distcp"
+    file = tmp_path / "checkpoint/step-6/rank-3.safetensors"
     changed = bytearray(file.read_bytes())
     changed[len(changed) // 2] ^= 1
     file.write_bytes(changed)
-    os.truncate(tmp_path / "checkpoint/step-4/.metadata", 100)
+    os.truncate(tmp_path / "checkpoint/step-4/rank-0.safetensors", 100)
     summary, printed, *_ = worlds(4).run(trained, at(SMALL, tmp_path), 1)[0]
     assert summary.losses == reference[0][0][0].losses[2:]
-    assert "step-6: file __3_0.distcp has other bytes than were written; kept as " in printed
-    assert "step-4: file .metadata has 100 of " in printed and printed.count("resuming from step-2") == 2
+    assert "step-6: file rank-3.safetensors has other bytes than were written; kept as " in printed
+    assert "step-4: file rank-0.safetensors has 100 of " in printed and printed.count("resuming from step-2") == 2
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
 
 
@@ -274,7 +274,7 @@ def test_checkpoints_that_are_no_such_are_passed_over(worlds, tmp_path):
 def random_numbers(place: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
     """Saved random states, by rank."""
     state = {f"rank-{rank}": random_state(torch.device("cpu")) for rank in range(ranks)}
-    load({"random": state}, place, no_dist=True)
+    load({"random": state}, place, Manifest.read(place).files, no_dist=True)
     return list(state.values())
 
 
@@ -345,10 +345,10 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
     apart = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
     for said in worlds(2).run(refusal, apart):
         assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in said
-    os.truncate(place / "__1_0.distcp", 7)
+    os.truncate(place / "rank-1.safetensors", 7)
     for said in worlds(2).run(refusal, [config]):
         assert f"no checkpoint in {place.parent} is whole (step-2: manifest.json cannot be read" in said
-        assert "step-1: file __1_0.distcp has 7 of " in said
+        assert "step-1: file rank-1.safetensors has 7 of " in said
     assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
 
 
@@ -374,8 +374,8 @@ UNREADABLE = "cannot be read (Permission denied), though it may be whole; make i
 @pytest.mark.parametrize(
     ("call", "name", "error", "ranks", "said"),
     [
-        ("open", "step-1/__0_0.distcp", errno.EACCES, (1,), f"step-1/__0_0.distcp {UNREADABLE}"),
-        ("open", "step-1/.metadata", errno.EACCES, (0,), f"step-1/.metadata {UNREADABLE}"),
+        ("open", "step-1/rank-1.safetensors", errno.EACCES, (1,), f"step-1/rank-1.safetensors {UNREADABLE}"),
+        ("open", "step-1/rank-0.safetensors", errno.EACCES, (0,), f"step-1/rank-0.safetensors {UNREADABLE}"),
         ("open", "step-1/manifest.json", errno.EACCES, (0, 1), f"step-1/manifest.json {UNREADABLE}"),
         ("listdir", "/checkpoint", errno.EACCES, (0, 1), "Permission denied"),
         ("open", ".held", errno.EROFS, (0,), "cannot be written to (Read-only file system: "),
@@ -425,9 +425,9 @@ def trained_on(configs: list[Config]):
 
 
 def weights(place: Path, run: Run) -> dict[str, torch.Tensor]:
-    """Of a checkpoint, as torch alone reads them."""
+    """Returns the weights of a checkpoint as torch alone reads them."""
     loaded = {"model": {name: torch.zeros_like(x) for name, x in get_model_state_dict(run.model).items()}}
-    dcp.load(loaded, checkpoint_id=place)
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(place)))
     return {name: x.full_tensor() for name, x in loaded["model"].items()}
 
 
@@ -501,13 +501,13 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
             with no_room(config, disk):
                 saved.start(2)
                 saved._settle()
-            assert saved.folder.names() == ["step-1"] and fault(saved.folder, 1) is None
+            assert saved.folder.names() == ["step-1"] and checkpoint_fault(saved.folder, 1) is None
             dist.barrier()  # all have looked
             saved.start(3)
             saved._settle()
             with no_room(config, disk), pytest.raises(OSError, match=r"checkpoint/step-4: .*(No space|too large)"):
                 saved.finish(4)
-            assert sorted(saved.folder.names()) == ["step-1", "step-3"] and fault(saved.folder, 3) is None
+            assert sorted(saved.folder.names()) == ["step-1", "step-3"] and checkpoint_fault(saved.folder, 3) is None
             dist.barrier()  # all have looked
             assert saved.finish(5) == saved.folder.place(5)
     return said
@@ -601,8 +601,8 @@ def test_weights_of_any_mesh_are_exported_after_the_last_step_and_on_the_command
         found = load_file(tmp_path / folder / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name].to(dtype)) for name in expected)
-    os.truncate(tmp_path / "checkpoint/step-2/__0_0.distcp", 7)
-    for path, message in {checkpoint: "file __0_0.distcp has 7", str(tmp_path): "give the folder of"}.items():
+    os.truncate(tmp_path / "checkpoint/step-2/rank-0.safetensors", 7)
+    for path, message in {checkpoint: "file rank-0.safetensors has 7", str(tmp_path): "give the folder of"}.items():
         said = io.StringIO()
         with redirect_stderr(said), pytest.raises(SystemExit, match="2"):
             export([path, str(tmp_path / "none")])

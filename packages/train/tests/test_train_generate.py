@@ -28,10 +28,10 @@ from armillary.train import (
     train,
 )
 from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.reader import read_tensors
 from armillary.train.generate.cli import main
 from armillary.train.generate.cli import run as continue_prompts
 from armillary.train.generate.command import Generate, read_generate
-from armillary.train.runtime.checkpoint.reader import read_tensors
 
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
 """Of 1, 3, 7 and 23 tokens: fewer than ranks, and never a multiple of them."""
@@ -122,7 +122,8 @@ def run_folder(worlds, tmp_path_factory):
 def plainly(checkpoint: Path, prompt: str) -> list[int]:
     """With the whole model on one rank."""
     model = Llama(parse_config(Manifest.read(checkpoint).model), Local()).double()
-    model.load_state_dict(read_tensors(checkpoint, "model", torch.float64))
+    files = Manifest.read(checkpoint).files
+    model.load_state_dict(read_tensors(checkpoint, files, "model", torch.float64))
     return generate(model, torch.tensor([list(prompt.encode())]), new_tokens=NEW)[0].tolist()
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.saving import complete
+from armillary.train.checkpoint.saving import commit
 from armillary.train.reporting.journal import Journal
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
 from armillary.train.runtime.health import lock as locks
 from armillary.train.runtime.health.lock import Holder, LockLost, Refused, take
 from armillary.train.runtime.health.output_lock import OutputLock
@@ -194,13 +194,13 @@ def test_a_run_that_has_lost_its_folder_publishes_and_reports_nothing(tmp_path):
     journal = Journal(tmp_path / "metrics.jsonl", first.check)
     empty = Manifest(0, 1, 0, {}, {}, "", {})
     folder.begin(1)
-    complete(folder, replace(empty, step=1))
+    commit(folder, replace(empty, step=1))
     folder.begin(2)
     journal.event("saving", 2, "")
     written = journal.path.read_bytes()
     second = taken(tmp_path / "lock")
     for late in (
-        lambda: complete(folder, replace(empty, step=2)),
+        lambda: commit(folder, replace(empty, step=2)),
         lambda: folder.begin(3),
         lambda: folder.prune(1, None),
         lambda: folder.set_aside(1, copy=False),
@@ -215,7 +215,7 @@ def test_a_run_that_has_lost_its_folder_publishes_and_reports_nothing(tmp_path):
     after.clear()
     # Had it looked before it lost the folder, and renamed after: there is nothing left to be renamed.
     with pytest.raises(OSError):
-        complete(replace(folder, fence=lambda: None), replace(empty, step=2))
+        commit(replace(folder, fence=lambda: None), replace(empty, step=2))
     assert after.steps() == [1]
     after.begin(2)
     folder.discard(2)  # its own alone

@@ -1,4 +1,4 @@
-"""A checkpoint is data: whatever stands in a file of it, going on and exporting run none of it."""
+"""A checkpoint is data: resuming and exporting execute nothing that a file contains."""
 
 import errno
 import io
@@ -8,14 +8,12 @@ import pickle
 import resource
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 import armillary.train
 from armillary.models import Llama
@@ -32,11 +30,13 @@ from armillary.train import (
     train,
 )
 from armillary.train.checkpoint.export import main as export
+from armillary.train.checkpoint.files import write_checked
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest
-from armillary.train.checkpoint.state import training_state
-from armillary.train.runtime.checkpoint.metadata import METADATA, read_metadata
-from armillary.train.runtime.checkpoint.writer import read_back
+from armillary.train.checkpoint.reader import TensorReader
+from armillary.train.checkpoint.state import model_description, training_state
+from armillary.train.checkpoint.writer import FileRecord
 
+FILE = "rank-0.safetensors"
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 CONFIG = Config(
@@ -94,35 +94,26 @@ def zipped(value: object) -> bytes:
 
 
 def payloads(name: str, marker: Path, place: Path) -> dict[str, dict[str, bytes]]:
-    """Contents for files of a checkpoint that run something when they are unpickled."""
-    padding = torch.zeros(2**17, dtype=torch.uint8)  # as many bytes as any tensor has
-    contents = {"pickle": pickle.dumps((Payload(marker), bytes(padding))), "zip": zipped((Payload(marker), padding))}
+    """Returns contents for files of a checkpoint that execute something when they are unpickled."""
+    contents = {"pickle": pickle.dumps(Payload(marker)), "zip": zipped((Payload(marker), torch.zeros(2**17)))}
     found = {kind: {name: content} for kind, content in contents.items()}
-    with (place / METADATA).open("rb") as file:
-        metadata = pickle.load(file)
-    names = metadata.state_dict_metadata
-    changed = {
-        "in a field": {"planner_data": Payload(marker)},
-        "in an entry": {"state_dict_metadata": names | {"model.x": Payload(marker)}},
-        "no tensors": {"state_dict_metadata": dict.fromkeys(names, BytesStorageMetadata())},
-    }
-    for kind, fields in changed.items() if name == METADATA else ():
-        found[kind] = {METADATA: pickle.dumps(replace(metadata, **fields))}
-    for kind, content in contents.items() if name.endswith(".distcp") else ():  # in place of each tensor
-        size, indices = len(content), list(metadata.storage_data)
-        stored = {index: _StorageInfo(name, i * size, size) for i, index in enumerate(indices)}
-        files = {METADATA: pickle.dumps(replace(metadata, storage_data=stored)), name: content * len(indices)}
-        found[f"{kind} of tensors"] = files
+    if name != MANIFEST:
+        whole = (place / name).read_bytes()
+        start = 8 + int.from_bytes(whole[:8], "little")
+        for kind, content in contents.items():
+            found[f"{kind} as a header"] = {name: len(content).to_bytes(8, "little") + content + whole[start:]}
     return found
 
 
 def poison(place: Path, files: dict[str, bytes]) -> None:
-    """Puts them there, and has the manifest agree."""
+    """Replaces files of a checkpoint, with records in the manifest that fit."""
     for name, content in files.items():
         (place / name).write_bytes(content)
     if MANIFEST not in files:
         manifest = Manifest.read(place)
-        replace(manifest, files=manifest.files | {name: read_back(place / name) for name in files}).write(place)
+        replace(manifest, files=manifest.files | {name: FileRecord.of_file(place / name) for name in files}).write(
+            place
+        )
 
 
 def exported(place: Path, folder: Path) -> str:
@@ -135,10 +126,10 @@ def exported(place: Path, folder: Path) -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", [MANIFEST, METADATA, "__0_0.distcp"])
+@pytest.mark.parametrize("name", [MANIFEST, FILE])
 def test_a_payload_in_a_file_of_a_checkpoint_is_not_run(worlds, checkpoint, tmp_path, marker, name):
     original = checkpoint / "checkpoint/step-1"
-    assert {path.name for path in original.iterdir()} == {MANIFEST, METADATA, "__0_0.distcp"}
+    assert {path.name for path in original.iterdir()} == {MANIFEST, FILE}
     for kind, files in payloads(name, marker, original).items():
         output = tmp_path / kind
         place = output / "checkpoint/step-1"
@@ -163,27 +154,27 @@ def test_files_beside_checkpoints_run_nothing_either(worlds, checkpoint, tmp_pat
     assert "resuming from" in said and not marker.exists()
 
 
-def with_payloads_as_torch_saves_them(config: Config, marker: Path) -> None:
-    """What is not a tensor, pickled by DCP itself, as older checkpoints had random states."""
+def save_in_format_2(config: Config, marker: Path) -> None:
+    """Saves a checkpoint as earlier versions did: torch's `.metadata` and `.distcp` files, which have pickles."""
     place = config.train.output / "checkpoint/step-1"
     with process_group(config) as device:
         run = prepare(config, device)
         state = training_state(run)
         state["optimizer"]["param_groups"][0]["note"] = Payload(marker)
         dcp.save({**state, "step": Payload(marker), "random": {"rank-0": Payload(marker)}}, checkpoint_id=place)
-        files = {path.name: read_back(path) for path in place.iterdir()}
-        rows = run.training.state_dict()
-        model = json.loads((place.parents[1] / "model.json").read_text())
-    Manifest(1, 1, 60, rows, model, "", files).write(place)
+        files = {path.name: FileRecord.of_file(path) for path in place.iterdir()}
+    manifest = Manifest(1, 1, 60, run.training.state_dict(), model_description(run), "", files)
+    write_checked(place / MANIFEST, {"format": 2, **asdict(manifest)})
 
 
-def test_what_torch_has_pickled_beside_tensors_is_not_read(worlds, checkpoint, tmp_path, marker):
-    model = Manifest.read(checkpoint / "checkpoint/step-1").model
-    (tmp_path / "model.json").write_text(json.dumps(model))
-    worlds(1).run(with_payloads_as_torch_saves_them, at(tmp_path), marker)
-    assert exported(tmp_path / "checkpoint/step-1", tmp_path / "hf") == ""
+def test_a_checkpoint_of_an_earlier_format_is_refused_with_advice(worlds, tmp_path, marker):
+    worlds(1).run(save_in_format_2, at(tmp_path), marker)
+    before = sorted(path.name for path in (tmp_path / "checkpoint").rglob("*"))
     (said,) = worlds(1).run(trained, at(tmp_path, steps=2))
-    assert "resuming from" in said and not marker.exists()
+    for text in (said, exported(tmp_path / "checkpoint/step-1", tmp_path / "hf").strip()):
+        assert "format 2" in text and "armillary-export" in text and "--model.pretrained" in text
+        assert "step-1" in text and "\n" not in text
+    assert not marker.exists() and sorted(path.name for path in (tmp_path / "checkpoint").rglob("*")) == before
 
 
 def test_a_payload_in_a_file_of_an_export_is_not_run(checkpoint, tmp_path, marker):
@@ -201,40 +192,25 @@ def test_a_payload_in_a_file_of_an_export_is_not_run(checkpoint, tmp_path, marke
         assert not marker.exists(), name
 
 
-def with_size(metadata, size: tuple[int, ...]):
-    """Another size of every tensor, in one chunk."""
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
-    entries = metadata.state_dict_metadata
-    return replace(
-        metadata, state_dict_metadata={n: replace(x, size=chunk.sizes, chunks=[chunk]) for n, x in entries.items()}
-    )
-
-
-def with_file(metadata, name: str):
-    """Another file for every tensor."""
-    stored = {index: replace(info, relative_path=name) for index, info in metadata.storage_data.items()}
-    return replace(metadata, storage_data=stored)
+def with_entries(whole: bytes, **fields: object) -> bytes:
+    """Returns a safetensors file with these fields in the entry of every tensor of its header."""
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    header |= {name: entry | fields for name, entry in header.items() if name != "__metadata__"}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + whole[8 + size :]
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda metadata: with_size(metadata, (2**70,)), str(2**70)),
-        (lambda metadata: with_size(metadata, (2**40, 2**10)), "model."),
-        (lambda metadata: with_file(metadata, ".."), "relative_path='..'"),
-        (lambda metadata: with_file(metadata, ""), "relative_path=''"),
-        (lambda metadata: with_file(metadata, "absent.distcp"), "absent.distcp"),
-    ],
-    ids=range(5),
+    "fields", [{"shape": [2**70]}, {"shape": [2**40, 2**10]}, {"data_offsets": [0, 2**50]}, {"dtype": "F8"}], ids=str
 )
-def test_metadata_of_sizes_and_files_that_cannot_be_is_refused_in_one_line(worlds, checkpoint, tmp_path, change, named):
+def test_a_manipulated_header_is_refused_in_one_line(worlds, checkpoint, tmp_path, fields):
     place = shutil.copytree(checkpoint, tmp_path / "run") / "checkpoint/step-1"
-    metadata = change(dcp.FileSystemReader(place).read_metadata())
-    poison(place, {METADATA: pickle.dumps(metadata)})
+    poison(place, {FILE: with_entries((place / FILE).read_bytes(), **fields)})
     said = exported(place, tmp_path / "hf")
-    assert said.startswith(f"armillary-export: {place}: .metadata ") and said.count("\n") == 1 and named in said
+    assert said.startswith(f"armillary-export: {place}: ") and said.count("\n") == 1
     (said,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
-    assert said.startswith("refused: ") and named in said and "\n" not in said
+    assert said.startswith("refused: ") and "step-1: " in said and "\n" not in said
 
 
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**6}, {"hidden_size": 64}, {"vocab_size": "many"}], ids=str)
@@ -258,11 +234,9 @@ def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
     assert list((tmp_path / "hf").iterdir()) == []
 
 
-def test_metadata_of_a_checkpoint_is_what_torch_reads(checkpoint):
+def test_tensors_of_a_checkpoint_are_those_that_torch_reads(checkpoint):
     place = checkpoint / "checkpoint/step-1"
-    ours, theirs = read_metadata(place), dcp.FileSystemReader(place).read_metadata()
-    assert ours.storage_data == theirs.storage_data and len(ours.storage_data) > 20
-    for name, entry in theirs.state_dict_metadata.items():
-        found = ours.state_dict_metadata[name]
-        assert (found.size, found.chunks) == (entry.size, entry.chunks)
-        assert found.properties.dtype == entry.properties.dtype
+    ours = TensorReader(place, Manifest.read(place).files).read_metadata()
+    torchs = dcp.HuggingFaceStorageReader(str(place)).read_metadata()
+    assert ours.storage_data == torchs.storage_data and len(ours.storage_data) > 20
+    assert ours.state_dict_metadata == torchs.state_dict_metadata

@@ -1,16 +1,22 @@
-"""Checkpoints in torch's distributed format (DCP), written in the background, complete or not at all.
+"""Checkpoints: tensors in safetensors files, everything else in JSON, written in the background and committed at once.
 
-output.py       the output folder: its config.json
-manifest.py     what a checkpoint says of itself, and whether its files are what was written
-state.py        the state dict of a run
-settings.py     the configuration in a checkpoint, and what has changed since
-saving.py       one save
-restoring.py    resuming from the newest complete checkpoint
 checkpoints.py  the training loop's interface
+saving.py       writing one checkpoint
+restoring.py    resuming from the newest intact checkpoint
+state.py        the state dict of a run
+manifest.py     everything but tensors, and the files with their checksums
+settings.py     the configuration in a checkpoint, and what has changed since
+planner.py      chunks of tensors that FSDP2 and tensor parallelism both shard
+writer.py       a rank's tensors as a safetensors file
+reader.py       tensors from safetensors files
+files.py        files against their checksums
+folder.py       names, commit, retention and clean-up after a kill
+output.py       the output folder and its config.json
 export.py       Hugging Face folders
 """
 
 from armillary.train.checkpoint.checkpoints import Checkpoints
 from armillary.train.checkpoint.output import check_output
+from armillary.train.checkpoint.planner import LoadPlanner, SavePlanner
 
-__all__ = ["Checkpoints", "check_output"]
+__all__ = ["Checkpoints", "LoadPlanner", "SavePlanner", "check_output"]

@@ -31,19 +31,19 @@ from armillary.train.runtime.random_state import seed_all
 NOTICEABLE = 1.0
 """Seconds of waiting from which on a line is printed."""
 
-ENDING = 2.0
+GRACE = 2.0
 """Seconds that a save in flight may take to end once a rank is missing."""
 
 
 class Checkpoints:
-    """The checkpoints of a run. Used in a `with` block; every rank must call each method.
+    """The checkpoints of a run. A context manager; every rank must call each method.
 
-    One is written at a time, in a thread if so configured, with collectives on a group of its own. It holds model,
-    optimizer, step, tokens seen, the state of the training rows, and random numbers of each rank. The learning rate is
-    a function of the step.
+    One checkpoint is written at a time, in a background thread if configured, with collectives on a group of its own.
+    It holds model, optimizer, step, tokens seen, the state of the training rows, and the random state of each rank. The
+    learning rate is a function of the step.
 
     Args:
-        lock: of the output folder, which is only changed while it is held.
+        lock: of the output folder, which only its holder may change.
         say: called with lines to print.
         report: called with "saving" and "saved", and the step; in any thread.
     """
@@ -61,8 +61,8 @@ class Checkpoints:
         self.folder = replace(checkpoint_folder(run.config), run=lock.run, fence=lock.fence)
         self.model = model_description(run)
         self.newest: int | None = None
-        self._began, self._tokens_before = 0, 0
-        self._writing: Background | None = None
+        self._first_step, self._tokens_before = 0, 0
+        self._saving: Background | None = None
         cuda = run.device.type == "cuda"
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
         self._stager = DefaultStager(options)
@@ -73,57 +73,56 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writing is not None:
-            # After an error of this rank the save in flight is worth keeping. It cannot end where a rank is missing.
+        if self._saving is not None:
+            # After an error of this rank the save in flight is worth keeping. It cannot end if a rank is missing.
             missing = isinstance(error, Exception) and caused_by_peers(error)
-            self._writing.join(ENDING if missing else self.timeout.total_seconds())
-        if error is None:  # else other ranks may be on the group
+            self._saving.join(GRACE if missing else self.timeout.total_seconds())
+        if error is None:  # after an error, other ranks may still use the group
             self._stager.close()
             self.ranks.close()
 
     def restore(self) -> int:
-        """Restores the newest complete checkpoint; returns its step, 0 where there is none.
+        """Restores the newest intact checkpoint; returns its step, 0 if there is none.
 
-        Then config.json is that of this run. Random numbers follow from the seed, the step and the rank, or go on.
+        Writes this run's config.json. Random states are those of the checkpoint, or follow from seed, step and rank.
 
         Raises:
-            ValueError: ranks that see other folders, no checkpoint that is whole, or the newest is of another model or
-                other rows; a folder that may not be read or changed. On every rank.
+            ValueError: ranks see different folders, no checkpoint is intact, the newest is of another model or of other
+                rows, or a folder may not be read or changed. On every rank.
         """
         try:
             check_shared(self.folder.path, self.ranks, "--train.output")
             manifest = restore(self.run, self.folder, self.ranks, self.say)
         except OSError as error:
             raise ValueError(f"--train.output {self.run.config.train.output}: {error}; name another folder") from error
-        self.ranks.on_first(lambda: write_config(self.run.config))  # only now: what is refused leaves what is there
+        self.ranks.on_first(lambda: write_config(self.run.config))  # last, since a refused run must change nothing
         if manifest is None:
             seed_all(self.run.config.train.seed, 0, self.ranks.rank)
             return 0
-        self.newest, self._began, self._tokens_before = manifest.step, manifest.step, manifest.tokens
+        self.newest, self._first_step, self._tokens_before = manifest.step, manifest.step, manifest.tokens
         return manifest.step
 
     def tokens(self, step: int) -> int:
-        """Tokens that were trained on until after `step`, over all ranks and restarts."""
-        return self._tokens_before + (step - self._began) * self.run.tokens_per_step
+        """Returns the tokens trained on through `step`, over all ranks and restarts."""
+        return self._tokens_before + (step - self._first_step) * self.run.tokens_per_step
 
     def start(self, step: int) -> None:
-        """Starts to save the state after `step`; once this returns, training may continue.
+        """Starts to save the state after `step`; training may continue once this returns.
 
-        Where it could not be saved, a line says so, and the checkpoints before it stay.
+        If the save fails, a line says so, and earlier checkpoints are kept.
 
         Raises:
-            TimeoutError, RuntimeError: the save before this one does not end, or ranks are missing.
+            TimeoutError, RuntimeError: the previous save does not end, or ranks are missing.
         """
         self._settle()
         if not self.config.asynchronous:
             self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
             return
         copy = cast(State, self._stager.stage(saved_state(self.run, self.ranks.rank)))
-        work = partial(self._try_to_save, step, copy, self._manifest(step))
-        self._writing = Background(f"step-{step}", work)
+        self._saving = Background(f"step-{step}", partial(self._try_to_save, step, copy, self._manifest(step)))
 
     def finish(self, step: int, prune: bool = True) -> Path:
-        """Makes sure that the state after `step` is saved, and exports the last step if so configured; returns where.
+        """Saves the state after `step` unless it is saved, and exports the last step if configured; returns its path.
 
         Args:
             prune: older checkpoints may be removed for it.
@@ -140,9 +139,9 @@ class Checkpoints:
         return self.folder.place(step)
 
     def _manifest(self, step: int) -> Manifest:
-        """The manifest, as far as it is known before anything is written."""
-        rows, chosen = self.run.training.state_dict(), settings(self.run, self.ranks.size)
-        return Manifest(step, self.ranks.size, self.tokens(step), rows, self.model, "", {}, chosen)
+        """Returns the manifest without the files and the time of the commit."""
+        rows, values = self.run.training.state_dict(), settings(self.run, self.ranks.size)
+        return Manifest(step, self.ranks.size, self.tokens(step), rows, self.model, "", {}, values)
 
     def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
         try:
@@ -152,7 +151,7 @@ class Checkpoints:
 
     def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
         if self.run.device.type == "cuda":
-            torch.cuda.set_device(self.run.device)  # a new thread has the first one
+            torch.cuda.set_device(self.run.device)  # the current device of a new thread is the first one
         self.report("saving", step)
         try:
             save(self.folder, state, manifest, self.ranks)
@@ -171,17 +170,17 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Waits for the save in flight."""
-        if self._writing is None:
+        if self._saving is None:
             return
         since = time.monotonic()
-        self._writing.join(self.timeout.total_seconds())
+        self._saving.join(self.timeout.total_seconds())
         waited = time.monotonic() - since
-        if self._writing.is_alive():
+        if self._saving.is_alive():
             raise TimeoutError(
-                f"rank {self.ranks.rank} has waited {waited:.0f} s for {self._writing.name} to be written to "
+                f"rank {self.ranks.rank} has waited {waited:.0f} s for {self._saving.name} to be written to "
                 f"{self.folder.path}"
             )
         if waited > NOTICEABLE:
-            self.say(f"training waited {waited:.0f} s for {self._writing.name} to be saved")
-        done, self._writing = self._writing, None
-        done.result()
+            self.say(f"training waited {waited:.0f} s for {self._saving.name} to be saved")
+        save_in_flight, self._saving = self._saving, None
+        save_in_flight.result()

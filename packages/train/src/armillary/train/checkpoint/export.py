@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, on one process: `armillary-export`."""
+"""Converts a checkpoint to a Hugging Face folder, in one process: `armillary-export`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from armillary.data.console.exit import ending
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.folder import CONFIG, read_json
+from armillary.train.checkpoint.files import file_fault
 from armillary.train.checkpoint.manifest import Manifest
+from armillary.train.checkpoint.reader import Damaged, read_tensors
 from armillary.train.checkpoint.state import saved_config
-from armillary.train.runtime.checkpoint.files import file_fault
-from armillary.train.runtime.checkpoint.metadata import Damaged
-from armillary.train.runtime.checkpoint.reader import read_tensors
 
 PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,7 +26,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Export:
-    """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer that it began with.
+    """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer of the run.
 
     Two ways to start:
       # as it was saved
@@ -41,20 +40,20 @@ class Export:
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A folder such as outputs/checkpoint/step-80."""
     folder: Annotated[Path, tyro.conf.Positional]
-    """Where to; it is made if need be."""
+    """Created if it does not exist."""
     dtype: Literal["as saved", "float64", "float32", "bfloat16", "float16"] = "as saved"
-    """Of the weights that are written."""
+    """Data type of the written weights."""
     pretrained: Path | None = None
-    """Hugging Face folder that the run began with, for its tokenizer and the ids of special tokens; by default the one
-    that the run's config.json names."""
+    """Hugging Face folder that the run started from, for its tokenizer and the ids of special tokens; by default the
+    folder that the run's config.json names."""
 
 
 def export(asked: Export) -> None:
-    """Does it.
+    """Writes the Hugging Face folder.
 
     Raises:
-        ValueError: no checkpoint, or a damaged one.
-        OSError: something could not be written.
+        ValueError: there is no checkpoint, or it is damaged.
+        OSError: a file could not be written.
     """
     if asked.pretrained is not None and not (asked.pretrained / CONFIG).is_file():
         raise ValueError(f"--pretrained {asked.pretrained}: holds no {CONFIG}; give a Hugging Face folder")
@@ -65,7 +64,7 @@ def export(asked: Export) -> None:
     if fault := file_fault(manifest.files, asked.checkpoint):
         raise ValueError(f"{asked.checkpoint}: {fault}")
     try:
-        weights = read_tensors(asked.checkpoint, "model", DTYPES.get(asked.dtype))
+        weights = read_tensors(asked.checkpoint, manifest.files, "model", DTYPES.get(asked.dtype))
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{asked.checkpoint}: {error}") from error
     config = saved_config(asked.checkpoint, manifest)
@@ -73,23 +72,23 @@ def export(asked: Export) -> None:
 
 
 def pretrained_of(checkpoint: Path) -> Path | None:
-    """The folder that the run of a checkpoint began with, as `--save.export` has it; None where it began with none.
+    """Returns the folder that the run of a checkpoint started from, by its config.json; None if there is none.
 
-    If it is gone, that is said, and nothing is taken from it.
+    Prints a line, and returns None, if that folder no longer exists.
     """
     path = checkpoint.resolve().parent.parent / "config.json"
-    found = read_json(path).get("model") if path.is_file() else None
-    named = found.get("pretrained") if isinstance(found, dict) else None
-    if not isinstance(named, str):
+    model = read_json(path).get("model") if path.is_file() else None
+    pretrained = model.get("pretrained") if isinstance(model, dict) else None
+    if not isinstance(pretrained, str):
         return None
-    if not Path(named).is_dir():
-        why = f"{path} says that the run began with {named}, and it is not there; name it by --pretrained"
-        print(f"{PROGRAM}: no tokenizer, and no ids of special tokens: {why}", file=sys.stderr)
+    if not Path(pretrained).is_dir():
+        reason = f"{path} says that the run began with {pretrained}, and it is not there; name it by --pretrained"
+        print(f"{PROGRAM}: no tokenizer, and no ids of special tokens: {reason}", file=sys.stderr)
         return None
-    return Path(named)
+    return Path(pretrained)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and exports; exits with 2 for what cannot be, with one line that says why."""
+    """Entry point of `armillary-export`. Exits with 2 on invalid input."""
     with ending(PROGRAM):
         export(parse(sys.argv[1:] if argv is None else argv, Export, PROGRAM))

@@ -1,4 +1,4 @@
-"""What a checkpoint must hold: every file with its size and checksum, and what is known of the run."""
+"""The manifest of a checkpoint: its files with sizes and checksums, and the state of the run apart from tensors."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from armillary.core.files import is_file_name
-from armillary.train.runtime.checkpoint.files import file_fault, read_checked, write_checked
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
-from armillary.train.runtime.checkpoint.metadata import Damaged
-from armillary.train.runtime.checkpoint.writer import Written
+from armillary.train.checkpoint.files import file_fault, read_checked, write_checked
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.reader import Damaged
+from armillary.train.checkpoint.writer import FileRecord
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Higher where older code could not read a checkpoint; new fields alone need no other. 1 had pickles in it."""
+FORMAT = 3
+"""Raised when older code could not read a checkpoint; additional fields need no new one. 1 and 2 had pickles."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint says of itself, as plain JSON.
+    """Everything in a checkpoint but tensors, as plain JSON.
 
     Args:
-        step: after which it was taken.
-        ranks: that took it.
-        tokens: trained on until then, over all ranks.
+        step: the last one that was trained.
+        ranks: that saved it.
+        tokens: trained on so far, over all ranks.
         loader: state of the training rows, the same on all ranks.
         model: fields of a Hugging Face config.json.
-        time: when it was complete, ISO 8601 in UTC.
+        time: of the commit, ISO 8601 in UTC.
         files: by name.
-        settings: of the run, by their flags, as they are shown.
+        settings: of the run, by flag, as they are printed.
     """
 
     step: int
@@ -41,27 +41,31 @@ class Manifest:
     loader: dict[str, Any]
     model: dict[str, Any]
     time: str
-    files: dict[str, Written]
+    files: dict[str, FileRecord]
     settings: dict[str, str] = field(default_factory=dict[str, str])
 
     def write(self, folder: Path) -> None:
-        """Puts it on disk."""
         write_checked(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint. Fields that this version does not know are passed over.
+        """Reads the manifest of a checkpoint. Unknown fields, of later versions, are ignored.
 
         Raises:
-            Damaged: there is none, or it has been changed, or holds something else.
-            ValueError: it has a newer format, or may not be read.
+            Damaged: it is missing, has changed, or has other fields.
+            ValueError: it has another format, or may not be read.
         """
         fields = read_checked(folder / MANIFEST)
-        found = fields.get("format")
-        if type(found) is not int:
-            raise Damaged(f"{MANIFEST} has no format, but {found!r}")
-        if found > FORMAT:
-            raise ValueError(f"{folder} has format {found}; this version of armillary-train reads formats to {FORMAT}")
+        version = fields.get("format")
+        if type(version) is not int:
+            raise Damaged(f"{MANIFEST} has no format, but {version!r}")
+        if version > FORMAT:
+            raise ValueError(f"{folder} has format {version}; this version of armillary-train reads format {FORMAT}")
+        if version < FORMAT:
+            raise ValueError(
+                f"{folder} has format {version}, and this version of armillary-train reads format {FORMAT}; run "
+                "armillary-export of the version that wrote it, and start from that folder with --model.pretrained"
+            )
         try:
             manifest = MANIFESTS.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
@@ -76,8 +80,8 @@ class Manifest:
 MANIFESTS = TypeAdapter(Manifest)
 
 
-def fault(folder: CheckpointFolder, step: int, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint's manifest, or with this part of its files; errors as from `Manifest`."""
+def checkpoint_fault(folder: CheckpointFolder, step: int, part: int = 0, parts: int = 1) -> str | None:
+    """Returns the first fault of a checkpoint's manifest or of a part of its files. Errors as from `Manifest.read`."""
     try:
         manifest = Manifest.read(folder.place(step))
     except Damaged as damage:
@@ -88,7 +92,7 @@ def fault(folder: CheckpointFolder, step: int, part: int = 0, parts: int = 1) ->
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
-    """Whether what has this step's name says that it is of another step."""
+    """Whether the manifest of this step's folder is that of another step."""
     try:
         return Manifest.read(folder.place(step)).step != step
     except Damaged:

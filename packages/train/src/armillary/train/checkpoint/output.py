@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from armillary.core.files import write_whole
+from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.config import Config
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
 
 
 def checkpoint_folder(config: Config) -> CheckpointFolder:
@@ -19,10 +19,10 @@ def checkpoint_folder(config: Config) -> CheckpointFolder:
 
 
 def check_output(config: Config) -> None:
-    """Refuses an output folder that cannot be written to; makes it if need be, and changes nothing in it.
+    """Creates the output folder if it does not exist, and changes nothing in it.
 
     Raises:
-        ValueError: it cannot, or has checkpoints that must not be resumed; on the ranks that see it.
+        ValueError: it cannot be written to, or has checkpoints that must not be resumed; on the ranks that see it.
     """
     with writing_to(config.train.output) as folder:
         if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
@@ -33,7 +33,7 @@ def check_output(config: Config) -> None:
 
 
 def write_config(config: Config) -> None:
-    """Writes the resolved configuration to config.json in the output folder. On one rank, of a run that may begin.
+    """Writes the resolved configuration to config.json in the output folder. On one rank.
 
     Raises:
         ValueError: it cannot be written.

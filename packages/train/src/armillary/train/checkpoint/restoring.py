@@ -1,41 +1,42 @@
-"""Resuming from the newest complete checkpoint."""
+"""Resuming from the newest intact checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from armillary.train.checkpoint.manifest import Manifest, fault, is_copy
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault, is_copy
+from armillary.train.checkpoint.reader import Damaged, TensorReader
 from armillary.train.checkpoint.settings import changed_settings, settings
 from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
 from armillary.train.run import Run
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
-from armillary.train.runtime.checkpoint.metadata import Damaged, check_files, read_metadata
 from armillary.train.runtime.health.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest complete checkpoint, None if there is none at all, and what is wrong with newer ones, by step."""
+class Newest:
+    """The step of the newest intact checkpoint, None if there are no checkpoints, and faults of newer ones by step."""
 
     step: int | None = None
-    damage: dict[int, str] = field(default_factory=dict[int, str])
+    faults: dict[int, str] = field(default_factory=dict[int, str])
 
 
 def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str], None]) -> Manifest | None:
-    """Restores the newest complete checkpoint; None: there is none. Collective.
+    """Restores the newest intact checkpoint; returns its manifest, None if there are no checkpoints. Collective.
 
-    Damaged ones are reported and renamed.
+    Damaged checkpoints are reported and renamed.
 
     Raises:
-        ValueError: none of them is whole, or the newest that is was made by another model or with other rows. Nothing
-            has been changed then, neither on disk nor in the model. On every rank.
+        ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows. Neither
+            the disk nor the model has changed then. On every rank.
     """
     ranks.on_first(folder.clear)
-    found = newest_whole(folder, ranks, "; name another --train.output to start anew")
-    if found.step is None:
+    newest = newest_intact(folder, ranks, "; name another --train.output to start anew")
+    if newest.step is None:
         return None
-    place = folder.place(found.step)
+    place = folder.place(newest.step)
     manifest = Manifest.read(place)
     shapes = shapes_of(training_state(run))
     ranks.on_first(lambda: check_model(run, place, manifest, shapes))
@@ -43,9 +44,9 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         run.training.load_state_dict(manifest.loader)
     except ValueError as error:
         raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
-    for step, what in found.damage.items():
-        kept = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
-        say(f"step-{step}: {what}; kept as {kept}, resuming from step-{found.step}")
+    for step, fault in newest.faults.items():
+        path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
+        say(f"step-{step}: {fault}; kept as {path}, resuming from step-{newest.step}")
     try:
         load_state(run, place, manifest, ranks)
     except ValueError as error:
@@ -54,35 +55,37 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     return manifest
 
 
-def newest_whole(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Found:
+def newest_intact(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Newest:
     """Verifies checkpoints from the newest on, each rank its share of the files. Collective.
 
     Args:
-        advice: the end of the message where none is whole.
+        advice: end of the message if none is intact.
 
     Raises:
-        ValueError: there are some, and none is whole; or one has a newer format, or may not be read.
+        ValueError: there are checkpoints, and none is intact; or one has another format, or may not be read.
     """
-    damage: dict[int, str] = {}
+    faults: dict[int, str] = {}
     for step in reversed(ranks.on_first(folder.steps)):
-        faults = ranks.agree(lambda step=step: fault_of(folder, step, ranks))
-        found = next(filter(None, faults), None)
-        if found is None:
-            return Found(step, damage)
-        damage[step] = found
-    if damage:
-        named = "; ".join(f"step-{step}: {what}" for step, what in damage.items())
-        raise ValueError(f"no checkpoint in {folder.path} is whole ({named}){advice}")
-    return Found()
+        fault = find_fault(folder, step, ranks)
+        if fault is None:
+            return Newest(step, faults)
+        faults[step] = fault
+    if faults:
+        reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
+        raise ValueError(f"no checkpoint in {folder.path} is whole ({reasons}){advice}")
+    return Newest()
 
 
-def fault_of(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
-    """What is wrong with this rank's share of the files, the first rank's with DCP's metadata among it."""
-    found = fault(folder, step, ranks.rank, ranks.size)
-    if found is not None or ranks.rank:
-        return found
+def find_fault(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
+    """Returns the first fault of a checkpoint, None if it is intact. Collective; each rank verifies its share."""
+    faults = ranks.agree(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
+    return next(filter(None, faults), None) or ranks.on_first(lambda: header_fault(folder.place(step)))
+
+
+def header_fault(place: Path) -> str | None:
+    """Returns the reason why the files of a checkpoint, which are as they were written, hold no tensors."""
     try:
-        check_files(folder.place(step), read_metadata(folder.place(step)))
+        TensorReader(place, Manifest.read(place).files).read_metadata()
     except Damaged as damage:
         return str(damage)
     return None

@@ -13,15 +13,15 @@ from armillary.core.mesh import world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
 from armillary.models.hub.folder import weight_map
 from armillary.train.build import precision, shard_model
+from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.restoring import fault_of, newest_whole
+from armillary.train.checkpoint.reader import load
+from armillary.train.checkpoint.restoring import find_fault, newest_intact
 from armillary.train.checkpoint.state import saved_config
 from armillary.train.config import Config, ModelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
 from armillary.train.parallel import choose_axes
-from armillary.train.runtime.checkpoint.folder import CheckpointFolder
-from armillary.train.runtime.checkpoint.reader import load
 from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
 
 TIMEOUT = timedelta(minutes=30)
@@ -42,10 +42,11 @@ def load_model(
         return model, None
     step = whole_step(source.checkpoints, source.step, ranks)
     place = source.checkpoints.place(step)
-    model = empty_model(asked, saved_config(place, Manifest.read(place)), device)
+    manifest = Manifest.read(place)
+    model = empty_model(asked, saved_config(place, manifest), device)
     state = get_model_state_dict(model)
     with errors_as_ours():
-        load({"model": state}, place, process_group=ranks.group)
+        load({"model": state}, place, manifest.files, process_group=ranks.group)
     set_model_state_dict(model, state)
     return model, step
 
@@ -53,16 +54,15 @@ def load_model(
 def whole_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
     """The step that was asked for, or the newest that is whole. Collective."""
     if step is not None:
-        fault = next(filter(None, ranks.agree(lambda: fault_of(folder, step, ranks))), None)
-        if fault is not None:
+        if (fault := find_fault(folder, step, ranks)) is not None:
             raise ValueError(f"{folder.place(step)}: {fault}; give another --step")
         return step
-    found = newest_whole(folder, ranks)
-    if found.step is None:
+    newest = newest_intact(folder, ranks)
+    if newest.step is None:
         raise ValueError(f"{folder.path}: no checkpoint in it yet")
-    for damaged, fault in found.damage.items() if ranks.rank == 0 else ():
-        print(f"{PROGRAM}: step-{damaged}: {fault}; going back to step-{found.step}", file=sys.stderr)
-    return found.step
+    for damaged, fault in newest.faults.items() if ranks.rank == 0 else ():
+        print(f"{PROGRAM}: step-{damaged}: {fault}; going back to step-{newest.step}", file=sys.stderr)
+    return newest.step
 
 
 def empty_model(asked: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:

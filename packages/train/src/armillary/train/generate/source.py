@@ -10,7 +10,7 @@ from armillary.data.detection import has_tokenizer, read_tokenizer, tokenizer_of
 from armillary.data.text.byte_tokenizer import ByteTokenizer
 from armillary.data.text.streamer import TwoWayTokenizer
 from armillary.models.hub.folder import CONFIG, ends_of_text, read_json
-from armillary.train.runtime.checkpoint.folder import COMPLETE, CheckpointFolder
+from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
 
 
 @dataclass(frozen=True)

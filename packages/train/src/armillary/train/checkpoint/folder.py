@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: `step-N` is whole, and whatever a kill can leave has another name.
+"""The folder of a run's checkpoints: `step-N` is complete, and everything that a kill can leave has another name.
 
-A checkpoint is written as `step-N.partial-RUN` and renamed when all of it is on disk. One that goes is renamed before
-it is removed. One that was found damaged is kept as `step-N.damaged`, until that step is saved anew; one that is of
-another step, a copy, as `step-N.copy`, for good.
+A checkpoint is written as `step-N.partial-RUN`, and renamed once all of it is on disk. A checkpoint is renamed before
+it is deleted. A damaged one is kept as `step-N.damaged` until step N is saved again; one that is a copy of another step
+is kept as `step-N.copy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-COMPLETE, LEFT = re.compile(r"step-(\d+)"), re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
+COMPLETE = re.compile(r"step-(\d+)")
+INCOMPLETE = re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class CheckpointFolder:
 
     Args:
         run: a name that no other run has.
-        fence: called right before a change that others see; raises where another run has taken the folder. That run has
-            removed what was unfinished when it took it, so that what comes too late cannot become a checkpoint either.
+        fence: called right before a change that others see; raises if another run has taken the folder. That run has
+            removed everything incomplete when it took it, so that a late rename cannot commit a checkpoint either.
     """
 
     path: Path
@@ -49,53 +50,52 @@ class CheckpointFolder:
             return []
 
     def steps(self) -> list[int]:
-        """Of complete checkpoints, in rising order."""
+        """Steps of complete checkpoints, in rising order."""
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
     def clear(self) -> None:
-        """Removes what other runs have left unfinished, and what was damaged and then saved anew."""
+        """Removes what other runs left incomplete, and damaged checkpoints of steps that were saved again."""
         self.fence()
-        for name in filter(LEFT.fullmatch, self.names()):
+        for name in filter(INCOMPLETE.fullmatch, self.names()):
             remove(self.path / name)
         for step in self.steps():
             remove(self.damaged(step))
 
     def begin(self, step: int) -> None:
-        """Makes room for the files of a checkpoint, in `partial(step)`."""
+        """Creates `partial(step)`, an empty folder for the files of a checkpoint."""
         self.fence()
         remove(self.partial(step))
         self.partial(step).mkdir(parents=True)
 
     def complete(self, step: int) -> None:
-        """Makes what was written, and is on disk but for its names, a checkpoint."""
+        """Commits a checkpoint whose files are on disk, by renaming its folder."""
         partial = self.partial(step)
         sync_folder(partial)
         self.fence()
         partial.rename(self.place(step))
         sync_folder(self.path)
-        with suppress(OSError):  # the checkpoint is whole without that
+        with suppress(OSError):  # the checkpoint is complete without that
             remove(self.damaged(step))
 
     def discard(self, step: int) -> None:
-        """Removes what was written of a checkpoint that did not come to its end."""
+        """Removes an incomplete checkpoint."""
         remove(self.partial(step))
 
     def set_aside(self, step: int, copy: bool) -> Path:
-        """Gives a checkpoint that is damaged, or a `copy` of another step's, another name; which."""
+        """Renames a checkpoint that is damaged, or a `copy` of another step; returns the new path."""
         self.fence()
-        kept = self._copy(step) if copy else self.damaged(step)
+        path = self._free_copy(step) if copy else self.damaged(step)
         if not copy:
-            remove(kept)
-        self.place(step).rename(kept)
-        return kept
+            remove(path)
+        self.place(step).rename(path)
+        return path
 
-    def _copy(self, step: int) -> Path:
-        """A name that is free."""
+    def _free_copy(self, step: int) -> Path:
         names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
         return next(path for name in names if not (path := self.path / name).exists())
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
-        """Removes all but the newest `keep_last` and those of steps that `keep_every` divides."""
+        """Removes all checkpoints except the newest `keep_last` and those whose step `keep_every` divides."""
         self.fence()
         for step in superseded(self.steps(), keep_last, keep_every):
             remove(self.partial(step))
@@ -104,12 +104,12 @@ class CheckpointFolder:
 
 
 def superseded(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Which of these steps, in rising order, need not be kept."""
+    """Returns the steps, of these in rising order, that retention does not keep."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder, if it is there."""
+    """Removes a file or folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -117,7 +117,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sees to it that the names in a folder are on disk."""
+    """Flushes the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

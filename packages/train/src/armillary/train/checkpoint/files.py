@@ -1,4 +1,4 @@
-"""The files of a checkpoint, held against what is known of them: sizes and checksums, and a JSON file with its own."""
+"""Files of a checkpoint against the sizes and checksums that were recorded, and JSON files with a checksum."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, cast
 from zlib import crc32
 
 from armillary.core.files import parse_json
-from armillary.train.runtime.checkpoint.metadata import Damaged
-from armillary.train.runtime.checkpoint.writer import Written, read_back
+from armillary.train.checkpoint.reader import Damaged
+from armillary.train.checkpoint.writer import FileRecord
 
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Errors of a file that is damaged. Others, such as a lack of permission, say nothing about it."""
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+"""Errors of a damaged file. Others, such as a lack of permission, say nothing about its content."""
 
 
-def file_fault(files: Mapping[str, Written], folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with every `parts`-th file from number `part` on; None: all is as it was written.
+def file_fault(files: Mapping[str, FileRecord], folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Returns the first fault of every `parts`-th file from number `part` on; None if all are as they were written.
 
     Raises:
         ValueError: a file may not be read.
@@ -28,18 +28,18 @@ def file_fault(files: Mapping[str, Written], folder: Path, part: int = 0, parts:
     for name in sorted(files)[part::parts]:
         try:
             with reading(folder / name):
-                found = read_back(folder / name)
+                record = FileRecord.of_file(folder / name)
         except Damaged as damage:
             return f"file {damage}"
-        if found.size != files[name].size:
-            return f"file {name} has {found.size} of {files[name].size} bytes"
-        if found != files[name]:
+        if record.size != files[name].size:
+            return f"file {name} has {record.size} of {files[name].size} bytes"
+        if record != files[name]:
             return f"file {name} has other bytes than were written"
     return None
 
 
 def write_checked(path: Path, fields: Mapping[str, Any]) -> None:
-    """Puts fields on disk as JSON, with a checksum of them."""
+    """Writes fields as JSON with their checksum, down to the disk."""
     with path.open("w") as file:
         file.write(json.dumps({**fields, "crc32": checksum(fields)}, indent=2) + "\n")
         file.flush()
@@ -47,20 +47,20 @@ def write_checked(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """The fields that `write_checked` has written.
+    """Returns the fields that `write_checked` wrote.
 
     Raises:
-        Damaged: there are none, or others.
+        Damaged: the file is missing or has changed.
         ValueError: the file may not be read.
     """
     with reading(path):
         text = path.read_bytes()
     try:
         fields = cast(dict[str, Any], parse_json(text))
-        same = fields.pop("crc32") == checksum(fields)
+        is_unchanged = fields.pop("crc32") == checksum(fields)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Damaged(f"{path.name} cannot be read ({error})") from error
-    if not same:
+    if not is_unchanged:
         raise Damaged(f"{path.name} has other bytes than were written")
     return fields
 
@@ -71,16 +71,16 @@ def checksum(fields: Mapping[str, Any]) -> int:
 
 @contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Tells a file that is damaged from one that may be whole.
+    """Context manager that turns an OSError into the reason why a file is of no use.
 
     Raises:
-        Damaged: there is none, or the disk cannot read it.
-        ValueError: it may not be read, for example for lack of permission.
+        Damaged: the file is missing, or the disk cannot read it.
+        ValueError: the file may be intact but may not be read, for example for lack of permission.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in DAMAGE:
             raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
         raise ValueError(
             f"{path} cannot be read ({error.strerror}), though it may be whole; make it readable for every rank, or "

@@ -1,0 +1,136 @@
+"""Tensors of a checkpoint, read by torch's reader of safetensors: reading executes nothing.
+
+state = {"model": get_model_state_dict(model)}
+load(state, folder, Manifest.read(folder).files)
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.planner as planning
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.futures import Future
+
+from armillary.core.commands import one_line
+from armillary.train.checkpoint.planner import LoadPlanner
+from armillary.train.runtime.health.ranks import errors_as_ours
+
+SUFFIX = ".safetensors"
+
+
+class Damaged(Exception):
+    """A checkpoint differs from what was written; the message says how."""
+
+
+class ListedFiles(FileSystem):
+    """The file system with a fixed listing of every folder: torch's reader takes all files that lie in one."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self.paths = paths
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return self.paths
+
+
+class TensorReader(HuggingFaceStorageReader):
+    """Reads the files of a checkpoint that `TensorWriter` wrote.
+
+    Args:
+        folder: of the checkpoint.
+        files: their names; others in the folder are left alone.
+    """
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        super().__init__(str(folder))
+        self.fs = ListedFiles([str(folder / name) for name in sorted(files) if name.endswith(SUFFIX)])
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the tensors by the headers of all files. Their sizes do not exceed the bytes that the files have.
+
+        Raises:
+            Damaged: a header is invalid, or a tensor incomplete.
+            ValueError, OSError: a file cannot be read, for example for lack of memory.
+        """
+        try:
+            metadata = super().read_metadata()
+            for name, entry in metadata.state_dict_metadata.items():
+                assert isinstance(entry, TensorStorageMetadata)
+                check_chunks(name, entry)
+        except OSError:
+            raise
+        except Exception as error:  # a manipulated header can make torch fail with any exception
+            reason = f"{type(error).__name__}: {one_line(str(error))}"
+            if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                raise ValueError(f"files of tensors cannot be read ({reason})") from error  # memory cannot map them
+            raise Damaged(f"headers of tensors are invalid ({reason})") from error
+        return metadata
+
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except (OSError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(f"tensors cannot be read ({type(error).__name__}: {one_line(str(error))})") from error
+
+
+def check_chunks(name: str, entry: TensorStorageMetadata) -> None:
+    """Raises ValueError unless the chunks of a tensor have as many elements as the tensor."""
+    for chunk in entry.chunks:
+        if len(chunk.offsets) != len(chunk.sizes) or any(offset < 0 for offset in chunk.offsets):
+            raise ValueError(f"{name}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}")
+    elements = sum(prod(chunk.sizes) for chunk in entry.chunks)
+    if elements != prod(entry.size):
+        raise ValueError(f"{name}: {elements} elements of a tensor of {tuple(entry.size)}")
+
+
+def load(state: dict[str, Any], folder: Path, files: Iterable[str], **options: Any) -> None:
+    """Fills the tensors of `state` from a checkpoint. Collective, unless `no_dist=True` is among the options of DCP."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with no_dist
+        dcp.load(state, storage_reader=TensorReader(folder, files), planner=LoadPlanner(), **options)
+
+
+def saved_shapes(folder: Path, files: Iterable[str], *prefixes: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the checkpoint's tensors whose names begin with one of the prefixes."""
+    entries = TensorReader(folder, files).read_metadata().state_dict_metadata
+    shapes = {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
+
+
+def read_tensors(
+    folder: Path, files: Iterable[str], prefix: str, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Returns the whole tensors below `prefix`, such as "model", by name, on the CPU, in `dtype` or as they were saved.
+
+    Raises:
+        Damaged, ValueError: the checkpoint is damaged, lacks the prefix, or is larger than memory.
+        OSError: it cannot be read.
+    """
+    names = list(files)
+    entries = TensorReader(folder, names).read_metadata().state_dict_metadata
+    saved = {name.removeprefix(f"{prefix}."): x for name, x in entries.items() if name.startswith(f"{prefix}.")}
+    if not saved:
+        raise ValueError(f"it holds no {prefix}")
+    tensors: dict[str, Tensor] = {}
+    for name, entry in saved.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        try:
+            tensors[name] = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+        except RuntimeError as error:
+            raise ValueError(f"no memory for {name} {tuple(entry.size)} ({str(error).splitlines()[0]})") from error
+    with errors_as_ours():
+        load({prefix: tensors}, folder, names, no_dist=True)
+    return tensors

@@ -1,0 +1,215 @@
+"""Tensors of a rank as one safetensors file, with the checksum of what was written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from armillary.train.checkpoint.reader import SUFFIX, Damaged, TensorReader
+from armillary.train.runtime.health.ranks import Ranks
+
+BLOCK = 2**24
+"""Bytes that are read at once."""
+
+MAX_FILE_BYTES = 2**32
+"""Bytes of tensors in a file of several: readers map a whole file into memory."""
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names in safetensors."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size of a file in bytes, and the CRC-32 of its content."""
+
+    size: int
+    crc32: int
+
+    def add(self, data: memoryview) -> FileRecord:
+        """Returns the record once `data` is appended to the file."""
+        return FileRecord(self.size + len(data), crc32(data, self.crc32))
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileRecord:
+        record = cls(0, 0)
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                record = record.add(memoryview(block))
+        return record
+
+
+class RecordedFile(io.FileIO):
+    """A new file whose `record` follows what is written."""
+
+    record = FileRecord(0, 0)
+
+    def write(self, data: Any, /) -> int:
+        unwritten = memoryview(data).cast("B")
+        while unwritten:
+            count = super().write(unwritten)
+            self.record = self.record.add(unwritten[:count])
+            unwritten = unwritten[count:]
+        return memoryview(data).nbytes
+
+
+class TensorWriter(StorageWriter):
+    """Writes each rank's tensors as `rank-N.safetensors`, in torch's format for sharded tensors, down to the disk.
+
+    Tensors of more than `MAX_FILE_BYTES` continue in `rank-N-1.safetensors` and so on.
+
+    `HuggingFaceStorageReader` reads these files. torch's `HuggingFaceStorageWriter` writes the same, but holds two more
+    copies of a file's tensors in memory, takes twice the time, and makes the file unreadable without an error if the
+    state has anything but tensors.
+
+    Args:
+        folder: for the files; it exists.
+        ranks: that save together. None of them continues before all have written. None: this process alone.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks | None = None) -> None:
+        super().__init__()
+        self.folder, self.ranks = folder, ranks
+        self.files: dict[str, FileRecord] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Raises ValueError on every rank if one has something to save that a file cannot hold."""
+        check_items(plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            rank = self.ranks.rank if self.ranks else 0
+            for number, items in enumerate(split_items(plan.items)):
+                name = f"rank-{rank}{f'-{number}' if number else ''}{SUFFIX}"
+                self.files[name] = write_tensors(self.folder / name, items, planner)
+        finally:
+            if self.ranks is not None:
+                self.ranks.gather()
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Reads the headers of all files back. On one rank.
+
+        Raises:
+            OSError: they describe other tensors than were to be saved.
+        """
+        reader = TensorReader(self.folder, (path.name for path in self.folder.glob(f"*{SUFFIX}")))
+        try:
+            written = reader.read_metadata().state_dict_metadata
+        except Damaged as damage:
+            raise OSError(f"what was written cannot be read: {damage}") from damage
+        sizes = {name: entry.size for name, entry in written.items() if isinstance(entry, TensorStorageMetadata)}
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata) or sizes.get(name) != entry.size:
+                raise OSError(f"what was written has not all of {name}")
+
+
+def check_items(items: Sequence[WriteItem]) -> None:
+    """Raises ValueError for items that a safetensors file, whose keys are names of tensors, cannot hold."""
+    for item in items:
+        name = item.index.fqn
+        if item.tensor_data is None:
+            raise ValueError(f"{name} must be a tensor to be saved in a checkpoint")
+        if item.tensor_data.properties.dtype not in DTYPES:
+            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"{name} has dtype {item.tensor_data.properties.dtype}; a checkpoint takes {accepted}")
+    name, count = Counter(item.index.fqn for item in items).most_common(1)[0] if items else ("", 0)
+    if count > 1:
+        raise ValueError(f"{name} has {count} chunks on one rank; a checkpoint takes one")
+
+
+def split_items(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Returns the items of each file.
+
+    Wide elements come first, so that each chunk begins at a multiple of its element size: readers map the files.
+    """
+    files: list[list[WriteItem]] = []
+    size = MAX_FILE_BYTES
+    for item in sorted(items, key=lambda item: (-tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
+        nbytes = chunk_bytes(tensor_data(item))
+        if size + nbytes > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += nbytes
+    return files
+
+
+def write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
+    """Writes chunks as one file, one at a time, so that no copy of all of them is in memory."""
+    with RecordedFile(path, "x") as file:
+        file.write(header({item.index.fqn: tensor_data(item) for item in items}))
+        for item in items:
+            tensor: Any = planner.resolve_data(item)
+            file.write(bytes_of(tensor))
+        os.fsync(file.fileno())
+    return file.record
+
+
+def tensor_data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def chunk_bytes(data: TensorWriteData) -> int:
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def header(chunks: dict[str, TensorWriteData]) -> bytes:
+    """Returns the header of a safetensors file with these chunks in order, and their offsets as torch has them."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for name, data in chunks.items():
+        end = start + chunk_bytes(data)
+        dtype, shape = DTYPES[data.properties.dtype], list(data.chunk.sizes)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    offsets = {name: {"saved_offsets": list(data.chunk.offsets)} for name, data in chunks.items()}
+    entries["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())

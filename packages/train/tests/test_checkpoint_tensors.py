@@ -1,0 +1,312 @@
+"""Files of tensors: what torch reads of them, states that they cannot hold, and manipulated headers."""
+
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from armillary.core.testing import mesh
+from armillary.train.checkpoint import LoadPlanner, SavePlanner
+from armillary.train.checkpoint.reader import Damaged, TensorReader, load, read_tensors, saved_shapes
+from armillary.train.checkpoint.writer import FileRecord, TensorWriter
+
+FILE = "rank-0.safetensors"
+TENSORS = {
+    "a": torch.arange(16.0).reshape(4, 4),
+    "b": torch.arange(3).to(torch.bfloat16),
+    "c": torch.tensor(7),
+    "d": torch.empty(0, 2),
+    "e": torch.arange(12.0, dtype=torch.float64).reshape(3, 4).T,
+    "f": torch.arange(5, dtype=torch.uint8),
+}
+
+
+def save(state: dict[str, Any], folder: Path, planner: SavePlanner | None = None) -> TensorWriter:
+    folder.mkdir(exist_ok=True)
+    writer = TensorWriter(folder)
+    dcp.save(state, storage_writer=writer, planner=planner or SavePlanner(), no_dist=True)
+    return writer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A checkpoint of `TENSORS`; not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    save({"model": TENSORS}, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """A copy of that checkpoint."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def same(tensors: dict[str, torch.Tensor]) -> bool:
+    equal = (torch.equal(tensors[name], x) and tensors[name].dtype == x.dtype for name, x in TENSORS.items())
+    return tensors.keys() == TENSORS.keys() and all(equal)
+
+
+def test_tensors_come_back_as_they_were_and_torch_reads_them(saved):
+    assert same(read_tensors(saved, [FILE], "model"))
+    into = {"model": {name: torch.empty_like(x) for name, x in TENSORS.items()}}
+    dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
+    assert same(into["model"])
+    shapes = saved_shapes(saved, [FILE], "model.")
+    assert shapes == {f"model.{name}": tuple(x.shape) for name, x in TENSORS.items()}
+    assert read_tensors(saved, [FILE], "model", torch.float32)["b"].dtype == torch.float32
+
+
+def test_the_record_of_a_file_is_that_of_what_lies_on_disk(tmp_path):
+    writer = save({"model": TENSORS}, tmp_path)
+    assert writer.files == {FILE: FileRecord.of_file(tmp_path / FILE)}
+
+
+def test_files_that_the_manifest_does_not_name_are_left_alone(folder):
+    shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
+    (folder / "other.safetensors").write_bytes(b"text")
+    assert same(read_tensors(folder, [FILE], "model"))
+
+
+def test_many_tensors_are_split_into_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("armillary.train.checkpoint.writer.MAX_FILE_BYTES", 70)
+    files = save({"model": TENSORS}, tmp_path).files
+    assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2, 3))} == {*os.listdir(tmp_path)}
+    assert same(read_tensors(tmp_path, files, "model"))
+
+
+class TwoChunks(SavePlanner):
+    """Plans a second chunk of the first tensor."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        return replace(plan, items=[plan.items[0], *plan.items])
+
+
+@pytest.mark.parametrize(
+    ("state", "planner", "named"),
+    [
+        ({"model": TENSORS, "lr": 0.1}, SavePlanner, "lr"),
+        ({"model": TENSORS, "note": io.BytesIO(b"text")}, SavePlanner, "note"),
+        ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, SavePlanner, "model.z"),
+        ({"model": TENSORS}, TwoChunks, "model.a"),
+    ],
+    ids=["number", "bytes", "complex", "two chunks"],
+)
+def test_a_state_that_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path, state, planner, named):
+    with pytest.raises(CheckpointException) as error:
+        save(state, tmp_path, planner())
+    (failure,) = (error for error, _ in error.value.failures.values())
+    assert isinstance(failure, ValueError) and str(failure).startswith(f"{named} ") and not os.listdir(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("armillary.train.checkpoint.writer.header", lambda chunks: b"\xff" * 64)
+    with pytest.raises(CheckpointException) as error:
+        save({"model": TENSORS}, tmp_path)
+    assert any(isinstance(failure, OSError) for failure, _ in error.value.failures.values())
+
+
+def test_a_chunk_that_was_not_written_is_an_error(tmp_path, monkeypatch):
+    from armillary.train.checkpoint import writer
+
+    write = writer.write_tensors
+    monkeypatch.setattr(writer, "write_tensors", lambda path, items, planner: write(path, items[1:], planner))
+    with pytest.raises(CheckpointException) as error:
+        save({"model": TENSORS}, tmp_path)
+    assert any("model.c" in str(failure) for failure, _ in error.value.failures.values())
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the header of a file. `change` gets the header, with the offsets as a dict, and may return another."""
+    content = (folder / FILE).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    header = header if (other := change(header)) is None else other
+    if isinstance(header, dict) and isinstance(header.get("__metadata__", {}).get("DCP_SHARDING_INFO"), dict):
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(header["__metadata__"]["DCP_SHARDING_INFO"])
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / FILE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
+def entry(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header["model.a"].update(fields)
+
+
+def offsets(*numbers: Any, name: str = "model.a") -> Callable[[dict[str, Any]], None]:
+    return lambda header: header["__metadata__"]["DCP_SHARDING_INFO"].update({name: {"saved_offsets": [*numbers]}})
+
+
+def sharding(value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header["__metadata__"].update(DCP_SHARDING_INFO=value)
+
+
+def payload(header: dict[str, Any]) -> bytes:
+    return pickle.dumps((open, ("executed", "w")))
+
+
+INVALID = [
+    entry(shape=[4, 5]),
+    entry(shape=[2**40, 2**10]),
+    entry(shape=[2**62, 2**62]),
+    entry(shape=[2**70]),
+    entry(shape=[-1, -16]),
+    entry(shape=[4.0, 4]),
+    entry(shape="text"),
+    entry(dtype="F128"),
+    entry(dtype="F64"),
+    entry(data_offsets=[0, 2**40]),
+    entry(data_offsets=[0, 2**70]),
+    entry(data_offsets=[-64, 0]),
+    entry(data_offsets=[64, 128]),
+    entry(data_offsets=[1, 65]),
+    offsets(2, 0),
+    offsets(-1, 0),
+    offsets(0),
+    offsets(0, 0, 0),
+    offsets(2**70, 0),
+    offsets(2**63 - 1, 2**63 - 1),
+    offsets(0.5, 0),
+    offsets("0", "0"),
+    offsets(None, None),
+    sharding("{}"),
+    sharding("[]"),
+    sharding("7"),
+    sharding("text"),
+    sharding("[" * 100_000),
+    lambda header: [header],
+    lambda header: b"",
+    lambda header: b"{}",
+    lambda header: b"\xff\xfe",
+    lambda header: b"[" * 100_000,
+    payload,
+]
+
+
+@pytest.mark.parametrize("change", INVALID, ids=range(len(INVALID)))
+def test_a_manipulated_header_is_refused_in_one_line(folder, change, monkeypatch):
+    monkeypatch.chdir(folder)
+    rewrite(folder, change)
+    with pytest.raises(Damaged) as error:
+        read_tensors(folder, [FILE], "model")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    assert os.listdir(folder) == [FILE]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 7, b"\xff" * 8, (2**62).to_bytes(8, "little") + b"{}", pickle.dumps({"model": 1}) * 10],
+    ids=range(5),
+)
+def test_a_file_of_something_else_is_refused(folder, content):
+    (folder / FILE).write_bytes(content)
+    with pytest.raises(Damaged):
+        TensorReader(folder, [FILE]).read_metadata()
+
+
+def test_a_file_that_is_cut_off_is_refused(folder):
+    content = (folder / FILE).read_bytes()
+    for size in (1, 8, 50, len(content) // 2, len(content) - 1):
+        (folder / FILE).write_bytes(content[:size])
+        with pytest.raises(Damaged):
+            read_tensors(folder, [FILE], "model")
+
+
+def test_chunks_of_two_files_that_overlap_are_refused(folder):
+    shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
+    with pytest.raises(Damaged, match=r"model\."):
+        TensorReader(folder, [FILE, "rank-1.safetensors"]).read_metadata()
+
+
+def test_a_missing_file_is_an_os_error(folder):
+    with pytest.raises(FileNotFoundError):
+        TensorReader(folder, [FILE, "rank-1.safetensors"]).read_metadata()
+
+
+def test_a_tensor_larger_than_memory_is_named(tmp_path):
+    """In a file with a hole, which takes no room on disk."""
+    size = 2**42
+    text = json.dumps({"model.a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / FILE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            file.truncate(8 + len(text) + size)
+        except OSError:
+            pytest.skip("the file system has no files of this size")
+    with pytest.raises(ValueError, match="memory"):
+        read_tensors(tmp_path, [FILE], "model")
+
+
+# -- other numbers of ranks -------------------------------------------------------------------------------------------
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.arange(float(math.prod(shape))).reshape(shape)
+
+
+def sharded_state(shard: int, tp: int, zeros: bool) -> dict[str, Any]:
+    """FSDP2 over tensor parallelism over rows that neither divides, and a tensor with fewer rows than ranks."""
+    axes = mesh(shard=shard, tp=tp)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 7))
+    with torch.no_grad():
+        model[0].weight.copy_(values(7, 3))
+        model[0].bias.copy_(values(7))
+    parallelize_module(model, axes["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=axes["shard"])
+    state = dict(model.state_dict()) | {"short": distribute_tensor(values(2, 3), axes["shard"], [Shard(0)])}
+    return {name: torch.zeros_like(x) if zeros else x for name, x in state.items()}
+
+
+def save_sharded(folder: Path, shard: int, tp: int) -> None:
+    from datetime import timedelta
+
+    from armillary.train.runtime.health.ranks import Ranks
+
+    writer = TensorWriter(folder, ranks := Ranks(timedelta(minutes=5)))
+    state = {"model": sharded_state(shard, tp, zeros=False)}
+    dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=ranks.group)
+    ranks.close()
+
+
+def load_sharded(folder: Path, files: list[str], shard: int, tp: int) -> dict[str, torch.Tensor]:
+    state = sharded_state(shard, tp, zeros=True)
+    load({"model": state}, folder, files)
+    tensors = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+    dist.barrier()
+    return tensors
+
+
+@pytest.mark.parametrize(("shard", "tp"), [(2, 2), (4, 1), (1, 4)])
+def test_chunks_of_any_mesh_are_read_on_any_other(worlds, tmp_path, shard, tp):
+    worlds(4).run(save_sharded, tmp_path, shard, tp)
+    files = sorted(os.listdir(tmp_path))
+    assert files == [f"rank-{rank}.safetensors" for rank in range(4)]
+    expected = {"0.weight": values(7, 3), "0.bias": values(7), "short": values(2, 3)}
+    for other in [(2, 1), (1, 2)]:
+        for tensors in worlds(2).run(load_sharded, tmp_path, files, *other):
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    whole = read_tensors(tmp_path, files, "model")
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+def test_planners_may_be_used_alone(saved):
+    into = {"model": {"a": torch.zeros(4, 4)}}
+    dcp.load(into, storage_reader=TensorReader(saved, [FILE]), planner=LoadPlanner(), no_dist=True)
+    assert torch.equal(into["model"]["a"], TENSORS["a"])
