@@ -264,7 +264,7 @@ TRAIN = [
 
 EXPORT = [
     ("", "PATH A folder such as outputs/checkpoint/step-80. (required)"),
-    ("run", "PATH Where to; it is made if need be. (required)"),
+    ("run", "PATH Created if it does not exist. (required)"),
     ("none out", "none: manifest.json cannot be read"),
     ("text.txt out", "text.txt: manifest.json cannot be read"),
     ("folder out", "folder: manifest.json cannot be read"),
