@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
-from armillary.core.commands import one_line
+from armillary.data.console.exit import one_line
 from armillary.train.checkpoint.planner import LoadPlanner
 from armillary.train.runtime.health.ranks import errors_as_ours
 
