@@ -148,7 +148,7 @@ def test_a_signal_is_heard_in_nested_blocks():
     with StopSignal() as stop:
         with stop:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.heard
+        assert stop.received
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -158,7 +158,7 @@ def test_a_stop_signal_outside_of_the_main_thread_does_nothing():
 
     def run() -> None:
         with StopSignal() as stop:
-            heard.append(stop.heard)
+            heard.append(stop.received)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -28,10 +28,10 @@ def test_the_same_numbers_follow_from_the_same_state():
 
 
 @pytest.mark.parametrize("place", [-1, WORDS + 1])
-def test_a_place_behind_the_words_is_refused(place):
+def test_a_position_beyond_the_words_is_refused(place):
     state = random_state(CPU)
     state["numpy"][-2] = place
-    with pytest.raises(ValueError, match=f"no state of random numbers .place {place} of {WORDS}."):
+    with pytest.raises(ValueError, match=f"no state of random numbers .position {place} of {WORDS}."):
         set_random_state(state, CPU)
 
 

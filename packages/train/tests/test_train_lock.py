@@ -19,7 +19,7 @@ from armillary.train.reporting.journal import Journal
 from armillary.train.runtime.health import lock as locks
 from armillary.train.runtime.health.lock import Holder, LockLost, Refused, take
 from armillary.train.runtime.health.output_lock import OutputLock
-from armillary.train.runtime.health.process import machine, running, start_of
+from armillary.train.runtime.health.process import is_running, machine, start_time
 
 fork = multiprocessing.get_context("fork")
 
@@ -41,21 +41,21 @@ def gone():
     """The start of a process that has ended, and its id."""
     process = fork.Process(target=signal.pause)
     process.start()
-    pid, started = process.pid, start_of(process.pid)
+    pid, started = process.pid, start_time(process.pid)
     process.kill()
-    while start_of(pid) is not None:  # a zombie until it is joined
+    while start_time(pid) is not None:  # a zombie until it is joined
         pass
-    assert running(machine(), pid, started) is False
+    assert is_running(machine(), pid, started) is False
     process.join()
     return {"pid": pid, "started": started}
 
 
 def test_a_process_is_told_from_another_with_its_id(gone):
     me = os.getpid()
-    assert running(machine(), me, start_of(me)) is True
-    assert running(machine(), me, start_of(me) - 1) is False
-    assert running(machine(), gone["pid"], gone["started"]) is False
-    assert running("another boot", me, start_of(me)) is None and running("", me, 0) is None
+    assert is_running(machine(), me, start_time(me)) is True
+    assert is_running(machine(), me, start_time(me) - 1) is False
+    assert is_running(machine(), gone["pid"], gone["started"]) is False
+    assert is_running("another boot", me, start_time(me)) is None and is_running("", me, 0) is None
 
 
 def test_a_full_disk_is_named_by_the_file_of_the_lock(tmp_path):
@@ -72,7 +72,7 @@ def test_a_full_disk_is_named_by_the_file_of_the_lock(tmp_path):
 
 @pytest.mark.parametrize("pid", [2**40, 10**30])
 def test_a_number_that_no_process_has_is_of_none(pid):
-    assert running(machine(), pid, 1) is False
+    assert is_running(machine(), pid, 1) is False
 
 
 def test_a_folder_is_refused_while_its_run_lives_and_free_when_that_has_ended(tmp_path):

@@ -1,11 +1,13 @@
-"""Folders that Hugging Face's `transformers` reads and writes: `config.json` and weights as safetensors.
+"""Hugging Face folders, as `transformers` reads and writes them: `config.json` and safetensors.
 
-families.py   config.json <-> our configs, for each model_type
-rope.py       the part of it that is about RoPE
-tensors.py    shapes of our tensors, and their places in the tensors of files
-folder.py     names of files, json, atomic writes
-read.py       from files into tensors, whole or sharded
-write.py      from tensors into files
+pretrained.py `from_pretrained` and `save_pretrained` of a model
+configs.py    config.json to our configs and back
+families.py   fields and defaults of each model_type
+rope.py       RoPE in config.json
+tensors.py    our tensors' places in the tensors of files
+folder.py     names of files, JSON, atomic writes
+read.py       from files to tensors, whole or sharded
+write.py      from tensors to files
 """
 
 from armillary.models.hub.configs import describe, read_any_config, read_config

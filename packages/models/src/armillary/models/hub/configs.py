@@ -1,4 +1,4 @@
-"""`config.json` <-> our configs."""
+"""`config.json` to our configs and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.models.hub.rope import describe_rope, read_rope
 
 C = TypeVar("C", LlamaConfig, GPTConfig)
 
-KEPT = (
+COPIED = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -31,32 +31,32 @@ KEPT = (
     "resid_pdrop",
     "task_specific_params",
 )
-"""What describes a model and changes none of its numbers: it goes with the model unchanged."""
+"""Fields that do not change what a model computes; they are copied from the source of its weights."""
 
 
 def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
-    """The config in `config.json`.
+    """Reads the config in `config.json`.
 
     Raises:
-        ValueError: no such file, or one that asks for something else than a model of this kind computes; names it.
+        ValueError: there is no such file, or it has a value that models of this kind do not compute; names it.
     """
     path = Path(folder, CONFIG)
     fields = read_json(path)
     family = FAMILIES.get(str(fields.get("model_type")))
     if family is not None and family.config is not kind:
-        known = " or ".join(repr(name) for name, family in FAMILIES.items() if family.config is kind)
-        raise ValueError(f"{path}: model_type={fields['model_type']!r}; here it must be {known}")
+        accepted = " or ".join(repr(name) for name, family in FAMILIES.items() if family.config is kind)
+        raise ValueError(f"{path}: model_type={fields['model_type']!r}; here it must be {accepted}")
     return cast(C, parse_file(path, fields))
 
 
 def read_any_config(folder: str | PathLike[str]) -> Config:
-    """The config in `config.json`, of whichever kind of model. Errors as in `read_config`."""
+    """Reads the config in `config.json`, of any kind of model. Errors as in `read_config`."""
     path = Path(folder, CONFIG)
     return parse_file(path, read_json(path))
 
 
 def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
-    """`parse`, whose errors name the file."""
+    """Calls `parse`; errors name the file."""
     try:
         return parse(fields)
     except ValueError as error:
@@ -64,7 +64,7 @@ def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
 
 
 def parse(fields: Mapping[str, Any]) -> Config:
-    """Returns the config that the fields of a `config.json` stand for. Errors as in `read_config`."""
+    """Returns the config by the fields of a `config.json`. Errors as in `read_config`."""
     kind = check_choice("model_type", fields.get("model_type"), list(FAMILIES))
     family = FAMILIES[kind]
     nonnull = {name: value for name, value in fields.items() if value is not None}
@@ -76,19 +76,19 @@ def parse(fields: Mapping[str, Any]) -> Config:
             raise ValueError(f"{name}={nonnull[name]!r} {expected} for model_type {kind!r}")
     values = {name: nonnull.get(name, family.defaults.get(name)) for name in family.fields}
     sizes = {family.fields[name]: read(family, name, value) for name, value in values.items() if value is not None}
-    # A null is no default: it stands for as many as query heads.
+    # In `transformers` null means as many as query heads, and an absent field the family's default.
     null = "num_key_value_heads" in fields and "num_key_value_heads" not in nonnull
     if family.config is LlamaConfig and (null or "kv_heads" not in sizes):
         sizes["kv_heads"] = sizes["heads"]
     try:
         return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
-    except ValueError as error:  # of a combination of sizes, by our names
+    except ValueError as error:  # it has our names of sizes
         theirs = {ours: name for name, ours in family.fields.items()} | {"window": "sliding_window"}
         raise ValueError(re.sub(r"\b\w+(?==)", lambda match: theirs.get(match[0], match[0]), str(error))) from error
 
 
 def read(family: Family, name: str, value: object) -> int | float | bool:
-    """Returns the value of a field that the family's config has too, by the type that it has there.
+    """Returns the value of a field that the family's config has too, checked against its type there.
 
     Raises:
         ValueError: the value has another type, is below 1 where a size belongs, or is not finite; names the field.
@@ -104,7 +104,7 @@ def read(family: Family, name: str, value: object) -> int | float | bool:
 
 
 def size(name: str, value: object, least: int = 1) -> int:
-    """Returns a value that tensors can have as a size. Errors as in `read`."""
+    """Returns a value that can be a tensor's size. Errors as in `read`."""
     result = integer(name, value, least)
     if result >= 2**63:
         raise ValueError(f"{name}={result} must be below 2^63")
@@ -136,10 +136,10 @@ def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) ->
 
 
 def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
-    """Returns the window, None for none, and the first layer that has it.
+    """Returns the window, or None, and the first layer that has it.
 
     Raises:
-        ValueError: a field that is no number, or layers with and without a window in another order.
+        ValueError: a field is no number, or a layer without a window follows one that has it.
     """
     window, first = None, 0
     if kind == "mistral" or (kind != "llama" and fields.get("use_sliding_window")):
@@ -147,7 +147,7 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
         window = None if window is None else size("sliding_window", window)
     if window is not None and kind != "mistral":
         first = size("max_window_layers", fields.get("max_window_layers", 28), least=0)
-    # Mistral's layers are all alike, whatever this says.
+    # `transformers` ignores this field in Mistral.
     types: object = fields.get("layer_types") if kind != "mistral" else None
     if types is not None:
         listed = cast("list[object]", types) if isinstance(types, list) else []
@@ -164,28 +164,28 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
 
 
 def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The contents of `config.json`, with what describes the model in the `source`'s.
+    """Returns the contents of `config.json`, with the fields of the `source`'s that are copied.
 
     Raises:
-        ValueError: a combination of options that no family has.
+        ValueError: no family has this combination of options.
     """
     kind = "gpt2" if isinstance(config, GPTConfig) else llama_family(config)
     family = FAMILIES[kind]
-    # Left out, the ids would be read as the family's own.
-    kept = {"bos_token_id": None, "eos_token_id": None}
-    kept |= {name: value for name, value in (source or {}).items() if name in KEPT}
+    # Absent ids would be read as the family's defaults.
+    copied = {"bos_token_id": None, "eos_token_id": None}
+    copied |= {name: value for name, value in (source or {}).items() if name in COPIED}
     return {
         "architectures": [family.architecture],
         "model_type": kind,
         **{theirs: getattr(config, ours) for theirs, ours in family.fields.items()},
         **(describe_gpt() if isinstance(config, GPTConfig) else describe_llama(kind, config)),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **kept,
+        **copied,
     }
 
 
 def describe_gpt() -> dict[str, Any]:
-    """What all our GPTs have in common. They have no dropout."""
+    """Returns the fields that all our GPTs share. They have no dropout."""
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     return {"activation_function": "gelu_new", "tie_word_embeddings": True, **dropout}
 
@@ -206,27 +206,27 @@ def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:
 
 
 def llama_family(config: LlamaConfig) -> str:
-    """The `model_type` whose options are those of the config.
+    """Returns the `model_type` that has the config's combination of options.
 
     Raises:
-        ValueError: no family has this combination.
+        ValueError: no family has it.
     """
     biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
-    alike = config.qkv_bias == config.out_bias
-    if config.qk_norm and alike and not config.mlp_bias:
+    same_bias = config.qkv_bias == config.out_bias
+    if config.qk_norm and same_bias and not config.mlp_bias:
         return "qwen3"
     if not config.qk_norm and biases == (True, False, False):
         return "qwen2"
-    # A "llama" must have a dim that its heads divide; a "mistral" without a window need not.
-    divided = config.dim % config.heads == 0
-    if not config.qk_norm and config.window is None and alike and divided:
+    # The heads of a "llama" must divide its dim; those of a "mistral" without a window need not.
+    divisible = config.dim % config.heads == 0
+    if not config.qk_norm and config.window is None and same_bias and divisible:
         return "llama"
     if not config.qk_norm and not any(biases) and config.window_from == 0:
         return "mistral"
     names = ("qk_norm", "qkv_bias", "out_bias", "mlp_bias", "window", "window_from", "dim", "heads")
-    stated = ", ".join(f"{name}={getattr(config, name)}" for name in names)
+    values = ", ".join(f"{name}={getattr(config, name)}" for name in names)
     raise ValueError(
-        f"no model_type of Hugging Face's has this combination: {stated}. llama: no window, qkv_bias = out_bias, heads "
+        f"no model_type of Hugging Face's has this combination: {values}. llama: no window, qkv_bias = out_bias, heads "
         "that divide dim; mistral: a window on all layers, no biases; qwen2: qkv_bias alone; qwen3: qk_norm, "
         "qkv_bias = out_bias, no mlp_bias"
     )

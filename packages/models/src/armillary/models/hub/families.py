@@ -1,4 +1,4 @@
-"""What each `model_type` that is computed here says in its `config.json`."""
+"""Fields, defaults and limits of each supported `model_type`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA_FIELDS = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied_embeddings",
 }
-"""Hugging Face's name of each field of `LlamaConfig` that all families have."""
+"""Our names by Hugging Face's, of the fields of `LlamaConfig` that all families have."""
 
 GPT_FIELDS = {
     "vocab_size": "vocab_size",
@@ -43,20 +43,20 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 SWIGLU: dict[str, tuple[Any, ...]] = ALWAYS | {"hidden_act": ("silu", "swish")}
-"""What is computed here. Any of these may be left out, or null; another value means another model."""
+"""Values that our models compute. A field may be absent or null; any other value means another model."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a `model_type` has to say.
+    """A `model_type`.
 
     Args:
-        architecture: the class of `transformers` that has a head.
-        config: our config for it.
-        fields: their names and ours.
-        required: fields without which nothing is known.
-        defaults: what `transformers` assumes where a config says nothing.
-        computed: of fields that mean other computations, the values that are computed here.
+        architecture: the class in `transformers`, with a head.
+        config: our class of its config.
+        fields: our names by Hugging Face's.
+        required: fields without a default.
+        defaults: of `transformers`, for absent fields.
+        computed: fields that choose a computation, with the values that our models compute.
     """
 
     architecture: str

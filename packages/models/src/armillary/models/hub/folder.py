@@ -1,4 +1,4 @@
-"""What lies in a folder of Hugging Face's: names of files, json, and files that appear whole or not at all."""
+"""Files of a Hugging Face folder: names, JSON, the index of weights, and atomic writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 GENERATION = "generation_config.json"
 
 WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""What a save calls its files of weights."""
+"""Names that a save gives to its files of weights."""
 
 PARTIAL = ".partial"
 
@@ -32,16 +32,16 @@ TOKENIZER = (
     "chat_template.jinja",
     GENERATION,
 )
-"""What belongs to a model and goes with it unchanged."""
+"""Files that are copied from the source of a model's weights."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
-        ValueError: no such file, or no object in it.
+        ValueError: there is no such file, or it holds no object.
     """
     try:
         fields: object = parse_json(path.read_text())
@@ -57,15 +57,15 @@ def ends_of_text(folder: Path) -> list[int] | None:
     """Returns the tokens that end a text, by `generation_config.json` or else `config.json`; None if neither has any.
 
     Raises:
-        ValueError: as `read_json`, and an eos_token_id that is neither an integer nor a list of integers.
+        ValueError: as `read_json`, or eos_token_id is neither an integer nor a list of integers.
     """
     for name in (GENERATION, CONFIG):
         path = folder / name
         tokens = read_json(path).get("eos_token_id") if path.is_file() else None
         if tokens is not None:
-            listed = cast("list[object]", tokens) if isinstance(tokens, list) else [tokens]
+            values = cast("list[object]", tokens) if isinstance(tokens, list) else [tokens]
             try:
-                return [integer("eos_token_id", token) for token in listed]
+                return [integer("eos_token_id", value) for value in values]
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     return None
@@ -80,10 +80,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """Returns the file of each tensor by the index; None where all are in one file, which `transformers` prefers too.
+    """Returns the file of each tensor by the index; None if all are in one file, which `transformers` prefers too.
 
     Raises:
-        ValueError: neither file nor index, or an index without a map of names to names of files in this folder.
+        ValueError: there is neither file nor index, or the index does not map names to files of this folder.
     """
     if not has_weights(folder):
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles_in(folder)}")
@@ -101,13 +101,13 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def pickles_in(folder: Path) -> str:
-    """The end of a message about weights that are missing."""
-    found = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
-    return f"; {found[0]} is a pickle, and only safetensors are read" if found else ""
+    """Returns the end of a message about missing weights."""
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
+    return f"; {pickles[0]} is a pickle, and only safetensors are read" if pickles else ""
 
 
 def write_partial(path: Path, save: Callable[[Path], object]) -> None:
-    """Writes the file that `put` will put at `path`, by `save`, and syncs it to the disk."""
+    """Calls `save` with the path of a partial file, which `put` moves to `path`, and syncs it to the disk."""
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         save(partial)
@@ -116,17 +116,17 @@ def write_partial(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def put(path: Path) -> None:
-    """Puts what was written for `path` in its place."""
+    """Replaces the file at `path` by its partial file."""
     os.replace(path.with_name(path.name + PARTIAL), path)
 
 
 def discard(path: Path) -> None:
-    """Removes what was written for `path`, if it has not been put there."""
+    """Removes the partial file of `path`, if there is one."""
     path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
 
 
 def earlier_weights(folder: Path) -> set[str]:
-    """Returns the files of weights of an earlier save: those that it has indexed, not somebody else's."""
+    """Returns the files of weights of an earlier save, by its index. Files that it does not name are not ours."""
     indexed: object = None
     if (folder / INDEX).is_file():
         with suppress(ValueError):  # a broken index names no files

@@ -1,4 +1,4 @@
-"""Models that come from Hugging Face's folders and go there."""
+"""Models that load from Hugging Face folders and save to them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from armillary.models import hub
 from armillary.models.block import AttentionFunction
 from armillary.models.parameter_names import plain_name
 
-FREE = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
-"""What a model may have otherwise than the folder that its weights come from: longer contexts are trained that way."""
+UNCHECKED = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
+"""Fields in which a model may differ from the folder of its weights, to be trained on longer contexts."""
 
 
 class Pretrained(nn.Module):
-    """A model that can be read and written; made of its config and, if given, attention."""
+    """A model that can be loaded and saved; constructed from its config and, optionally, attention."""
 
     kind: ClassVar[Any]
-    """The class of its config."""
+    """The class of the config."""
     config: Any
     source: Path | None = None
-    """The folder that the weights were read from."""
+    """The folder from which the weights were loaded."""
 
     @classmethod
     def from_pretrained(
@@ -35,22 +35,22 @@ class Pretrained(nn.Module):
         attention: AttentionFunction | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """The model in a Hugging Face folder: `config.json` and safetensors, in one file or with an index.
+        """Returns the model of a Hugging Face folder: `config.json` and safetensors, in one file or with an index.
 
-        It is on the CPU, whole, in this process; `load_pretrained` fills a sharded one.
+        It is on the CPU and not sharded; `load_pretrained` fills a sharded model.
 
         Args:
-            dtype: of the weights; as in the folder unless given.
+            dtype: of the weights; by default that of the folder.
 
         Raises:
-            ValueError: a missing or broken file, a missing, extra or misshapen tensor, or a config that asks for
-                something else than this model computes; names it.
+            ValueError: a file is missing or broken, a tensor is missing, unexpected or of another shape, or the config
+                has a value that this model does not compute; names it.
         """
-        make: Any = cls
+        build: Any = cls
         config = hub.read_config(folder, cls.kind)
         hub.check_weights(Path(folder), config, cls)
         with torch.device("meta"):
-            model = make(config, attention)
+            model = build(config, attention)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model.load_state_dict(hub.read_tensors(folder, model.config, shapes, dtype), assign=True)
         model.source = Path(folder)
@@ -63,23 +63,22 @@ class Pretrained(nn.Module):
         dtype: torch.dtype | None = None,
         max_file_bytes: int = hub.MAX_FILE_BYTES,
     ) -> None:
-        """Writes `config.json` and safetensors, as `transformers` reads them; makes the folder if need be.
+        """Writes `config.json` and safetensors, as `transformers` reads them. Creates the folder if it does not exist.
 
-        The tokenizer's files, the generation config and the ids of special tokens are taken from `source`. Other files
-        are left alone. Until all is written the old files stay as they are; an error leaves them so.
+        The tokenizer's files, the generation config and the ids of special tokens are copied from `source`. Old files
+        are replaced once all new ones are complete, and stay if there is an error. Files of other names are left alone.
 
-        A model of `DTensor`s is saved by all ranks of the world together, into a folder that all of them see. Each
-        writes some of the files, and holds no more than one of them and one tensor. An error on one is raised on all.
+        Collective over the world for a model of `DTensor`s; all ranks must see the folder. Each rank writes some of the
+        files, and holds at most one of them and one tensor. An error of one rank is raised on all.
 
         Args:
-            source: by default the folder that the weights were read from, if it is still there.
-            dtype: of what is written; as the parameters are unless given.
-            max_file_bytes: with more, there are several files and an index.
+            source: a Hugging Face folder; by default the one from which the weights were loaded, if it still exists.
+            dtype: of the written weights; by default that of the parameters.
+            max_file_bytes: if the weights have more, they are written as several files with an index.
 
         Raises:
-            ValueError: a parameter without data, a config that no model of `transformers` has, a `source` that is no
-                folder.
-            OSError: something could not be written.
+            ValueError: a parameter has no data, no model of `transformers` has this config, or `source` is no folder.
+            OSError: a file could not be written.
         """
         if source is None and self.source is not None and self.source.is_dir():
             source = self.source
@@ -87,32 +86,33 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
-    """Fills the model's parameters, in place, from a Hugging Face folder; each rank reads the parts that it holds.
+    """Fills the model's parameters in place from a Hugging Face folder; each rank reads its own parts.
 
-    Nothing is communicated. Every rank checks the whole folder first, so that an error is raised on every rank, before
-    anything has changed. Numbers are rounded to the parameters' dtype.
+    There is no communication. Every rank checks the whole folder first, so that all ranks raise the same error before
+    anything changes. Values are rounded to the parameters' dtype.
 
     Args:
         model: `Llama` or `GPT`, with plain parameters or `DTensor`s (FSDP2, HSDP, tensor parallelism), after
             `to_empty` if it was built on "meta". It may have another RoPE, window and number of positions than the
-            folder's config, for training on longer sequences.
+            folder's config, to be trained on longer sequences.
 
     Raises:
-        ValueError: as `from_pretrained`; parameters on "meta"; or a config unlike the model's. Names what differs.
+        ValueError: as `from_pretrained`; or parameters are on "meta", or the config differs, with the differences.
     """
-    found, ours = hub.read_config(folder, model.kind), model.config
-    names = [field.name for field in fields(ours) if field.name not in FREE]
-    differing = [name for name in names if getattr(found, name) != getattr(ours, name)]
+    saved, ours = hub.read_config(folder, model.kind), model.config
+    names = [field.name for field in fields(ours) if field.name not in UNCHECKED]
+    differing = [name for name in names if getattr(saved, name) != getattr(ours, name)]
     if differing:
-        shown = ", ".join(f"{name}={getattr(found, name)} and not {getattr(ours, name)}" for name in differing)
-        raise ValueError(f"the config in {folder} is another than the model's: {shown}")
+        values = ", ".join(f"{name}={getattr(saved, name)} and not {getattr(ours, name)}" for name in differing)
+        raise ValueError(f"the config in {folder} differs from the model's: {values}")
     hub.fill(folder, ours, named(model))
     model.source = Path(folder)
 
 
 def named(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters by the names that they have in the unwrapped model.
+    """Returns the parameters by their names in the unwrapped model.
 
-    As `state_dict` has them: FSDP2 then shards again what a forward pass has left whole, in its compute dtype.
+    They come from `state_dict`, in which FSDP2 reshards parameters that a forward pass left unsharded, in its compute
+    dtype.
     """
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}

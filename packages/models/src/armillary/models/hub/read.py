@@ -1,6 +1,6 @@
-"""From files into tensors: each rank reads what it holds, and nothing is communicated.
+"""From files to tensors: each rank reads its own parts, without communication.
 
-The headers of all files are checked first. So whatever does not fit is refused on every rank before anything changes.
+The headers of all files are checked first, so that every rank refuses a folder that does not fit before any change.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
 from armillary.models.hub.tensors import DTYPES, Names, Place, names_of, parameter_shapes, places
 
-SHOWN = 8
-"""Faults that an error names; it counts the others."""
+MAX_FAULTS = 8
+"""Faults that an error names; it counts further ones."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in an open file, by its header."""
+    """A tensor of an open file, by the header."""
 
     file: Any
     key: str
@@ -41,27 +41,27 @@ def read_tensors(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The whole tensors of these names and shapes, on the CPU, in `dtype` or that of the file.
+    """Reads whole tensors of these names and shapes, on the CPU, in `dtype` or that of the file.
 
     Raises:
-        ValueError: a missing or broken file, or a missing, extra or misshapen tensor; names it.
+        ValueError: a file is missing or broken, or a tensor missing, unexpected or of another shape; names it.
     """
     tensors: dict[str, Tensor] = {}
     with open_entries(Path(folder), names_of(config)) as entries:
         check_entries(Path(folder), entries, expected_places := places(config, shapes))
         for name, place in expected_places.items():
             part = part_of(entries, place, tuple(slice(0, size) for size in shapes[name]))
-            # A copy, or the tensor would be the file: its next save would change it.
+            # Copied, since a view would map the file: saving to the same folder would change the tensor.
             tensors[name] = torch.empty(shapes[name], dtype=dtype or part.dtype).copy_(part)
     return tensors
 
 
 @torch.no_grad()
 def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Copies into each parameter, which may be a `DTensor`, what this rank holds of it.
+    """Fills each parameter, or this rank's part of a `DTensor`.
 
     Raises:
-        ValueError: as `read_tensors`, and parameters that have no data or are sharded in parts that are no boxes.
+        ValueError: as `read_tensors`; or a parameter has no data, or its local part is no box of the whole tensor.
     """
     for name, parameter in parameters.items():
         if parameter.is_meta:
@@ -76,18 +76,18 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
 
 
 def part_of(entries: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
-    """Returns a box of one of our tensors, which may be a view of the file."""
+    """Returns a box of one of our tensors, possibly as a view of the file."""
     return place.turn(cut(entries[place.name], place.index(box)))
 
 
 def cut(entry: TensorEntry, index: Box) -> Tensor:
-    """The one place where tensors are read: only what is asked for."""
+    """Reads a box of a tensor. All reads of tensors come here."""
     return cast(Tensor, entry.file.get_slice(entry.key)[index])
 
 
 @contextmanager
 def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
-    """The folder's tensors by their names in a model with a head, in files that are open meanwhile."""
+    """Context manager of the folder's tensors, by their names in a model with a head. Files are open within."""
     with ExitStack() as stack:
         indexed = weight_map(folder)
         files = [WEIGHTS] if indexed is None else sorted(set(indexed.values()))
@@ -95,7 +95,7 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
         for file in files:
             in_file = headers(folder / file, stack)
             if missing := [name for name, holder in (indexed or {}).items() if holder == file and name not in in_file]:
-                raise ValueError(f"{folder / INDEX} has {listed(missing)} in {file}, and it is not there")
+                raise ValueError(f"{folder / INDEX} has {join_faults(missing)} in {file}, and it is not there")
             entries |= {key: entry for key, entry in in_file.items() if (indexed or {}).get(key, file) == file}
         entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
         if not any(key.startswith(names.prefix) for key in entries):
@@ -104,18 +104,18 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
 
 
 def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_places: Mapping[str, Place]) -> None:
-    """Raises ValueError unless the entries are the tensors that `expected_places` are in, by name, shape and dtype."""
+    """Raises ValueError unless names, shapes and dtypes of the entries are those of `expected_places`."""
     if faults := list(differences(entries, {place.name: place.shape for place in expected_places.values()})):
-        raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {listed(faults, '; ')}")
+        raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {join_faults(faults, '; ')}")
 
 
 def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
-    """Raises ValueError unless the folder's weights have the shapes that the config asks for. Reads headers alone.
+    """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only.
 
     A config may state any sizes, so nothing is built or listed for more layers than there are tensors.
 
     Args:
-        build: from a config to its model.
+        build: builds a model from a config.
     """
     with open_entries(folder, names_of(config)) as entries:
         if config.layers > len(entries):
@@ -126,7 +126,7 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
 
 
 def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
-    """Returns the tensors in a file, which is closed with the stack."""
+    """Returns the tensors of a file, which `stack` closes."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt"))
         entries: dict[str, TensorEntry] = {}
@@ -139,7 +139,7 @@ def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
 
 
 def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-    """Yields a sentence for each name, shape or dtype that is not as expected."""
+    """Yields a message for each unexpected name, shape or dtype."""
     yield from (f"{name} is missing" for name in shapes if name not in entries)
     for name, entry in entries.items():
         if name not in shapes:
@@ -150,6 +150,6 @@ def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[i
             yield f"{name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
 
 
-def listed(faults: list[str], between: str = ", ") -> str:
-    more = f"{between}and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-    return between.join(faults[:SHOWN]) + more
+def join_faults(faults: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
+    return separator.join(faults[:MAX_FAULTS]) + more

@@ -14,7 +14,7 @@ SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScalin
 """By Hugging Face's `rope_type`."""
 
 THETA = 10_000.0
-"""What `transformers` assumes where a config says nothing."""
+"""The default of `transformers`."""
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -23,7 +23,7 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     """Returns theta and scaling.
 
     Raises:
-        ValueError: a scaling that is not computed here, or a field that is unknown, missing or no number; names it.
+        ValueError: a scaling is not supported, or a field is unknown, missing or no number; names it.
     """
     source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope: Any = fields.get(source) or {}
@@ -40,7 +40,7 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
         raise ValueError(f"{source}={rope}; partial_rotary_factor must be 1: heads are turned as a whole")
     names = [] if kind == "default" else [field.name for field in fields_of(SCALINGS[kind])]
     if unknown := sorted(options.keys() - {*names}):
-        raise ValueError(f"{source}={rope}; with rope_type {kind!r}, {', '.join(unknown)} means nothing here")
+        raise ValueError(f"{source}={rope}; with rope_type {kind!r}, {', '.join(unknown)} is not supported")
     if kind == "default":
         return theta, None
     try:
@@ -58,10 +58,10 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
     for name, value in options.items():
         if value is not None:
             flag(name, value) if name == "truncate" else number(name, value)
-    # As there, 0 means null.
+    # `transformers` takes 0 for null.
     values = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
     if kind != "linear":
-        # The one beside the scaling comes first (Phi 3).
+        # The field beside `rope_scaling` takes precedence over the one inside (Phi 3).
         values[ORIGINAL] = fields.get(ORIGINAL) or values.get(ORIGINAL) or max_positions
         original = number(ORIGINAL, values[ORIGINAL])
         if kind == "yarn" and values.get("factor") is None:
@@ -70,17 +70,17 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
 
 
 def describe_rope(theta: float, chosen: RopeScaling | None) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which all versions of `transformers` read.
+    """Returns `rope_theta` and `rope_scaling`, which all versions of `transformers` read.
 
     Raises:
-        ValueError: a scaling that Hugging Face has no name for.
+        ValueError: Hugging Face has no name for the scaling.
     """
     if chosen is None:
         return {"rope_theta": theta, "rope_scaling": None}
     for kind, scaling_type in SCALINGS.items():
         if type(chosen) is scaling_type:
             values = {field.name: getattr(chosen, field.name) for field in fields_of(scaling_type)}
-            said = {name: value for name, value in values.items() if value is not None}
-            return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **said}}
-    known = ", ".join(known.__name__ for known in SCALINGS.values())
-    raise ValueError(f"rope_scaling={chosen}: Hugging Face has no name for it, only for {known}")
+            options = {name: value for name, value in values.items() if value is not None}
+            return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **options}}
+    accepted = ", ".join(scaling_type.__name__ for scaling_type in SCALINGS.values())
+    raise ValueError(f"rope_scaling={chosen} has no name in Hugging Face's config.json; {accepted} have")

@@ -1,4 +1,4 @@
-"""Shapes of our tensors, and their places in the tensors of files."""
+"""Our tensors' places in the tensors of files: GPT-2's are transposed there, and its q, k and v fused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.core.shards import Box
 from armillary.models.config import GPTConfig, LlamaConfig, one_block
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By safetensors' names."""
+"""Data types by their names in safetensors."""
 
 FUSED = re.compile(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)")
 TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
@@ -22,13 +22,13 @@ TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
 
 @dataclass(frozen=True)
 class Place:
-    """A part of a tensor in a file.
+    """The place of one of our tensors in a tensor of a file.
 
     Args:
-        name: of the whole tensor.
-        shape: of the whole tensor.
-        start: where the part begins, along the last dim of the whole.
-        transposed: the part is ours with its two dims exchanged.
+        name: of the tensor in the file.
+        shape: of the tensor in the file.
+        start: offset of our tensor along the last dim.
+        transposed: our tensor's two dims are exchanged there.
     """
 
     name: str
@@ -37,22 +37,22 @@ class Place:
     transposed: bool = False
 
     def index(self, box: Box) -> Box:
-        """Where a box of our tensor lies in the whole."""
-        *rest, last = reversed(box) if self.transposed else box
-        return (*rest, slice(last.start + self.start, last.stop + self.start))
+        """Returns the box in the file's tensor of a box in ours."""
+        *leading, last = reversed(box) if self.transposed else box
+        return (*leading, slice(last.start + self.start, last.stop + self.start))
 
     def turn(self, x: Tensor) -> Tensor:
-        """From their order of dims to ours, and back."""
+        """Converts the file's order of dims to ours, and back."""
         return x.T if self.transposed else x
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a family's tensors are called in files.
+    """Names of a family's tensors in files.
 
     Args:
-        prefix: what a folder of the model without its head leaves out of names.
-        ignored: tensors that follow from the config.
+        prefix: of all names but the head's; absent in the folder of a model without a head.
+        ignored: tensors that the config determines.
     """
 
     prefix: str
@@ -80,16 +80,16 @@ def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GP
 
 
 def places(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Place]:
-    """Where each of our tensors lies, of these names and shapes."""
+    """Returns the place of each of our tensors, by its name and shape."""
     place = gpt_place if isinstance(config, GPTConfig) else Place
     return {name: place(name, tuple(shape)) for name, shape in shapes.items()}
 
 
 def gpt_place(name: str, shape: tuple[int, ...]) -> Place:
-    """GPT-2's linear layers are [inputs, outputs], and queries, keys and values one layer."""
+    """Returns a place for GPT-2, whose linear layers are [inputs, outputs], and q, k and v one layer."""
     transposed = TRANSPOSED.fullmatch(name) is not None
-    *rest, width = reversed(shape) if transposed else shape
+    *leading, width = reversed(shape) if transposed else shape
     if fused := FUSED.fullmatch(name):
         before, part, kind = fused.groups()
-        return Place(f"{before}c_attn.{kind}", (*rest, 3 * width), "qkv".index(part) * width, transposed)
-    return Place(name, (*rest, width), 0, transposed)
+        return Place(f"{before}c_attn.{kind}", (*leading, 3 * width), "qkv".index(part) * width, transposed)
+    return Place(name, (*leading, width), 0, transposed)

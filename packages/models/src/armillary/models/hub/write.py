@@ -1,7 +1,7 @@
-"""From tensors into files, one file after the other, so that no rank holds more than one file and one tensor.
+"""From tensors to files; no rank holds more than one file and one tensor at a time.
 
-Sharded tensors are gathered one at a time by all ranks; file i is kept and written by rank i modulo their number. What
-is written lies beside the old files until all of it is there.
+All ranks gather a sharded tensor together, and the rank that writes its file keeps it: rank i modulo their number
+writes file i. Partial files lie beside the old ones until all are complete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from armillary.models.hub.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from armillary.models.hub.tensors import DTYPES, Place, places
 
 MAX_FILE_BYTES = 5 * 10**9
-"""As `transformers` has it."""
+"""The default of `transformers`."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of a file, and the tensors of ours that it is made of, in order."""
+class FileTensor:
+    """A tensor of a file, and our tensors that it consists of, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Stored:
     parts: list[tuple[Place, Tensor]]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -54,7 +54,7 @@ def save(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes `config` and `tensors`, and what belongs to the model in `source`. See `Pretrained.save_pretrained`."""
+    """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`."""
     ranks = SavingRanks.around(tensors.values())
     ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
     stored = all_stored(config, tensors, dtype)
@@ -77,7 +77,7 @@ def check(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Refuses what cannot be saved."""
+    """Raises ValueError if a tensor or another argument cannot be saved."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ValueError(f"cannot save {name}: it has no data")
@@ -91,70 +91,70 @@ def check(
 
 def all_stored(
     config: LlamaConfig | GPTConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> list[Stored]:
-    """The tensors that files will hold, in the model's order."""
-    found = places(config, {name: tensor.shape for name, tensor in tensors.items()})
-    stored: dict[str, Stored] = {}
-    for name, place in found.items():
-        chosen = tensors[name].dtype if dtype is None else dtype
-        whole = stored.setdefault(place.name, Stored(place.name, place.shape, chosen, []))
-        whole.parts.append((place, tensors[name]))
+) -> list[FileTensor]:
+    """Returns the tensors of all files, in the model's order."""
+    our_places = places(config, {name: tensor.shape for name, tensor in tensors.items()})
+    stored: dict[str, FileTensor] = {}
+    for name, place in our_places.items():
+        file_dtype = tensors[name].dtype if dtype is None else dtype
+        file_tensor = stored.setdefault(place.name, FileTensor(place.name, place.shape, file_dtype, []))
+        file_tensor.parts.append((place, tensors[name]))
     return list(stored.values())
 
 
-def split(stored: Sequence[Stored], max_file_bytes: int) -> list[list[Stored]]:
-    """What goes into each file, as `transformers` has it: a tensor that is too large alone, the others in order."""
-    parts: list[list[Stored]] = []
-    filling: list[Stored] = []
+def split(stored: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
+    """Returns the tensors of each file, as `transformers` splits them: in order, and a larger tensor alone."""
+    groups: list[list[FileTensor]] = []
+    current: list[FileTensor] = []
     for tensor in stored:
-        if tensor.bytes > max_file_bytes:
-            parts.append([tensor])
+        if tensor.nbytes > max_file_bytes:
+            groups.append([tensor])
             continue
-        if sum(t.bytes for t in filling) + tensor.bytes > max_file_bytes:
-            parts.append(filling)
-            filling = []
-        filling.append(tensor)
-    return [*parts, filling] if filling else parts
+        if sum(t.nbytes for t in current) + tensor.nbytes > max_file_bytes:
+            groups.append(current)
+            current = []
+        current.append(tensor)
+    return [*groups, current] if current else groups
 
 
-def name_files(parts: Sequence[list[Stored]]) -> dict[str, list[Stored]]:
-    if len(parts) == 1:
-        return {WEIGHTS: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+def name_files(groups: Sequence[list[FileTensor]]) -> dict[str, list[FileTensor]]:
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": stored for i, stored in enumerate(groups, 1)}
 
 
-def write_round(target: Path, named: Mapping[str, list[Stored]], ranks: SavingRanks) -> None:
-    """Gathers the tensors of as many files as there are ranks, or fewer, and then writes all of them at once."""
-    mine: dict[str, Tensor] = {}
-    for holder, stored in enumerate(named.values()):
+def write_round(target: Path, named: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
+    """Gathers the tensors of at most one file for each rank, and writes these files at once. Collective."""
+    own_tensors: dict[str, Tensor] = {}
+    for writer, stored in enumerate(named.values()):
         for tensor in stored:
-            whole = assembled(tensor, kept=holder == ranks.rank)
-            if whole is not None:
-                mine[tensor.name] = whole
-            del whole
+            values = assembled(tensor, kept=writer == ranks.rank)
+            if values is not None:
+                own_tensors[tensor.name] = values
+            del values  # or it would stay while the next one is gathered
     path = target / list(named)[ranks.rank] if ranks.rank < len(named) else None
-    ranks.agree(lambda: path and write_weights(path, mine))
+    ranks.agree(lambda: path and write_weights(path, own_tensors))
 
 
-def assembled(stored: Stored, kept: bool) -> Tensor | None:
-    """A tensor of a file, on the CPU, for the rank that keeps it; all have to ask."""
-    whole: Tensor | None = None
+def assembled(stored: FileTensor, kept: bool) -> Tensor | None:
+    """Returns a tensor of a file on the CPU; None unless this rank keeps it. Collective if it is sharded."""
+    values: Tensor | None = None
     for place, tensor in stored.parts:
         part = gathered(tensor, stored.dtype)
         if not kept:
             continue
         if len(stored.parts) == 1:
             return place.turn(part.cpu()).contiguous()
-        whole = torch.empty(stored.shape, dtype=stored.dtype) if whole is None else whole
+        values = torch.empty(stored.shape, dtype=stored.dtype) if values is None else values
         turned = place.turn(part)
-        whole.narrow(-1, place.start, turned.shape[-1]).copy_(turned)
-    return whole
+        values.narrow(-1, place.start, turned.shape[-1]).copy_(turned)
+    return values
 
 
 @torch.no_grad()
 def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole tensor, in `dtype`. Collective where it is sharded."""
-    tensor = tensor.detach().to(dtype)  # before it is sent
+    """Returns the whole tensor, in `dtype`. Collective if it is sharded."""
+    tensor = tensor.detach().to(dtype)  # before it is sent, since a narrow dtype has fewer bytes
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -162,7 +162,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     def save(partial: Path) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:  # of a full disk too, whose number its text alone has
+        except SafetensorError as error:  # a full disk has its error number in the text only
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(*((int(number[1]), os.strerror(int(number[1]))) if number else (str(error),))) from error
 
@@ -171,14 +171,14 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def commit(
     target: Path,
-    named: Mapping[str, list[Stored]],
+    named: Mapping[str, list[FileTensor]],
     config: LlamaConfig | GPTConfig,
     described: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> None:
-    """Puts everything in its place; weights first, the index and `config.json` last.
+    """Replaces the old files by the partial ones: weights first, the index and `config.json` last. On one rank.
 
-    From the first to the last step a folder of several files has no index: it is refused, and never read as a mixture.
+    Meanwhile a folder of several files has no index, so that readers refuse it rather than mix old and new files.
     """
     small = companions(target, named, config, described, source)
     old = files.earlier_weights(target)
@@ -195,19 +195,19 @@ def commit(
             files.discard(target / name)
     for name in old - named.keys():
         (target / name).unlink(missing_ok=True)
-    for path in target.glob(f"*{files.PARTIAL}"):  # of a save that was killed
+    for path in target.glob(f"*{files.PARTIAL}"):  # left by a killed save
         if files.WEIGHT_NAME.fullmatch(path.name.removesuffix(files.PARTIAL)):
             path.unlink(missing_ok=True)
 
 
 def companions(
     target: Path,
-    named: Mapping[str, list[Stored]],
+    named: Mapping[str, list[FileTensor]],
     config: LlamaConfig | GPTConfig,
     described: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> dict[str, Callable[[Path], object]]:
-    """How to write each file that goes with the weights."""
+    """Returns functions that write the files beside the weights, by name."""
     writers: dict[str, Callable[[Path], object]] = {}
     if source is not None:
         origin = Path(source)
@@ -223,16 +223,16 @@ def companions(
     return writers
 
 
-def index(named: Mapping[str, list[Stored]]) -> dict[str, Any]:
-    """The contents of `model.safetensors.index.json`."""
-    where = {tensor.name: file for file, stored in named.items() for tensor in stored}
-    total = sum(tensor.bytes for stored in named.values() for tensor in stored)
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+def index(named: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
+    """Returns the contents of `model.safetensors.index.json`."""
+    file_names = {tensor.name: file for file, stored in named.items() for tensor in stored}
+    total = sum(tensor.nbytes for stored in named.values() for tensor in stored)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
 
 
 @dataclass(frozen=True)
 class SavingRanks:
-    """Who saves: all ranks together where something is sharded, otherwise whoever asks to, alone."""
+    """The ranks that save together: all of them if a tensor is sharded, else the calling one alone."""
 
     rank: int
     size: int
@@ -243,17 +243,17 @@ class SavingRanks:
         return cls(dist.get_rank(), dist.get_world_size()) if sharded else cls(0, 1)
 
     def agree(self, action: Callable[[], object]) -> None:
-        """Does it; if it fails on one rank, raises on every rank."""
-        failed: Exception | None = None
+        """Calls `action`. If it fails on one rank, raises on every rank."""
+        own_error: Exception | None = None
         try:
             action()
         except Exception as error:
-            failed = error
+            own_error = error
         if self.size > 1:
             answers: list[Any] = [None] * self.size
-            dist.all_gather_object(answers, failed and f"{type(failed).__name__}: {failed}")
-            others = {rank: cast(str, answer) for rank, answer in enumerate(answers) if answer}
-            if others and failed is None:
-                raise OSError(f"nothing was saved: {'; '.join(f'rank {r} had {text}' for r, text in others.items())}")
-        if failed is not None:
-            raise failed
+            dist.all_gather_object(answers, own_error and f"{type(own_error).__name__}: {own_error}")
+            errors = {rank: cast(str, answer) for rank, answer in enumerate(answers) if answer}
+            if errors and own_error is None:
+                raise OSError(f"nothing was saved: {'; '.join(f'rank {r} had {text}' for r, text in errors.items())}")
+        if own_error is not None:
+            raise own_error

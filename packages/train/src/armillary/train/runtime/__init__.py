@@ -1,1 +1,1 @@
-"""Runtime services of a training run: health of ranks, checkpoint storage, profiling, random state."""
+"""Runtime services of a training run: health of ranks, background threads, profiling, random state."""

@@ -1,4 +1,4 @@
-"""Settings of torch's allocator on CUDA, besides those of the environment."""
+"""Settings of torch's CUDA allocator, in addition to those of the environment."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import os
 from armillary.core import compat
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch reads settings of its allocator from; the second is the older name."""
+"""Environment variables that torch reads; the second is the older name."""
 EXPANDABLE = "expandable_segments"
 
 
 def allocator_settings(expandable: bool) -> str | None:
-    """What to give the allocator, besides what the user has set; None: nothing. What they say of segments counts."""
-    given = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-    if not expandable or EXPANDABLE in given:
+    """Returns the user's settings with expandable segments added; None if nothing is to be added.
+
+    A user's own setting of segments takes precedence.
+    """
+    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    if not expandable or EXPANDABLE in settings:
         return None
-    return ",".join(filter(None, (given, f"{EXPANDABLE}:True")))
+    return ",".join(filter(None, (settings, f"{EXPANDABLE}:True")))
 
 
 def set_allocator(settings: str | None) -> None:
-    """Gives the allocator its settings, if there are any; before anything is allocated."""
+    """Applies settings, if there are any. Must run before anything is allocated."""
     if settings is not None:
         compat.set_allocator(settings)

@@ -1,4 +1,4 @@
-"""Traces and memory histories of chosen steps."""
+"""Profiler traces and memory histories of chosen steps."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction, profile
 
 HISTORY = 100_000
-"""Allocations and frees that a memory history goes back."""
+"""Allocations and frees that a memory history keeps."""
 
 
 class Profiler:
-    """Writes what is asked for of chosen steps, each rank for itself; does nothing in all others.
+    """Writes traces and memory snapshots of chosen steps, one file a rank.
 
     A step's Chrome trace is `step-N-rank-R.json.gz` (for Perfetto, or chrome://tracing), its memory snapshot
     `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The step before a chosen one warms up.
 
     Args:
-        traced: steps whose Chrome traces are written.
-        remembered: steps after which the allocator's history is written; cuda only.
-        folder: made when there is something to write.
-        say: called with a line about what could not be written; training continues.
+        traced: steps with a Chrome trace.
+        snapshots: steps after which the allocator's history is written; cuda only.
+        folder: created when there is something to write.
+        say: called with a line about a file that could not be written; training continues.
     """
 
     def __init__(
-        self, traced: Iterable[int], remembered: Iterable[int], folder: Path, say: Callable[[str], None]
+        self, traced: Iterable[int], snapshots: Iterable[int], folder: Path, say: Callable[[str], None]
     ) -> None:
         self.folder, self.say = folder, say
-        self._traced, self._remembered = frozenset(traced), frozenset(remembered)
+        self._traced, self._snapshots = frozenset(traced), frozenset(snapshots)
         self._profile: profile | None = None
         self._first = 0
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
-        """Around all that belongs to a step."""
+        """Context manager around a step."""
         self._begin_trace(step)
         self._begin_memory(step)
         yield
@@ -64,25 +64,25 @@ class Profiler:
             self._profile.stop()
             self._profile = None
 
-    def _write_trace(self, traced: profile) -> None:
-        # Called by step(), when the profiler has already counted on.
-        step = self._first + traced.step_num - 1
-        self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", traced.export_chrome_trace)
+    def _write_trace(self, recorded: profile) -> None:
+        # step() calls this after it has incremented step_num.
+        step = self._first + recorded.step_num - 1
+        self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", recorded.export_chrome_trace)
 
     def _begin_memory(self, step: int) -> None:
-        if {step, step + 1} & self._remembered:
+        if {step, step + 1} & self._snapshots:
             cuda_memory._record_memory_history(max_entries=HISTORY)  # pyright: ignore[reportPrivateUsage]
 
     def _end_memory(self, step: int) -> None:
-        if step in self._remembered:
+        if step in self._snapshots:
             name = f"memory-step-{step}-rank-{dist.get_rank()}.pickle"
             self._write(name, cuda_memory._dump_snapshot)  # pyright: ignore[reportPrivateUsage]
-            if step + 1 not in self._remembered:
+            if step + 1 not in self._snapshots:
                 cuda_memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
 
     def _write(self, name: str, write: Callable[[str], object]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write(str(self.folder / name))
-        except Exception as error:  # whatever it is, it is no reason to stop
+        except Exception as error:  # no error of a profile is a reason to stop training
             self.say(f"{self.folder / name}: not written ({type(error).__name__}: {error})")

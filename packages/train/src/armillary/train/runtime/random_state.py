@@ -1,4 +1,4 @@
-"""The random number generators of a rank: Python's, numpy's, torch's on the CPU and on this rank's GPU."""
+"""The random states of a rank: of Python, numpy, and torch on the CPU and on this rank's GPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 WORDS = 624
-"""Of the Mersenne twister that Python and numpy have."""
+"""State words of the Mersenne twister, which Python and numpy use."""
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of all of them, as tensors: int64 for words, float64 for normal numbers that were drawn ahead."""
+    """Returns all states as tensors: int64 for words, float64 for normal numbers that were drawn ahead."""
     version, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state())
+    _, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state())
     state = {
         "python": torch.tensor([version, *words]),
         "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), place, has_gauss]),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -31,16 +31,16 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Back to what `random_state` returned; generators that are not in it stay as they are.
+    """Restores states that `random_state` returned. Generators that are not among them keep their state.
 
     Raises:
-        ValueError: numbers that are no such state.
+        ValueError: the numbers are no such state.
     """
     try:
         if "python" in state:
             version, *words = state["python"].tolist()
-            drawn, gauss = state["python_gauss"].tolist()
-            random.setstate((version, tuple(words), gauss if drawn else None))
+            has_gauss, gauss = state["python_gauss"].tolist()
+            random.setstate((version, tuple(words), gauss if has_gauss else None))
         if "numpy" in state:
             set_numpy(state["numpy"], state["numpy_gauss"].item())
         if "torch" in state:
@@ -52,14 +52,14 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def set_numpy(state: Tensor, cached: float) -> None:
-    *keys, place, has_gauss = state.tolist()
-    if not (0 <= place <= WORDS and has_gauss in (0, 1)):  # numpy would read behind its words
-        raise ValueError(f"no state of random numbers (place {place} of {WORDS})")
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), place, has_gauss, cached))
+    *keys, position, has_gauss = state.tolist()
+    if not (0 <= position <= WORDS and has_gauss in (0, 1)):  # numpy would read beyond its words
+        raise ValueError(f"no state of random numbers (position {position} of {WORDS})")
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
 
 
 def seed_all(*numbers: int) -> None:
-    """Seeds all of them, from several numbers: other numbers, other streams."""
+    """Seeds all generators from several numbers, of which each changes the streams."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

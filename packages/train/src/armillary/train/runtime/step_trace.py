@@ -1,4 +1,4 @@
-"""Chrome traces of chosen steps: compute and communication of all ranks."""
+"""A Chrome trace of chosen steps: compute and communication of all ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from armillary.core import Trace, span
 
 
 class StepTrace:
-    """Writes one `armillary.core.Trace` of chosen steps on all ranks; does nothing in all others.
+    """Writes one `armillary.core.Trace` of chosen steps on all ranks.
 
     Args:
-        path: of the file; None: no steps are traced.
-        steps: to trace; by default the second of this start.
-        first, last: steps that this start of the run makes.
-        say: called with a line about what could not be written; training continues.
+        path: of the file; None to trace nothing.
+        steps: to trace; by default the second one after the start or restart.
+        first, last: steps between the start and the end of the run.
+        say: called with a line about a file that could not be written; training continues.
     """
 
     def __init__(
@@ -32,26 +32,26 @@ class StepTrace:
     ) -> None:
         self.path, self.say, self.trace = path, say, Trace(device.type)
         chosen = steps or (min(first + 1, last),)
-        self._left = {step for step in chosen if first <= step <= last} if self.path else set[int]()
-        if self.path and not self._left and first <= last:
-            never = ", ".join(map(str, chosen))
-            say(f"{self.path}: no trace is written, for steps {first} to {last} are none of {never}")
+        self._remaining = {step for step in chosen if first <= step <= last} if self.path else set[int]()
+        if self.path and not self._remaining and first <= last:
+            numbers = ", ".join(map(str, chosen))
+            say(f"{self.path}: no trace is written, for steps {first} to {last} are none of {numbers}")
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
-        """Around all that belongs to a step."""
-        if step not in self._left:
+        """Context manager around a step."""
+        if step not in self._remaining:
             yield
             return
         with self.trace, span(f"step {step}", "label"):
             yield
-        self._left.remove(step)
-        if not self._left:
+        self._remaining.remove(step)
+        if not self._remaining:
             self._write()
 
     def finish(self) -> None:
-        """The run ends. If that is before all chosen steps were made, writes those that were."""
-        if self._left and self.trace.spans:
+        """Writes the traced steps if the run ends before all chosen ones."""
+        if self._remaining and self.trace.spans:
             self._write()
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""How long steps take, without what lies between them."""
+"""Time of steps, without the time between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Tokens and seconds of steps, in all and of the last one, pauses excluded."""
+    """Tokens and seconds of all steps and of the last one, without pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -16,17 +16,17 @@ class Stopwatch:
         self.started = self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
-        """Counts `tokens` as trained on since the last call."""
+        """Ends a step of so many tokens."""
         now = self.clock()
         self.last_seconds, self.running_since = now - self.running_since, now
         self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Time within is not counted."""
+        """Context manager of a pause."""
         yield
         self.running_since = self.clock()
 
     def elapsed(self) -> float:
-        """Seconds since construction, pauses included."""
+        """Returns the seconds since construction, with pauses."""
         return self.clock() - self.started

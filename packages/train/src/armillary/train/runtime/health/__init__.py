@@ -1,1 +1,1 @@
-"""What ranks of a run owe each other: signs of life, agreement, ends together, and one run at a time in a folder."""
+"""Health of a run's ranks: heartbeats and the watchdog, agreement, stop signals, and the lock of the output folder."""

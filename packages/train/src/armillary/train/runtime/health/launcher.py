@@ -1,4 +1,4 @@
-"""The launcher of a rank, which it must not outlive: nobody would restart it, and a new start would find it there."""
+"""Watches the launcher process: a rank whose launcher died must exit, or a restart would find it holding the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 
 class Launcher:
-    """torchrun, where it has started this process; otherwise nobody, as under srun or alone.
+    """The torchrun that started this process; None under srun or without a launcher.
 
-    A process whose parent ends gets another one. That is looked at, and no signal asked for (PR_SET_PDEATHSIG): the
-    kernel sends that one when the thread ends that has started the process, which may be long before its process does.
+    A process whose parent dies gets another parent, and that is what `gone` looks at. The signal of PR_SET_PDEATHSIG
+    would come too early: the kernel sends it when the parent's *thread* that started the process ends.
     """
 
     def __init__(self) -> None:

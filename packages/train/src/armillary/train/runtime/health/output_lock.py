@@ -1,4 +1,4 @@
-"""The lock of an output folder, as all ranks of a run see it."""
+"""The lock of an output folder for all ranks of a run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import torch.distributed as dist
 
 from armillary.train.runtime.health.lock import Claim, Holder, LockLost, Refused, take
 
-BEAT, SILENT = 5.0, 30.0
-"""Seconds between a holder's signs of life; and without any, after which one on another machine is taken for gone."""
+BEAT = 5.0
+"""Seconds between heartbeats of a holder."""
+
+SILENT = 30.0
+"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 
 
 class OutputLock:
-    """The lock of an output folder, for all ranks, of which the first has it; a `with` block. Collective.
+    """Context manager that locks an output folder for all ranks; the first rank holds the lock. Collective.
 
     Args:
-        say: called with a line about what takes time.
-        flag: by which the folder was named, for errors.
+        say: called with a line about a wait.
+        flag: the setting of the folder, for messages.
 
     Raises (on entry):
-        ValueError: another run has it, or the folder cannot be written to; on every rank.
+        ValueError: another run holds it, or the folder cannot be written to; on every rank.
     """
 
     def __init__(self, output: Path, say: Callable[[str], None], silent: float = SILENT, flag: str = "output") -> None:
@@ -55,20 +58,20 @@ class OutputLock:
             self.claim.release()
 
     def fence(self) -> None:
-        """To be called right before the folder is changed: raises `LockLost` where that is no longer this run's right.
+        """Raises LockLost if this run has lost the folder, and OSError if the lock cannot be read.
 
-        On the first rank, which alone makes such changes; an OSError where the lock cannot be read.
+        To be called right before the folder is changed, by the first rank, which alone changes it.
         """
         if self.claim is not None:
             self.claim.check()
 
     def check(self) -> None:
-        """Raises `LockLost` if the loss has been noticed; reads nothing."""
+        """Raises LockLost if a heartbeat has noticed the loss; reads nothing."""
         if self._lost:
             raise LockLost(self._lost)
 
     def _take(self) -> tuple[str, str]:
-        """(the run's name, why it cannot begin)."""
+        """Returns the run's name and the reason why it may not start, "" if it may."""
         holder = Holder.this_process()
         try:
             self.claim = take(self.output / "lock", holder, self.silent, self.say)
@@ -87,4 +90,4 @@ class OutputLock:
                 self._lost = "" if self._over.is_set() else str(lost)
                 return
             except OSError:
-                continue  # a network file system that does not answer just now
+                continue  # a network file system may not answer for a while

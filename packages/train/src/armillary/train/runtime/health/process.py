@@ -1,5 +1,4 @@
-"""Whether a process of this machine still runs: by its id and the time at which it was started, so that no other will
-do that has been given the same id since."""
+"""Identifies processes of this machine by id and start time, since ids are used again."""
 
 from __future__ import annotations
 
@@ -10,40 +9,42 @@ PROC = Path("/proc")
 
 
 def machine() -> str:
-    """The same for processes that see each other's ids: of one boot of one kernel, in one pid namespace (a container
-    has its own). Empty where the system does not tell."""
+    """Returns a name that processes share if and only if they see each other's ids; "" if the system does not tell.
+
+    It consists of the kernel's boot and the pid namespace, which differs between containers.
+    """
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(PROC / 'self/ns/pid')}" if start_of(os.getpid()) else ""
+        return f"{boot} {os.readlink(PROC / 'self/ns/pid')}" if start_time(os.getpid()) else ""
     except OSError:
         return ""
 
 
-def running(where: str, pid: int, started: int) -> bool | None:
-    """Whether a process of the machine `where` still runs; None where that cannot be told from here."""
-    if not where or where != machine():
+def is_running(machine_name: str, pid: int, started: int) -> bool | None:
+    """Whether a process of a machine is running; None if this process cannot tell."""
+    if not machine_name or machine_name != machine():
         return None
-    if (found := start_of(pid)) is not None:
-        return found == started
-    return None if hidden(pid) else False
+    if (current := start_time(pid)) is not None:
+        return current == started
+    return None if is_hidden(pid) else False
 
 
-def start_of(pid: int) -> int | None:
-    """When a process was started, in ticks since the boot; None if it has ended or is not seen."""
+def start_time(pid: int) -> int | None:
+    """Returns the start of a process in ticks since the boot; None if it has ended or /proc hides it."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    ended = fields[0] in "ZX"  # its parent has not asked for the exit code yet
-    return None if ended else int(fields[19])
+    is_zombie = fields[0] in "ZX"  # it has ended, and its parent has not read the exit code yet
+    return None if is_zombie else int(fields[19])
 
 
-def hidden(pid: int) -> bool:
-    """Whether /proc does not show a process of another user that is there."""
+def is_hidden(pid: int) -> bool:
+    """Whether /proc hides a running process of another user."""
     try:
         os.kill(pid, 0)
     except PermissionError:
         return True
-    except (OSError, OverflowError):  # the latter of a number that is no process's
+    except (OSError, OverflowError):  # the latter for a number that no process can have
         return False
-    return False  # ours, and so seen: it has ended
+    return False  # /proc shows processes of the same user, so it has ended since

@@ -1,4 +1,4 @@
-"""All ranks together, on a process group of their own."""
+"""All ranks of a run on a process group of their own, on which they fail together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 R = TypeVar("R")
 Failure = tuple[type[Exception], str]
 
-SHOWN = (ValueError, OSError)
-"""Errors that come as themselves on ranks that did not have them; others come as a RuntimeError."""
+SHARED_TYPES = (ValueError, OSError)
+"""Errors that keep their type on the other ranks; any other becomes a RuntimeError there."""
 
 
 class Ranks:
-    """All ranks, on a gloo group that nothing else uses: a thread may wait on it while training goes on.
+    """All ranks, on a gloo group that nothing else uses: a thread may wait on it while training continues.
 
-    Made by all ranks together. Every wait ends after `timeout` with an error that names who is missing.
+    Constructing it is collective. Every wait ends after `timeout` with an error that names the missing ranks.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -31,72 +31,72 @@ class Ranks:
         dist.destroy_process_group(self.group)
 
     def gather(self) -> None:
-        """Waits until all ranks are here.
+        """Waits for all ranks.
 
         Raises:
-            RuntimeError: names those that are not, on rank 0; on others, that it is rank 0 or that it has given up.
+            RuntimeError: on rank 0 it names the missing ranks; on others it says that rank 0 is missing or gave up.
         """
-        dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # the group's own is not taken
+        dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # it ignores the group's own time-out
 
     def agree(self, action: Callable[[], R]) -> list[R]:
-        """What `action` came to on each rank, by rank. Where it fails on one, it fails on all.
+        """Calls `action` on every rank; returns the results of all ranks. If it fails on one rank, it fails on all.
 
         Raises:
-            ValueError, OSError: as on the ranks where it was raised.
+            ValueError, OSError: if a rank raised that.
             RuntimeError: for all other errors.
         """
-        mine: tuple[R | None, Failure | None]
+        answer: tuple[R | None, Failure | None]
         cause: Exception | None = None
         try:
-            mine = action(), None
+            answer = action(), None
         except Exception as error:
-            cause, kind = error, next((kind for kind in SHOWN if isinstance(error, kind)), RuntimeError)
-            mine = None, (kind, str(error))
+            cause, kind = error, next((kind for kind in SHARED_TYPES if isinstance(error, kind)), RuntimeError)
+            answer = None, (kind, str(error))
         self.gather()
         answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, mine, group=self.group)
+        dist.all_gather_object(answers, answer, group=self.group)
         if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
             raise combined(failures) from cause
-        return [answer for answer, _ in answers]
+        return [result for result, _ in answers]
 
     def on_first(self, action: Callable[[], R]) -> R:
-        """What `action` came to on rank 0, where alone it is done. Errors as from `agree`."""
+        """Calls `action` on rank 0 alone; returns its result on every rank. Errors as from `agree`."""
         return cast(R, self.agree(lambda: action() if self.rank == 0 else None)[0])
 
 
-def check_consistent(what: str, mine: Mapping[str, Any]) -> None:
-    """Refuses ranks that differ in one of these values. Collective.
+def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError on every rank if ranks differ in one of these values. Collective.
 
-    Raises:
-        ValueError: `what` differs, where, and on which rank; on every rank.
+    Args:
+        subject: the values as a whole, such as "the configuration", for the message.
     """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, dict(mine))
-    for rank, other in enumerate(found):
-        for name, value in found[0].items():
-            if other[name] != value:
-                both = f"{other[name]} on rank {rank} and {value} on rank 0"
-                raise ValueError(f"{what} must be the same on all ranks: {name} is {both}")
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(values))
+    for rank, of_rank in enumerate(gathered):
+        for name, value in gathered[0].items():
+            if of_rank[name] != value:
+                both = f"{of_rank[name]} on rank {rank} and {value} on rank 0"
+                raise ValueError(f"{subject} must be the same on all ranks: {name} is {both}")
 
 
 def combined(failures: dict[int, Failure]) -> Exception:
-    """One error for those of several ranks."""
+    """Returns one error for the failures of several ranks."""
     kinds = {kind for kind, _ in failures.values()}
     kind = kinds.pop() if len(kinds) == 1 else RuntimeError
-    if kind is ValueError:  # mostly the same on all
+    if kind is ValueError:  # usually the same on all ranks
         return ValueError("; ".join(dict.fromkeys(text for _, text in failures.values())))
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
 
 
 @contextmanager
 def errors_as_ours() -> Generator[None]:
-    """DCP's error of several ranks, which is no `Exception`, as one that is."""
+    """Context manager that turns DCP's error of several ranks, which is no `Exception`, into one as from `agree`."""
     try:
         yield
     except CheckpointException as error:
-        raise combined({rank: failure(found) for rank, (found, _) in error.failures.items()}) from error
+        raise combined({rank: failure(of_rank) for rank, (of_rank, _) in error.failures.items()}) from error
 
 
 def failure(error: BaseException) -> Failure:
-    kind = next((kind for kind in SHOWN if isinstance(error, kind)), None)
+    kind = next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)
     return (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")

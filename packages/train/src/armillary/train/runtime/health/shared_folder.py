@@ -1,4 +1,4 @@
-"""Whether all ranks of a run see the same folder."""
+"""Checks that all ranks of a run see the same folder."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from armillary.train.runtime.health.ranks import Ranks
 
 
 def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
-    """Refuses a folder that is not the same one for all ranks; makes it if need be. Collective.
+    """Creates the folder if it does not exist, and checks that it is the same one for all ranks. Collective.
 
     Args:
-        flag: by which the folder was named, for errors.
+        flag: the setting of the folder, for messages.
 
     Raises:
-        ValueError: names the ranks that do not see what rank 0 writes; on every rank.
+        ValueError: names the ranks that do not see a file of rank 0; on every rank.
     """
 
-    def leave() -> str:
+    def create_token() -> str:
         folder.mkdir(parents=True, exist_ok=True)
         token = f".seen-by-all-{uuid4().hex}"
         (folder / token).touch()
         return token
 
-    token = ranks.on_first(leave)
+    token = ranks.on_first(create_token)
     blind = [rank for rank, seen in enumerate(ranks.agree((folder / token).exists)) if not seen]
     ranks.on_first((folder / token).unlink)
     if blind:

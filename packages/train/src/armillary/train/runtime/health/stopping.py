@@ -1,4 +1,4 @@
-"""Ending before the last step, when asked to."""
+"""A signal that ends training before the last step."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch.distributed as dist
 
 
 class StopSignal:
-    """Hears SIGTERM and SIGUSR1 within a `with` block; training then ends after the step in hand, on all ranks.
+    """Context manager that handles SIGTERM and SIGUSR1: training ends on all ranks after the current step.
 
-    Blocks may be nested: what was heard in the outer one holds in the inner one. A signal that comes again changes
-    nothing, so that the checkpoint is written to its end. Python hands signals to its main thread only, so in another
-    thread nothing is heard.
+    Blocks may be nested; a signal in the outer block counts in the inner one. Further signals change nothing, so that
+    the last checkpoint is written completely. Python delivers signals to its main thread, so a block in another thread
+    handles none.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
-        self.heard = False
-        self._before: list[dict[signal.Signals, Any]] = []
+        self.received = False
+        self._previous: list[dict[signal.Signals, Any]] = []
 
     def __enter__(self) -> Self:
-        hears = threading.current_thread() is threading.main_thread()
-        self._before.append({number: signal.signal(number, self._hear) for number in self.SIGNALS if hears})
+        is_main = threading.current_thread() is threading.main_thread()
+        self._previous.append({number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main})
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.pop().items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by other than Python
+        for number, handler in self._previous.pop().items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
 
     def asked(self, device: torch.device) -> bool:
-        """Whether any rank has heard a signal: the same on all ranks, which must all call it."""
-        heard = torch.tensor(float(self.heard), device=device)
-        dist.all_reduce(heard)
-        return heard.item() > 0
+        """Whether any rank has received a signal: the same on all ranks. Collective."""
+        count = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(count)
+        return count.item() > 0
