@@ -44,7 +44,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -113,7 +113,7 @@ def trained(config: Config, broken: bool = False) -> Summary:
         run = prepare(config, device)
         if broken:
             end_with_shard(run)
-        return train(run)
+        return train_loop(run)
 
 
 def on(world: World, config: Config, broken: bool = False) -> Summary:
@@ -213,7 +213,6 @@ class OwnShard:
 
 
 def end_with_shard(run: Run) -> None:
-    run.mesh = None  # what attends is no method, and says of no axis that it shards tokens
     for module in run.model.modules():
         if isinstance(module, Block):
             module.attention = OwnShard()

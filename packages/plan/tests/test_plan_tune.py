@@ -28,7 +28,7 @@ from armillary.train import (
     prepare,
     process_group,
     recipes,
-    train,
+    train_loop,
 )
 from armillary.train.config import LogConfig, ValidationConfig
 from armillary.train.config.command import read_command
@@ -341,7 +341,7 @@ def trained(config: Config, folder: Path) -> tuple[list[float], dict[str, int]]:
     config = replace(config, train=replace(config.train, output=folder))
     with redirect_stdout(io.StringIO()), process_group(config) as device:
         run = prepare(config, device)
-        losses = train(run).losses
+        losses = train_loop(run).losses
     return losses, {name: getattr(run.config.parallel, name) for name in ("shard", "ring", "ulysses")}
 
 

@@ -128,7 +128,7 @@ def unexpected(*_):
 def here(folder, monkeypatch):
     """The folder of all files as the working directory, and nothing that starts."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(trainer, "run_to_its_end", lambda config, *_: (check(config), unexpected()))
+    monkeypatch.setattr(trainer, "train", lambda config, *_: (check(config), unexpected()))
     return folder
 
 
@@ -374,7 +374,7 @@ CONFIGS = {
     "--optimizer.lr nan: must be above 0": Config(optimizer=OptimizerConfig(lr=float("nan"))),
     "--data.global-batch-size 2.0: Input should be a valid integer": Config(data=DataConfig(global_batch_size=2.0)),
     "--data.task sums: Input should be 'recall', 'needle' or 'copy'": Config(data=DataConfig(task="sums")),
-    "--data.document-mask yes: Input should be a valid boolean": Config(data=DataConfig(document_mask="yes")),
+    "--data.documents yes: Input should be a valid boolean": Config(data=DataConfig(documents="yes")),
     "--parallel.ring -2: must be at least 1": Config(parallel=ParallelConfig(ring=-2)),
     "--parallel.attention 3: Input should be a valid string": Config(parallel=ParallelConfig(attention=3)),
     "--model.heads 0: must be at least 1": Config(model=ModelConfig(heads=0)),

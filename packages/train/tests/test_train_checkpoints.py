@@ -41,7 +41,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
@@ -86,7 +86,7 @@ def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Te
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed + dist.get_rank())
     with redirect_stdout(printed), process_group(config) as device:
         run = prepare(config, device)
-        summary = train(run)
+        summary = train_loop(run)
     drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
     return summary, printed.getvalue(), local_state(run), drawn
 
@@ -297,16 +297,16 @@ def test_settings_that_have_changed_are_told_once(worlds, tmp_path):
     changed = replace(
         at(config, tmp_path, steps=2, precision="bfloat16"),
         optimizer=OptimizerConfig(lr=1e-3),
-        data=replace(SMALL.data, document_mask=True, layout="striped"),
+        data=replace(SMALL.data, documents=True, layout="striped"),
     )
     printed = worlds(1).run(trained, changed, 0)[0][1]
     assert printed.splitlines()[:6] == [
         f"resuming from {tmp_path}/checkpoint/step-1",
-        "  train.steps         1 -> 2",
-        "  train.precision     auto -> bfloat16",
-        "  data.document-mask  False -> True",
-        "  data.layout         zigzag -> striped",
-        "  optimizer.lr        0.003 -> 0.001",
+        "  train.steps      1 -> 2",
+        "  train.precision  auto -> bfloat16",
+        "  data.documents   False -> True",
+        "  data.layout      zigzag -> striped",
+        "  optimizer.lr     0.003 -> 0.001",
     ]
     step = next(i for i, line in enumerate(printed.splitlines()) if line.startswith("step: 2 "))
     told = [line.partition(":")[0] for line in printed.splitlines()[6:step]]  # the default warm-up would not end
@@ -573,7 +573,7 @@ def logits(run: Run, model: Llama) -> torch.Tensor:
 def exported_logits(config: Config, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     with process_group(config) as device, redirect_stdout(io.StringIO()):
         run = prepare(config, device)
-        place = train(run).checkpoint
+        place = train_loop(run).checkpoint
         export([str(place), str(folder)])
     found = Llama.from_pretrained(folder, attention=run.model.model.layers[0].attention)
     return logits(run, run.model), logits(run, found)
@@ -588,7 +588,7 @@ def test_an_exported_model_computes_what_the_trained_one_does(worlds, tmp_path):
 def whole_weights(config: Config) -> dict[str, torch.Tensor]:
     with process_group(config) as device, redirect_stdout(io.StringIO()):
         run = prepare(config, device)
-        train(run)
+        train_loop(run)
     return {name: x.full_tensor() for name, x in get_model_state_dict(run.model).items()}
 
 

@@ -58,7 +58,7 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         tmp_path,
         """
         [data]
-        document_mask = true
+        documents = true
         weights = [1, 0.5]
         [parallel]
         heads-per-stage = 8
@@ -74,7 +74,7 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
     )
     recipe = Config(parallel=ParallelConfig(ring=2))
     assert overlaid(recipe, read_settings(path), path) == Config(
-        data=DataConfig(document_mask=True, weights=(1.0, 0.5)),
+        data=DataConfig(documents=True, weights=(1.0, 0.5)),
         parallel=ParallelConfig(heads_per_stage=8),
         checkpointing=Checkpointing("layer", offload=True),
         log=LogConfig(profile=(3, 4)),

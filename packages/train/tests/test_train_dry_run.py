@@ -8,11 +8,12 @@ import torch
 
 from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
-from armillary.train.build import build_model
+from armillary.train.build import shard_model
 from armillary.train.cli import main
 from armillary.train.config.command import read_command
 from armillary.train.dry_run import dry_run
 from armillary.train.dry_run.predict import axes_of
+from armillary.train.model import model_config
 from armillary.train.runtime.fake_world import fake_world
 
 RANKS = {
@@ -84,7 +85,7 @@ def test_a_dry_run_says_which_kernel_attention_would_run_on_and_why_not_on_a_bet
     assert hopper[1:] == ("cudnn", {"flash_attn_3": "flash_attn_interface is not installed"})
     assert blackwell[1:] == ("cudnn", {"flash_attn_4": "flash_attn.cute.interface is not installed"})
     assert kernels("--train.device", "cpu") == [("cpu", "cpu_flash", {})]
-    ((_, name, others),) = kernels("--data.document-mask", capability=(9, 0))
+    ((_, name, others),) = kernels("--data.documents", capability=(9, 0))
     assert name == "cuda_flash" and set(others) == {"flash_attn_3", "flash_attn_2"}
     assert [name for _, name, _ in kernels("--train.precision", "float32")] == ["efficient"] * 3
     named = kernels("--parallel.kernel", "cudnn")
@@ -99,7 +100,8 @@ def test_a_dry_run_says_which_kernel_attention_would_run_on_and_why_not_on_a_bet
 def test_a_run_attends_with_the_kernel_that_is_named():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=2, kernel="dense"))
     with fake_world(**axes_of(config, 4)) as mesh:
-        assert build_model(config, mesh, 257, torch.float32)[1].kernel == "dense"
+        sizes = model_config(config.model, 257, config.data.sequence_length)
+        assert shard_model(sizes, config, mesh, torch.float32)[1].kernel == "dense"
 
 
 def test_a_dry_run_for_machines_is_json(capsys):

@@ -25,7 +25,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.reader import read_tensors
@@ -108,7 +108,7 @@ def trained(output: Path) -> None:
         train=TrainConfig(steps=2, device="cpu", output=output),
     )
     with redirect_stdout(io.StringIO()), process_group(config) as device:
-        train(prepare(config, device))
+        train_loop(prepare(config, device))
 
 
 @pytest.fixture(scope="module")

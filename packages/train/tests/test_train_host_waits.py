@@ -23,7 +23,8 @@ from armillary.core import Axis, compat
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from armillary.train.build import build_model
+from armillary.train.build import shard_model
+from armillary.train.model import model_config
 from armillary.train.parallel import batch_mesh, data_mesh
 from armillary.train.rows import load_rows
 from armillary.train.run import Run
@@ -114,7 +115,8 @@ def waits_of_a_step(config, **axes):
         patch.object(compat, "start_batch", lambda *_: []),
     )
     with fake_world(**axes) as mesh, unsharded, unsent, Waits() as waits:
-        built, attention = build_model(config, mesh, 257, torch.float32)
+        sizes = model_config(config.model, 257, config.data.sequence_length)
+        built, attention = shard_model(sizes, config, mesh, torch.float32)
         attention.kernel = Dense()
         store = TokenStore.of([Document("some", b"text of some length, " * 4)] * 40, ByteTokenizer())
         rows, _ = load_rows(config, [store], attention, 0)
@@ -134,8 +136,8 @@ CASES = {
     "wallfacer": ("wallfacer", FOUR, LAYER, {}),
     "all_gather, tiled": ("all_gather", FOUR, Checkpointing(tiled=True, chunk=8), {}),
     "ulysses, offloaded": ("ulysses", {"ulysses": 4}, replace(LAYER, offload=True), {}),
-    "usp, documents": ("usp", TWO_BY_TWO, OUTPUT, {"data": replace(ROWS, document_mask=True, reset_positions=True)}),
-    "usp, balanced": ("usp", TWO_BY_TWO, OUTPUT, {"data": replace(ROWS, document_mask=True, layout="balanced")}),
+    "usp, documents": ("usp", TWO_BY_TWO, OUTPUT, {"data": replace(ROWS, documents=True, reset_positions=True)}),
+    "usp, balanced": ("usp", TWO_BY_TWO, OUTPUT, {"data": replace(ROWS, documents=True, layout="balanced")}),
     "upipe": ("upipe", {"ulysses": 4}, LAYER, {}),
     "upipe, offloaded": ("upipe+ring", TWO_BY_TWO, replace(OUTPUT, offload=True), {}),
     "upipe, none": ("upipe", {"ulysses": 2}, Checkpointing(), {"train": TrainConfig(device="cpu", accumulation=2)}),

@@ -37,7 +37,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.checkpoint.export import main as export
 from armillary.train.config.check import check
@@ -137,7 +137,7 @@ def test_what_contradicts_the_folder_is_refused(tmp_path):
 
 def losses(config: Config) -> list[float]:
     with redirect_stdout(io.StringIO()), process_group(config) as device:
-        return train(prepare(config, device)).losses
+        return train_loop(prepare(config, device)).losses
 
 
 def test_a_gpt_trains_alike_on_one_rank_and_on_two(worlds, tmp_path):

@@ -27,7 +27,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.files import write_checked
@@ -68,7 +68,7 @@ def trained(config: Config) -> str:
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), process_group(config) as device:
-            train(prepare(config, device))
+            train_loop(prepare(config, device))
     except ValueError as error:
         return f"refused: {error}"
     return printed.getvalue()

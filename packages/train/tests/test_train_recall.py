@@ -20,7 +20,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 
 RECALL = Config(
@@ -53,7 +53,7 @@ def right_answers(config: Config, broken: bool) -> float:
         run = prepare(config, device)
         if broken:
             forget_others(run)
-        return train(run).validation["recall"]
+        return train_loop(run).validation["recall"]
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.config.check import check_log
 from armillary.train.reporting import journal as journals
@@ -68,7 +68,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 def run(config: Config) -> tuple[Summary, str]:
     printed = io.StringIO()
     with redirect_stdout(printed), process_group(config) as device:
-        summary = train(prepare(config, device))
+        summary = train_loop(prepare(config, device))
     return summary, printed.getvalue()
 
 
@@ -141,7 +141,7 @@ class Impatient(io.StringIO):
 def interrupted(config: Config) -> tuple[int, str]:
     printed = Impatient()
     with redirect_stdout(printed), process_group(config) as device:
-        summary = train(prepare(config, device))
+        summary = train_loop(prepare(config, device))
     return len(summary.losses), printed.getvalue()
 
 

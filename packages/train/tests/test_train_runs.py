@@ -29,7 +29,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.cli import main
 
@@ -50,7 +50,7 @@ SMALL = Config(
 def run(config: Config) -> tuple[Summary, str]:
     printed = io.StringIO()
     with redirect_stdout(printed), process_group(config) as device:
-        summary = train(prepare(config, device))
+        summary = train_loop(prepare(config, device))
     return summary, printed.getvalue()
 
 
@@ -132,7 +132,7 @@ def stores(tmp_path_factory) -> DataConfig:
             (folder / name / f"{i}.txt").write_bytes(document.text[: 150 if name == "short" else 3000])
         prepare_store(Preparation([folder / name], folder / f"{name}.store"), workers=1)
     paths = folder / "short.store", folder / "long.store"
-    packed = {"packing": "best_fit", "document_mask": True, "reset_positions": True, "layout": "balanced"}
+    packed = {"packing": "best_fit", "documents": True, "reset_positions": True, "layout": "balanced"}
     return replace(SMALL.data, path=paths, weights=(1.0, 2.0), validation_fraction=0.2, **packed)
 
 
@@ -179,7 +179,7 @@ def checkpoint_equals_model(config: Config) -> bool:
     """Reads the checkpoint into a model with other weights; it must become the trained one."""
     with process_group(config) as device, redirect_stdout(io.StringIO()):
         trained = prepare(config, device)
-        place = train(trained).checkpoint
+        place = train_loop(trained).checkpoint
         fresh = prepare(replace(config, train=replace(config.train, seed=1)), device)
         state = {"model": get_model_state_dict(fresh.model)}
         dcp.load(state, checkpoint_id=place)

@@ -22,7 +22,7 @@ from armillary.train import (
     TrainConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.config.command import read_command
 from armillary.train.runtime.step_trace import StepTrace
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 def run(config: Config) -> str:
     printed = StringIO()
     with redirect_stdout(printed), process_group(config) as device:
-        train(prepare(config, device))
+        train_loop(prepare(config, device))
     return printed.getvalue()
 
 

@@ -4,6 +4,7 @@ import io
 import resource
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
+from armillary.models import linear_token_loss
 from armillary.models.initialize import write
 from armillary.train import (
     Config,
@@ -29,7 +31,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    train,
+    train_loop,
 )
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
@@ -140,21 +142,24 @@ def test_bfloat16_keeps_masters_and_sums_of_gradients_in_float32_and_tracks_floa
         assert 1e-6 < furthest(losses, exact) < 1e-2
 
 
-def entering(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] | None] | None:
-    """How a batch enters the model, if as a DTensor. The loss is that of local tensors to the bit."""
+def distributed(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] | None] | None:
+    """The placements and mesh of a batch as a DTensor, with which the loss is that of local tensors to the bit."""
     run = built(config)
     batch = run.training.batch(0)
-    tokens, found = run.placed(batch.tokens, batch.layout), local_loss(run, batch)
-    run.mesh = None
-    assert all(map(torch.equal, found, local_loss(run, batch)))
-    return (tokens.placements, tokens.device_mesh.mesh_dim_names) if isinstance(tokens, DTensor) else None
+    tokens, labels = (run.distributed(x, batch.layout) for x in (batch.tokens, batch.labels))
+    if not isinstance(tokens, DTensor):
+        return None
+    call = {"positions": batch.positions[0], "mask": run.mask(batch), "layout": batch.layout}
+    total, count = run.model(tokens, **call, head=partial(linear_token_loss, labels=labels))
+    assert all(map(torch.equal, (total.to_local(), count.to_local()), local_loss(run, batch)))
+    return tokens.placements, tokens.device_mesh.mesh_dim_names
 
 
-def test_batches_enter_as_dtensors_where_dtensor_has_such_shards(worlds, small):
+def test_batches_can_be_dtensors_where_dtensor_has_such_shards(worlds, small):
     config = replace(small, data=replace(small.data, sequence_length=48))
-    both = worlds(4).run(entering, meshed(config, shard=2, ring=2))
+    both = worlds(4).run(distributed, meshed(config, shard=2, ring=2))
     assert both == [((Shard(0), Shard(1)), ("shard", "ring"))] * 4
-    assert worlds(4).run(entering, meshed(small, ring=4)) == [None] * 4  # 50 tokens: 13, 13, 12, 12
+    assert worlds(4).run(distributed, meshed(small, ring=4)) == [None] * 4  # 50 tokens: 13, 13, 12, 12
 
 
 def test_float64_is_float64_everywhere_and_meshes_agree_to_its_last_digits(worlds, small):
@@ -232,7 +237,7 @@ def stopped(config: Config) -> str:
     run = built(config)
     poison(run, ord(" "))
     with redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError) as error:
-        train(run)
+        train_loop(run)
     return str(error.value)
 
 
@@ -331,7 +336,7 @@ class StopAfter(StopSignal):
 def ended(config: Config, steps: int) -> str:
     printed = io.StringIO()
     with redirect_stdout(printed):
-        train(built(config), StopAfter(steps))
+        train_loop(built(config), StopAfter(steps))
     return printed.getvalue()
 
 
@@ -410,5 +415,5 @@ def test_tasks_of_a_model_of_text_have_as_many_symbols_as_it_knows_and_are_shown
 def printed_by(config: Config) -> str:
     printed = io.StringIO()
     with redirect_stdout(printed):
-        train(built(config))
+        train_loop(built(config))
     return printed.getvalue()

@@ -12,6 +12,7 @@ from armillary.core.testing import relative_error
 from armillary.data import open_store
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
+from armillary.models import initialize
 from armillary.models.initialize import meta_model
 from armillary.train import (
     Config,
@@ -24,8 +25,8 @@ from armillary.train import (
     prepare,
     process_group,
 )
-from armillary.train.model import fill, model_config
-from armillary.train.step import backward, bad_rows, summed
+from armillary.train.model import model_config
+from armillary.train.step import backward, bad_rows, sum_over_ranks
 from armillary.train.validation import validate
 
 LENGTH, END = 40, 256
@@ -71,7 +72,7 @@ def unshared(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of all training sequences, each by itself, on one device."""
     sizes = model_config(config.model, 257, LENGTH)
     model = meta_model(sizes).to_empty(device="cpu").double()
-    fill(model, config.model, config.train.seed)
+    initialize(model, config.train.seed)
     store = open_store(config.data.path[0])
     training = store.split(config.data.validation_fraction)[0].starts.tolist()
     lines = [LINES[store.starts.tolist().index(start)] for start in training]
@@ -92,8 +93,8 @@ def of_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         run = prepare(config, device)
         assert run.training.rows_per_epoch == 4
         batches = [next(run.training) for _ in range(config.train.accumulation)]
-        labelled = summed(run, sum(batch.labelled for batch in batches))
-        loss = summed(run, torch.stack([backward(run, batch, labelled) for batch in batches]).sum())
+        labelled = sum_over_ranks(run, sum(batch.labelled for batch in batches))
+        loss = sum_over_ranks(run, torch.stack([backward(run, batch, labelled) for batch in batches]).sum())
         grads = {name: p.grad for name, p in run.model.named_parameters()}
         whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
         if config.train.accumulation > 1:

@@ -12,8 +12,9 @@ from armillary.train.config import (
     TrainConfig,
     ValidationConfig,
 )
+from armillary.train.reporting.summary import Summary
 from armillary.train.run import Run
-from armillary.train.trainer import Summary, train
+from armillary.train.trainer import train, train_loop
 
 __all__ = [
     "Config",
@@ -30,4 +31,5 @@ __all__ = [
     "prepare",
     "process_group",
     "train",
+    "train_loop",
 ]

@@ -15,7 +15,7 @@ from armillary.attention import Method, build_attention
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.mesh import world_size
-from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained
 from armillary.models.hub.folder import weight_map
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
@@ -25,7 +25,7 @@ from armillary.train.config.check import check, check_log
 from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup, set_connections
 from armillary.train.kernels import check_kernel, kernel_with_margin
-from armillary.train.model import fill, model_config
+from armillary.train.model import model_config
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
@@ -37,7 +37,7 @@ from armillary.train.tasks import load_task, task_tokens
 
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
-    """This rank's device, with a process group around it: the caller's if there is one, else one of its own."""
+    """Yields this rank's device, in the caller's process group if there is one, else in a new one."""
     check(config)
     if config.train.device != "cpu":
         set_connections(config.cuda)  # before anything starts CUDA
@@ -46,12 +46,12 @@ def process_group(config: Config) -> Generator[torch.device]:
     if device.type == "cuda":
         set_allocator(allocator_settings(config.cuda.expandable_segments))
     check_kernel(config, precision(config, device), device)
-    mine = not dist.is_initialized()
-    if mine:
+    owns_group = not dist.is_initialized()
+    if owns_group:
         both = config.optimizer.cpu_offload
         start_process_group(device.type, collective_timeout(config), host_too=both, bind=config.cuda.bind_device)
     yield device
-    if mine:  # not after an error: taking a group down can wait for ranks that are in a collective
+    if owns_group:  # not after an error: destroying a group can wait for ranks that are in a collective
         dist.destroy_process_group()
 
 
@@ -65,12 +65,13 @@ def prepare(config: Config, device: torch.device) -> Run:
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
     if config.model.pretrained is not None:
-        weight_map(config.model.pretrained)  # without weights, memory would be allocated by whatever config.json says
+        weight_map(config.model.pretrained)  # before memory is allocated for sizes that only config.json states
     mesh = mesh_of(config, device, axes)
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.bounded(vocab_size) for store in stores]
-    model, attention = build_model(config, mesh, vocab_size, precision(config, device))
+    sizes = model_config(config.model, vocab_size, config.data.sequence_length)
+    model, attention = shard_model(sizes, config, mesh, precision(config, device))
     attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device, axes["ring"])
     check_output(config)
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
@@ -82,38 +83,37 @@ def prepare(config: Config, device: torch.device) -> Run:
     check_consistent("data", training.state_dict())
     tasks = {name: task(name, held_out=True) for name in config.validation.tasks}
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
-    fill(model, config.model, config.train.seed)
+    if config.model.pretrained is None:
+        initialize(model, config.train.seed)
+    else:
+        load_pretrained(model, config.model.pretrained)
     optimizer = build_optimizer(model, config.optimizer)
     data = Axis.of(data_mesh(mesh))
     return Run(config, device, data, batch_mesh(mesh), model, optimizer, training, validation, tasks)
 
 
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """The mesh with these axes, and communicators as the configuration has them. Every rank must call it."""
+    """Returns the mesh with these axes and the configured communicators. Every rank must call it."""
     setup, timeout = cuda_setup(config, axes["ring"]), collective_timeout(config)
     return build_mesh(device.type, **axes, timeout=timeout, high_priority=setup.high_priority, max_ctas=setup.max_ctas)
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Timeout of collectives: longer than a step may take, and than the watchdog then takes to report who is late."""
+    """Returns the time-out of collectives: that of a step, plus the time in which the watchdog reports who is late."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
-
-
-def build_model(
-    config: Config, mesh: DeviceMesh, vocab_size: int, precision: torch.dtype
-) -> tuple[Llama | GPT, Method]:
-    """The model on the mesh, its parameters sharded and on "meta" still, and its attention.
-
-    Raises:
-        ValueError: sizes that make no model, or do not fit the mesh or the attention method.
-    """
-    return shard_model(model_config(config.model, vocab_size, config.data.sequence_length), config, mesh, precision)
 
 
 def shard_model(
     sizes: LlamaConfig | GPTConfig, config: Config, mesh: DeviceMesh, precision: torch.dtype
 ) -> tuple[Llama | GPT, Method]:
-    """A model of other sizes than the configuration's, on the mesh as that has it. As `build_model`."""
+    """Returns a model on the mesh, its parameters sharded and still on "meta", and its attention.
+
+    Args:
+        sizes: those of the configuration, or others for the same mesh.
+
+    Raises:
+        ValueError: sizes that do not fit the mesh or the attention method.
+    """
     parallel = config.parallel
     attention = build_attention(
         parallel.attention,
@@ -137,7 +137,7 @@ def shard_model(
 
 
 def precision(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward; master weights, gradients and the optimizer its `accumulation_dtype`."""
+    """Returns the dtype of forward and backward; weights, gradients and optimizer have its `accumulation_dtype`."""
     chosen = config.train.precision
     if chosen == "auto":
         chosen = "bfloat16" if device.type == "cuda" else "float32"

@@ -5,13 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from armillary.data.console.exit import ELSEWHERE, FAILED, DamagedInput, ending, record
-from armillary.train.build import prepare, process_group
-from armillary.train.config import Config
 from armillary.train.config.command import PROGRAM, read_command
-from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import train, watchdog_of
 
@@ -32,19 +27,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         watchdog = watchdog_of(command.run)
         try:
-            run_to_its_end(command.run, watchdog, overrides)
+            train(command.run, watchdog, overrides)
         except (FloatingPointError, DamagedInput, OSError) as error:
             if not watchdog.training_started or isinstance(error, ELSEWHERE):
                 raise
             record(f"{type(error).__name__}: {error}")  # the watchdog has printed it on every rank
             sys.exit(FAILED)
-
-
-def run_to_its_end(config: Config, watchdog: Watchdog, overrides: list[str]) -> None:
-    """Trains, within a process group, signal handler and watchdog. Errors as in `process_group`, `prepare`, `train`."""
-    # Before there is a group, a signal may end this rank: there is nothing to save, and no other rank to notify.
-    with process_group(config) as device, StopSignal() as stop, watchdog:
-        run = prepare(config, device)
-        if dist.get_rank() == 0:
-            print(*overrides, sep="\n", flush=True)
-        train(run, stop, watchdog)

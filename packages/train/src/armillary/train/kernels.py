@@ -76,4 +76,4 @@ def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype
     """What layers ask of a kernel on a device of this machine; of one without a GPU, what its torch would say."""
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     windowed = isinstance(model, LlamaConfig) and model.window is not None
-    return replace(Inputs.of(head, head, device=device), windowed=windowed, documents=config.data.document_mask)
+    return replace(Inputs.of(head, head, device=device), windowed=windowed, documents=config.data.documents)

@@ -1,41 +1,33 @@
-"""From a configuration to a model: its sizes, the module, and its first weights."""
+"""The sizes of the configured model."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from armillary.models import (
-    GPT,
     GPTConfig,
     LinearScaling,
-    Llama,
     Llama3Scaling,
     LlamaConfig,
     RopeScaling,
     YarnScaling,
-    initialize,
-    load_pretrained,
     pretrained_config,
 )
 from armillary.train.config import ModelConfig
-from armillary.train.config.overlay import flag
+from armillary.train.config.model_fields import check_gpt, check_sizes
 
-SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
-"""Fields that a pretrained folder sets, besides `vocab_size`."""
-OF_GPT = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
-"""Fields of a GPT; the others are LLaMA's alone."""
 ROPE_THETA = 10_000.0
 
 
 def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConfig | GPTConfig:
-    """The sizes of the model that a configuration asks for.
+    """Returns the sizes of the configured model.
 
     Args:
-        vocab_size: V, unless there is a pretrained folder: that has its own.
+        vocab_size: V, unless a pretrained folder has its own.
         length: N, tokens of a row; a GPT learns as many positions.
 
     Raises:
-        ValueError: sizes that make no model, or that the family has not; a pretrained folder that cannot be read, or
+        ValueError: invalid sizes, or fields that the family does not have; a pretrained folder that is unreadable, or
             of another model.
     """
     if config.pretrained is not None:
@@ -62,52 +54,27 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
 
 
 def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
-    """The sizes in the pretrained folder, with the RoPE that was asked for."""
-    found = pretrained_config(config.pretrained or "")
-    check_sizes(config, found)
-    if isinstance(found, GPTConfig):
+    """Returns the sizes in the pretrained folder, with the configured RoPE."""
+    sizes = pretrained_config(config.pretrained or "")
+    check_sizes(config, sizes)
+    if isinstance(sizes, GPTConfig):
         check_gpt(config)
-        if length > found.max_positions:
+        if length > sizes.max_positions:
             raise ValueError(
-                f"--data.sequence-length {length}: {config.pretrained} has learned {found.max_positions} positions, "
+                f"--data.sequence-length {length}: {config.pretrained} has learned {sizes.max_positions} positions, "
                 "and a GPT has no others; give at most as many"
             )
-        return found
+        return sizes
     return replace(
-        found,
-        rope_theta=found.rope_theta if config.rope_theta is None else config.rope_theta,
-        rope_scaling=found.rope_scaling if config.rope_scaling is None else rope_scaling(config),
-        max_positions=max(found.max_positions, length),
+        sizes,
+        rope_theta=sizes.rope_theta if config.rope_theta is None else config.rope_theta,
+        rope_scaling=sizes.rope_scaling if config.rope_scaling is None else rope_scaling(config),
+        max_positions=max(sizes.max_positions, length),
     )
 
 
-def check_sizes(config: ModelConfig, found: LlamaConfig | GPTConfig) -> None:
-    """Refuses sizes that were asked for and are not those of the folder."""
-    plain = ModelConfig()
-    family = "gpt" if isinstance(found, GPTConfig) else "llama"
-    for name in (*SIZES, "vocab_size"):
-        asked, default = getattr(config, name), getattr(plain, name)
-        has = family if name == "family" else getattr(found, name, default)
-        if asked not in (default, has):
-            raise ValueError(
-                f"--model.{flag(name)} {asked}: the model in {config.pretrained} has {has}; leave it out, or train "
-                "without --model.pretrained"
-            )
-
-
-def check_gpt(config: ModelConfig) -> None:
-    """Refuses fields that only a LLaMA has."""
-    plain = ModelConfig()
-    for field in fields(config):
-        asked = getattr(config, field.name)
-        if field.name not in OF_GPT and asked != getattr(plain, field.name):
-            raise ValueError(
-                f"--model.{flag(field.name)} {asked}: a GPT has none; leave it out, or use --model.family llama"
-            )
-
-
 def rope_scaling(config: ModelConfig) -> RopeScaling | None:
-    """The change to RoPE's frequencies, with LLaMA 3.1's and YaRN's usual constants."""
+    """Returns the scaling of RoPE's frequencies, with LLaMA 3.1's and YaRN's usual constants."""
     match config.rope_scaling:
         case "linear":
             return LinearScaling(factor=config.rope_factor)
@@ -122,15 +89,3 @@ def rope_scaling(config: ModelConfig) -> RopeScaling | None:
             return YarnScaling(factor=config.rope_factor, original_max_position_embeddings=config.rope_original_length)
         case _:
             return None
-
-
-def fill(model: Llama | GPT, config: ModelConfig, seed: int) -> None:
-    """The first weights: those of the pretrained folder, else drawn from `seed`. Communicates nothing.
-
-    Raises:
-        ValueError: the folder lacks something, or has something else; on every rank.
-    """
-    if config.pretrained is None:
-        initialize(model, seed)
-    else:
-        load_pretrained(model, config.pretrained)

@@ -97,7 +97,7 @@ def load_rows(
             replica=replica,
             replicas=config.replicas,
             reset_positions=config.data.reset_positions,
-            layout_for=balanced if kind == "balanced" and (config.data.document_mask or trees) else None,
+            layout_for=balanced if kind == "balanced" and (config.data.documents or trees) else None,
         )
 
     training, validation = zip(*(store.split(config.data.validation_fraction) for store in stores), strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,48 +22,49 @@ from armillary.train.config import Config
 
 @dataclass
 class Run:
-    """Everything that a run needs, built and sharded.
+    """A model, optimizer and data, built and sharded.
 
     Args:
         data: the axis of all ranks that hold tokens of a step.
-        mesh: the axes that batches lie on, as DTensors; None for models that take local tensors alone.
+        mesh: the mesh of a batch's DTensors.
     """
 
     config: Config
     device: torch.device
     data: Axis
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh
     model: Llama | GPT
     optimizer: AdamW
     training: Batches
     validation: Batches
     tasks: dict[str, TaskRows]
-    """Rows of `validation.tasks`, by name."""
+    """Rows of each of `validation.tasks`."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.training.tokens_per_batch * self.config.train.accumulation
 
-    def placed(self, x: Tensor, layout: SequenceLayout) -> Tensor:
-        """This rank's part [B, T] of a batch as a DTensor; or as it is, where DTensor has no shards like the layout's:
-        those that are balanced differ, and of 250 tokens on 4 ranks two have 62, where DTensor would have 63 and 61."""
-        if self.mesh is None or not is_cut_by_dtensor(layout, self.mesh, axes := self._axes(SEQUENCE_AXES)):
-            return x
-        return sequence_from_local(x, layout, self.mesh, axes=axes, rows=self._axes(ROW_AXES))
+    def distributed(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        """Returns this rank's part [B, T] of a batch as a DTensor [rows, N], for code that composes with the model.
 
-    def _axes(self, names: Sequence[str]) -> list[str]:
-        """Those of the mesh."""
-        return [name for name in names if self.mesh is not None and name in (self.mesh.mesh_dim_names or ())]
+        It stays local where DTensor has no such shards: those of balanced layouts differ in length, and of 250 tokens
+        on 4 ranks zigzag gives two ranks 62, DTensor 63 and 61.
+        """
+        names = self.mesh.mesh_dim_names or ()
+        axes, rows = ([name for name in kind if name in names] for kind in (SEQUENCE_AXES, ROW_AXES))
+        if not is_cut_by_dtensor(layout, self.mesh, axes):
+            return x
+        return sequence_from_local(x, layout, self.mesh, axes=axes, rows=rows)
 
     def mask(self, batch: Batch) -> AttentionMask:
-        """Causal; within documents if the configuration says so, and along the paths of trees in any case."""
+        """Returns a causal mask: within documents if so configured, and always along the paths of trees."""
         if batch.parents is not None:
             return mask_of_trees(batch.documents, batch.parents)
-        return AttentionMask(documents=batch.documents if self.config.data.document_mask else None)
+        return AttentionMask(documents=batch.documents if self.config.data.documents else None)
 
 
 def mask_of_trees(documents: Documents, parents: Parents) -> AttentionMask:
-    """Who sees whom in rows of trees: a token its own segment and those that this follows, up to itself."""
+    """Returns the mask of rows of trees: a token sees the segments on its path, up to itself."""
     rows = zip(documents, parents, strict=True)
     return AttentionMask.rows([AttentionMask.tree(ends, of_row) for ends, of_row in rows])

@@ -2,82 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
-from armillary.data import Batch
 from armillary.train.bad_steps import BadSteps
+from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.config import Config
 from armillary.train.lr_schedule import schedule_notes
-from armillary.train.reporting.metrics import StepMetrics
+from armillary.train.reporting.metrics import measure
 from armillary.train.reporting.report import Reporter
+from armillary.train.reporting.summary import Summary
 from armillary.train.run import Run
 from armillary.train.runtime.health.output_lock import OutputLock
 from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import Watchdog
-from armillary.train.runtime.peak import peak_flops, peak_memory
+from armillary.train.runtime.peak import peak_memory
 from armillary.train.runtime.profiler import Profiler
 from armillary.train.runtime.step_trace import StepTrace
 from armillary.train.runtime.stopwatch import Stopwatch
-from armillary.train.step import StepResult, train_step
+from armillary.train.step import train_step
 from armillary.train.validation import validate
 
 
-@dataclass
-class Summary:
-    """How a run ended. Losses are means over all tokens, of the steps since it was (re)started at `first_step`.
+def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str] = ()) -> Summary:
+    """Trains as `armillary-train` does with this configuration, from the newest checkpoint if there is one.
 
-    `seconds` are those of steps alone, `elapsed` all since the first began. `picture` is set on rank 0 alone.
+    Every rank must call it. It uses the default process group if there is one, else it starts one, from torchrun's
+    environment or alone, and ends it.
+
+    Args:
+        watchdog: is told of every phase and ends the process if a rank hangs; by default that of the configuration.
+        notes: lines that rank 0 prints before the first step.
+
+    Raises:
+        ValueError: something in the configuration does not fit, or differs between ranks; raised before the first step.
+        FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
+        TimeoutError: a rank is missing.
     """
-
-    first_step: int = 1
-    losses: list[float] = field(default_factory=list[float])
-    validation: dict[str, float] = field(default_factory=dict[str, float])
-    tokens: int = 0
-    seconds: float = 0.0
-    elapsed: float = 0.0
-    memory: int = 0
-    checkpoint: Path | None = None
-    picture: Path | None = None
-
-    @property
-    def validation_loss(self) -> float:
-        return self.validation.get("loss", float("nan"))
-
-    def text(self, ranks: int) -> str:
-        noun = "rank" if ranks == 1 else "ranks"
-        if not self.losses:
-            return f"nothing left to train: {self.checkpoint} is the last step"
-        rate, overhead = self.tokens / self.seconds, self.elapsed - self.seconds
-        lines = [
-            f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} {noun}",
-            f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
-            f"  validation   {self.validation_loss:.4f}",
-            f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
-            f"  overhead     {overhead:.0f} s outside of steps: validation, saving, traces",
-            f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
-        ]
-        lines += [f"  loss curve   {self.picture}"] if self.picture else []
-        return "\n".join([*lines, f"  checkpoint   {self.checkpoint}"])
+    watchdog = watchdog or watchdog_of(config)
+    # Before there is a process group a signal may end this rank: there is nothing to save, and no rank to notify.
+    with process_group(config) as device, StopSignal() as stop, watchdog:
+        run = prepare(config, device)
+        if notes and dist.get_rank() == 0:
+            print(*notes, sep="\n", flush=True)
+        return train_loop(run, stop, watchdog)
 
 
 def watchdog_of(config: Config) -> Watchdog:
-    """The watchdog of a run: its limit, the flag that sets it, and the folder for its reports."""
+    """Returns the watchdog of a run: its limit, the flag that sets it, and the folder for its reports."""
     minutes = config.train.timeout_minutes
     flag = f"--train.timeout-minutes {minutes:g}"
     return Watchdog(60 * minutes, flag, config.train.output / "hang", "armillary-train")
 
 
-def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = None) -> Summary:
-    """Trains to the configured step, from the newest checkpoint if there is one. Every rank must call it.
+def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = None) -> Summary:
+    """Trains a prepared run to the configured step. Every rank must call it.
 
     Args:
         stop: a signal handler that is installed already; by default one is installed here.
-        watchdog: is notified of every phase; by default none is started, and a hang ends by its group's timeout.
+        watchdog: is told of every phase; by default none is started, and a hang ends by its group's time-out.
     """
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)
@@ -120,7 +106,7 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
                     saved.start(step)
         traced.finish()
         watchdog.start_phase("saving", step)
-        # There is nothing to save before the first step. After a bad one, what led to it may be in the weights.
+        # Nothing to save before the first step. After a bad step the weights may be its cause, so older ones are kept.
         summary.checkpoint = saved.finish(step, prune=not bad.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
@@ -129,23 +115,3 @@ def train(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | None = 
         if step < steps:
             report.say(f"stopped by a signal after step {step} of {steps}; the same command resumes")
     return summary
-
-
-def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float, tokens: int) -> StepMetrics:
-    """Metrics of a step that took `seconds`, after which the run has seen `tokens`."""
-    rate = run.tokens_per_step / seconds / dist.get_world_size()
-    per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
-    flops = rate * sum(per_token) / len(per_token)
-    peak = peak_flops(run.device)
-    return StepMetrics(
-        step=step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        learning_rate=run.optimizer.param_groups[0]["lr"],
-        memory=peak_memory(run.device),
-        tokens_per_second=rate,
-        tflops=flops / 1e12,
-        utilisation=None if peak is None else flops / peak,
-        seconds=seconds,
-        tokens=tokens,
-    )

@@ -13,7 +13,7 @@ from armillary.data import Batch, Batches
 from armillary.data.synthetic import accuracy
 from armillary.models import linear_argmax
 from armillary.train.run import Run
-from armillary.train.step import forward, local_loss, summed
+from armillary.train.step import forward, local_loss, sum_over_ranks
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def validate(run: Run) -> dict[str, float]:
 
 def mean_loss(run: Run) -> float:
     losses = [torch.stack([x.double() for x in local_loss(run, batch)]) for batch in batches_of(run, run.validation)]
-    total, count = summed(run, torch.stack(losses).sum(0)).tolist()
+    total, count = sum_over_ranks(run, torch.stack(losses).sum(0)).tolist()
     return total / (count or 1.0)
 
 
@@ -38,7 +38,7 @@ def right_answers(run: Run, rows: Batches) -> float:
         torch.stack(accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device)))
         for batch in batches_of(run, rows)
     ]
-    right, asked = summed(run, torch.stack(found).sum(0)).tolist()
+    right, asked = sum_over_ranks(run, torch.stack(found).sum(0)).tolist()
     return right / asked
 
 

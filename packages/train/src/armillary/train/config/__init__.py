@@ -96,8 +96,8 @@ class DataConfig:
     """Sequences of a step, over all ranks and --train.accumulation; a multiple of replicate x shard."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
     """Documents are concatenated and cut; cut only where longer than a sequence; or one per sequence (truncated)."""
-    document_mask: bool = False
-    """Attend within documents only (varlen attention by cu_seqlens); in rows of trees always."""
+    documents: bool = False
+    """Attend within documents only (varlen attention by cu_seqlens); rows of trees always attend along their paths."""
     reset_positions: bool = False
     """Position ids restart at each document."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"

@@ -21,7 +21,11 @@ from armillary.train.config.overlay import differences, overlaid, read_settings
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
 """The names that people type."""
-RENAMED = {"data.rows": "data.global_batch_size", "optimizer.on_host": "optimizer.cpu_offload"}
+RENAMED = {
+    "data.rows": "data.global_batch_size",
+    "data.document_mask": "data.documents",
+    "optimizer.on_host": "optimizer.cpu_offload",
+}
 """Keys of earlier versions."""
 
 

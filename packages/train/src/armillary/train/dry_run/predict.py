@@ -11,12 +11,13 @@ import torch
 from armillary.attention.kernels.choice import ChosenKernel
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.train.build import build_model, precision
+from armillary.train.build import precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
 from armillary.train.kernels import Capability, kernels_of
+from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.runtime.fake_world import fake_world
@@ -73,7 +74,8 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
     axes = axes_of(config, ranks)
     dtype = precision_of(config)
     with fake_world(**axes) as mesh:
-        model, attention = build_model(config, mesh, vocabulary(config), dtype)
+        sizes = model_config(config.model, vocabulary(config), config.data.sequence_length)
+        model, attention = shard_model(sizes, config, mesh, dtype)
     tokens = config.data.global_batch_size * config.data.sequence_length
     return DryRun(
         axes=axes,

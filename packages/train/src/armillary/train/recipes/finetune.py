@@ -22,7 +22,7 @@ def finetune(folder: Path = Path("pretrained")) -> Config:
             sequence_length=32_768,
             global_batch_size=8,
             packing="best_fit",
-            document_mask=True,
+            documents=True,
             reset_positions=True,
             layout="balanced",
         ),

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
+
+from armillary.data import Batch
+from armillary.train.run import Run
+from armillary.train.runtime.peak import peak_flops, peak_memory
+from armillary.train.step import StepResult
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -48,4 +55,24 @@ def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
         tokens_per_second=mean([step.tokens_per_second for step in steps]),
         tflops=mean([step.tflops for step in steps]),
         utilisation=None if last.utilisation is None else mean([step.utilisation or 0.0 for step in steps]),
+    )
+
+
+def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float, tokens: int) -> StepMetrics:
+    """Returns the metrics of a step that took `seconds`, after which the run has seen `tokens`."""
+    rate = run.tokens_per_step / seconds / dist.get_world_size()
+    per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
+    flops = rate * sum(per_token) / len(per_token)
+    peak = peak_flops(run.device)
+    return StepMetrics(
+        step=step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        learning_rate=run.optimizer.param_groups[0]["lr"],
+        memory=peak_memory(run.device),
+        tokens_per_second=rate,
+        tflops=flops / 1e12,
+        utilisation=None if peak is None else flops / peak,
+        seconds=seconds,
+        tokens=tokens,
     )
