@@ -19,15 +19,23 @@ from armillary.attention.methods.wallfacer import WallFacer
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
-from armillary.attention.registry import HEAD_METHODS, SEQUENCE_METHODS, build_attention, build_comm_plan, names
-from armillary.core import compat
+from armillary.attention.registry import (
+    ALIASES,
+    HEAD_METHODS,
+    SEQUENCE_METHODS,
+    build_attention,
+    build_comm_plan,
+    names,
+)
+from armillary.core import AXES, compat
+from armillary.core.sequence import SEQUENCE_AXES
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]
 Meshes = Callable[[int], Iterable[Axes]]
 Build = Callable[[DeviceMesh], Method]
-Planned = Callable[[AttentionShape, int, int], CommPlan]
-"""From an attention call, the ranks of the ring axis and those of the ulysses axis to what is sent and computed."""
+Planned = Callable[[AttentionShape, Axes], CommPlan]
+"""From an attention call and the axes of the mesh to what is sent and computed."""
 
 
 class TriedMethod(NamedTuple):
@@ -53,6 +61,19 @@ def grid(ranks: int) -> Iterable[Axes]:
     return [{"ring": ring, "ulysses": ranks // ring} for ring in range(2, ranks) if ranks % ring == 0]
 
 
+def over_nodes(ranks: int) -> Iterable[Axes]:
+    """Every nodes x devices with more than one rank on both; on two ranks those with one rank on either."""
+    least = 1 if ranks == 2 else 2
+    splits = [(nodes, ranks // nodes) for nodes in range(least, ranks // least + 1) if ranks % nodes == 0]
+    return [{"nodes": nodes, "devices": devices} for nodes, devices in splits]
+
+
+def over_nodes_and_heads(ranks: int) -> Iterable[Axes]:
+    """Every nodes x devices x ulysses with more than one rank on each; on four ranks those with one node, too."""
+    heads = [ulysses for ulysses in range(2, ranks) if ranks % ulysses == 0]
+    return [{**axes, "ulysses": ulysses} for ulysses in heads for axes in over_nodes(ranks // ulysses)]
+
+
 def teams(team: int) -> Meshes:
     """All ranks on the ring axis, where WallFacer can make teams of this size."""
     return lambda ranks: [{"ring": ranks}] if ranks > 1 and ranks % team**2 == 0 else []
@@ -62,8 +83,11 @@ def meshes_of(name: str) -> Meshes:
     """The meshes that a name of `build_attention` stands for."""
     if name == "local":
         return alone
+    *_, sequence = ALIASES.get(name, name).partition("+")
     if name in SEQUENCE_METHODS:
-        return line("ring", least=1)
+        return over_nodes if "nodes" in SEQUENCE_METHODS[name].axes else line("ring", least=1)
+    if sequence in SEQUENCE_METHODS and "nodes" in SEQUENCE_METHODS[sequence].axes:
+        return over_nodes_and_heads
     return line("ulysses", least=1) if name in HEAD_METHODS else grid
 
 
@@ -73,7 +97,7 @@ def ring(backward: Backward) -> TriedMethod:
     def build(mesh: DeviceMesh) -> Method:
         return Ring(mesh["ring"], backward)
 
-    def comm_plan(work: AttentionShape, *_: int) -> CommPlan:
+    def comm_plan(work: AttentionShape, _: Axes) -> CommPlan:
         return RingPlan(backward).comm_plan(work)
 
     return TriedMethod(line("ring"), build, comm_plan)
@@ -85,7 +109,7 @@ def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gath
     def build(mesh: DeviceMesh) -> Method:
         return WallFacer(mesh["ring"], team, placement, backward, gather_keys)
 
-    def comm_plan(work: AttentionShape, *_: int) -> CommPlan:
+    def comm_plan(work: AttentionShape, _: Axes) -> CommPlan:
         return WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
 
     return TriedMethod(teams(team), build, comm_plan)
@@ -93,7 +117,11 @@ def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gath
 
 def named(name: str) -> TriedMethod:
     """The method that `build_attention` builds."""
-    return TriedMethod(meshes_of(name), partial(build_attention, name), partial(build_comm_plan, name))
+
+    def comm_plan(work: AttentionShape, axes: Axes) -> CommPlan:
+        return build_comm_plan(name, work, work.layout.shards, axes.get("ulysses", 1), nodes=axes.get("nodes"))
+
+    return TriedMethod(meshes_of(name), partial(build_attention, name), comm_plan)
 
 
 METHODS: dict[str, TriedMethod] = {
@@ -130,7 +158,7 @@ class Composition:
     @property
     def shards(self) -> int:
         """How many of them hold a part of the sequence each."""
-        return prod(size for axis, size in self.axes if axis in ("ring", "ulysses"))
+        return prod(size for axis, size in self.axes if axis in SEQUENCE_AXES)
 
     def mesh(self, device: str = "cpu") -> DeviceMesh:
         """Its mesh: over the whole world, or over the last ranks of a larger one; made once for each process."""
@@ -150,8 +178,7 @@ class Composition:
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         """What the method sends and computes for `work`, over the shards of the ring axis."""
-        axes = dict(self.axes)
-        return METHODS[self.method].comm_plan(work, axes.get("ring", 1), axes.get("ulysses", 1))
+        return METHODS[self.method].comm_plan(work, dict(self.axes))
 
     def __str__(self) -> str:
         return "-".join([self.method, *(f"{axis}{size}" for axis, size in self.axes)])
@@ -163,15 +190,15 @@ def _built(composition: Composition, device: str) -> Method:
 
 
 @cache
-def submesh(device: str, shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1) -> DeviceMesh:
-    """[shard, ring, ulysses, tp] over the last ranks of the world. Axes over the same ranks share a group, which has a
-    thread."""
-    sizes = (shard, ring, ulysses, tp)
+def submesh(device: str, **axes: int) -> DeviceMesh:
+    """A mesh over the last ranks of the world. Axes over the same ranks share a group, which has a thread."""
+    names = [name for name in AXES if name not in ("pipe", "replicate")]
+    sizes = [axes.get(name, 1) for name in names]
     ranks = torch.arange(dist.get_world_size() - prod(sizes), dist.get_world_size()).view(sizes)
     here = (ranks == dist.get_rank()).nonzero()[0].tolist()
     lines = [ranks[(*here[:dim], slice(None), *here[dim + 1 :])] for dim in range(ranks.ndim)]
     groups = [group_of(tuple(line.tolist())) for line in lines]
-    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("shard", "ring", "ulysses", "tp"))
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(names))
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 
 from armillary.attention.mask.layouts import layout_of
 from armillary.core.placements import chunk_sizes
-from armillary.core.sequence import nested_sizes
+from armillary.core.sequence import SEQUENCE_AXES, nested_sizes
 from conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw_masks import drawn_mask
@@ -134,14 +134,14 @@ def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Com
 def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
     """Whether a layout's shards are those of a DTensor."""
     sizes = dict(composition.axes)
-    ring, ulysses = sizes.get("ring", 1), sizes.get("ulysses", 1)
-    cut = nested_sizes(length, [ring, ulysses])
+    *sequence, ulysses = (sizes.get(axis, 1) for axis in SEQUENCE_AXES)
+    cut = nested_sizes(length, [*sequence, ulysses])
     if min(cut) == 0:
         return False
     if kind in ("uneven", "spans"):
-        coarse = drawn_layout(Random(0), chunk_sizes(length, ring), "uneven")
+        coarse = drawn_layout(Random(0), nested_sizes(length, sequence), "uneven")
     else:
-        coarse = layout_of("contiguous" if kind == "balanced" else kind, length, ring)
+        coarse = layout_of("contiguous" if kind == "balanced" else kind, length, prod(sequence))
     return coarse.refine(ulysses).sizes == cut
 
 

@@ -14,7 +14,7 @@ from armillary.core.placements import chunk_sizes, describe
 from conformance.case import Case
 from conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 
-TOKENS = ("ring", "ulysses")
+TOKENS = ("nodes", "devices", "ring", "ulysses")
 """The axes of methods."""
 
 

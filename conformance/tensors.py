@@ -15,6 +15,7 @@ from torch import Tensor
 
 from armillary.core import SequenceLayout
 from armillary.core.placements import chunk_sizes
+from armillary.core.sequence import nested_sizes
 from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 
@@ -92,8 +93,11 @@ def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
             return attend.layout(length, kind, case.mask if fits else CAUSAL)
         case "uneven" | "spans":
             within = attend.shards // attend.sequence_shards
-            random, shards = Random(f"{case.seed} {length}"), attend.sequence_shards
-            sizes = chunk_sizes(length, shards) if case.dtensor else drawn_sizes(random, length, shards, within)
+            random = Random(f"{case.seed} {length}")
+            if case.dtensor:
+                sizes = nested_sizes(length, [axis.size for axis in attend.sequence_method.axes])
+            else:
+                sizes = drawn_sizes(random, length, attend.sequence_shards, within)
             return drawn_layout(random, sizes, kind).refine(within)
         case _:
             return attend.layout(length, kind)

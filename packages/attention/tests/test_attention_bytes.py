@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import get_args
 
 import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
+from armillary.attention.planning.comm_plan import Role
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
@@ -87,7 +89,7 @@ def differences(method, work: AttentionShape, plan: CommPlan) -> list[str]:
     """Where this rank's ledger and the plan differ."""
     ledger = attend(method, work)
     found = Counter({key: sent for key, sent in ledger.entries.items() if sent})
-    keys = product(("ring", "ulysses"), KINDS, ("forward", "backward"))
+    keys = product(get_args(Role), KINDS, ("forward", "backward"))
     said = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
     return [f"{key}: {found[key]} sent, {said[key]} in the plan" for key in found | said if found[key] != said[key]]
 

@@ -33,6 +33,7 @@ METHODS = [
     ("ring", {"ring": 4}, 2, [MASKS[2], MASKS[5]]),
     ("usp", {"ring": 2, "ulysses": 2}, 1, [MASKS[4]]),
     ("upipe+ring", {"ring": 2, "ulysses": 2}, 2, [MASKS[5]]),
+    ("ring+token_ring", {"nodes": 2, "devices": 2}, 2, [MASKS[4]]),
 ]
 """Who keeps their own tensors, who keeps what an all-to-all brought (a key head that ranks share), and who walks over
 stages; with key heads, and some masks."""

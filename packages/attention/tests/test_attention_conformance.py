@@ -53,7 +53,7 @@ BRIEF = {
     2: [of("ring-keys", ring=2), of("token_ring", ring=2), of("all_gather", ring=2), of("ulysses", ulysses=2)],
     4: [
         *(of("usp", ring=2, ulysses=2), of("ring-keys", ring=4), of("token_ring", ring=4), of("ulysses", ulysses=4)),
-        of("wallfacer-2-queries", ring=4),
+        *(of("wallfacer-2-queries", ring=4), of("ring+token_ring", nodes=2, devices=2)),
     ],
 }
 """By ranks: through a brief one that has every mask, layout, (H, K), dtype and so on once; a different one each."""
@@ -61,12 +61,18 @@ PARTLY = {
     4: [
         *(of("all_gather", ring=4), of("wallfacer-1", ring=4), of("wallfacer-2", ring=4), of("upipe", ulysses=4)),
         *(of("wallfacer-2-p2p", ring=4), of("wallfacer-2-keys", ring=4), of("ring-queries", ring=2, tp=2)),
-        *(*HEADS, of("upipe+ring", ring=2, ulysses=2)),
+        *(*HEADS, of("upipe+ring", ring=2, ulysses=2), of("ring+ring", nodes=2, devices=2)),
+        *(
+            of("upipe+ring+token_ring", nodes=2, devices=1, ulysses=2),
+            of("ulysses+ring+ring", nodes=1, devices=2, ulysses=2),
+        ),
     ],
     8: [
         *(of("ring", ring=8), of("wallfacer-2-queries", ring=8), of("usp", ring=2, ulysses=4)),
         *(of("ulysses+wallfacer", ring=4, ulysses=2), of("upipe+wallfacer", ring=4, ulysses=2)),
-        of("wallfacer-2", shard=2, ring=4),
+        *(of("wallfacer-2", shard=2, ring=4), of("ring+token_ring", nodes=2, devices=4)),
+        *(of("ring+ring", nodes=4, devices=2), of("ulysses+ring+token_ring", nodes=2, devices=2, ulysses=2)),
+        of("upipe+ring+ring", nodes=2, devices=2, ulysses=2),
     ],
     16: [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16)],
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, reference_attention
+from armillary.attention import AttentionMask, Local, Method, Ring, TokenRing, Ulysses, reference_attention
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.dtensors import place
@@ -48,6 +48,8 @@ def build(name: str, axes: DeviceMesh) -> Method:
             return Ring(axes["ring"])
         case "ulysses":
             return Ulysses(axes["ulysses"])
+        case "ring+token_ring":
+            return Ring(axes["nodes"], inner=TokenRing(axes["devices"]))
         case _:
             return Ulysses(axes["ulysses"], inner=Ring(axes["ring"]))
 
@@ -95,6 +97,9 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Placement]]] = {
         "usp", {"shard": 2, "ring": 2, "ulysses": 2}, {"shard": Shard(0), "ring": TOKENS, "ulysses": TOKENS},
     ),
     "ulysses, tp replicated": ("ulysses", {"ulysses": 2, "tp": 2}, {"ulysses": TOKENS, "tp": Replicate()}),
+    "over nodes, with tp": (
+        "ring+token_ring", {"nodes": 2, "devices": 2, "tp": 2}, {"nodes": TOKENS, "devices": TOKENS, "tp": HEADS},
+    ),
     "ring with tp": ("ring", {"ring": 2, "tp": 2}, {"ring": TOKENS, "tp": HEADS}),
     "ulysses with data and tp": (
         "ulysses", {"shard": 2, "ulysses": 2, "tp": 2}, {"shard": Shard(0), "ulysses": TOKENS, "tp": HEADS},
@@ -131,9 +136,11 @@ def test_dtensors_give_what_local_tensors_give(worlds, ranks, compiled):
 
 
 def uneven(compiled: bool) -> list[tuple[float, float]]:
-    placed = {"ring": TOKENS, "ulysses": TOKENS}
-    lengths = (11,) if compiled else (11, 15)
-    return [attended("usp", {"ring": 2, "ulysses": 2}, placed, length, "contiguous", compiled) for length in lengths]
+    lengths, found = (11,) if compiled else (11, 15), list[tuple[float, float]]()
+    for name, axes in (("usp", ("ring", "ulysses")), ("ring+token_ring", ("nodes", "devices"))):
+        sizes, placed = dict.fromkeys(axes, 2), dict.fromkeys(axes, TOKENS)
+        found += [attended(name, sizes, placed, length, "contiguous", compiled) for length in lengths]
+    return found
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])

@@ -20,7 +20,7 @@ from armillary.core import gloo_threads as gloo_threads  # joins them when Pytho
 from armillary.core.rendezvous import rendezvous
 from armillary.core.validation import integer
 
-AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
+AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -30,8 +30,11 @@ TIMEOUT = timedelta(minutes=10)
 def build_mesh(
     device_type: str,
     *,
+    pipe: int = 1,
     replicate: int = 1,
     shard: int = 1,
+    nodes: int = 1,
+    devices: int = 1,
     ring: int = 1,
     ulysses: int = 1,
     tp: int = 1,
@@ -39,13 +42,16 @@ def build_mesh(
     high_priority: Sequence[str] = (),
     max_ctas: int | None = None,
 ) -> DeviceMesh:
-    """Builds a `DeviceMesh` with all five axes, in the order of `AXES`. Every rank of the world must call it.
+    """Builds a `DeviceMesh` with all axes, in the order of `AXES`. Every rank of the world must call it.
 
     Starts the default process group if there is none: from torchrun's environment, or of one rank alone.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
-        replicate, shard, ring, ulysses, tp: ranks of each axis; their product must be the world size.
+        pipe, replicate, shard, nodes, devices, ring, ulysses, tp: ranks of each axis; their product must be the world
+            size. `pipe` has the stages of a pipeline (`torch.distributed.pipelining`). `nodes` and `devices` take the
+            place of `ring` for methods that treat the two networks differently, such as
+            `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
         timeout: the time that a collective or exchange on any axis may wait before it raises.
         high_priority: names of axes, such as "ring", that get communicators of their own on CUDA streams of high
             priority. Their kernels start before pending kernels of attention. Without this, an axis of all ranks shares
@@ -56,7 +62,7 @@ def build_mesh(
         ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend, an
             invalid timeout, an unknown name in `high_priority`, or `max_ctas` below 1. Raised before any communication.
     """
-    arguments = zip(AXES, (replicate, shard, ring, ulysses, tp), strict=True)
+    arguments = zip(AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
     sizes = {name: integer(f"axis {name}", size) for name, size in arguments}
     check_axes(sizes, world_size())
     backend_of(device_type)

@@ -23,7 +23,7 @@ from armillary.core.layout import SequenceLayout
 from armillary.core.placements import check_chunks, chunk_sizes, describe
 from armillary.core.validation import check_tensor, integer
 
-SEQUENCE_AXES = ("ring", "ulysses")
+SEQUENCE_AXES = ("nodes", "devices", "ring", "ulysses")
 """The axes that shard the sequence in a mesh of `build_mesh`."""
 
 
@@ -47,8 +47,9 @@ def distribute_sequence(
             or the sequence axes alone. No axes that nothing is sharded over: of the first op of a kind over five axes,
             even of one rank each, torch (2.15) weighs all placements, for seconds to minutes.
         dim: of the tokens; counted from the end if negative.
-        axes: the names of the axes of `mesh` that shard the sequence. Unless given, those of `ring` and `ulysses` that
-            it has; or all, where it has neither, or where only all together have as many ranks as there are shards.
+        axes: the names of the axes of `mesh` that shard the sequence. Unless given, those of
+            `SEQUENCE_AXES` that it has; or all, where it has none, or where only all together have as many ranks as
+            there are shards.
 
     Raises:
         ValueError: no such dim or axes, another length, another number of shards, or shards that DTensor would cut

@@ -67,13 +67,15 @@ class TokenRanges:
     # -- in tensors, whose tokens are on dim 1 ------------------------------------------------------------------------
 
     def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """These tokens of `x`: x itself where they are all that it holds, a view of one run, else a copy.
+        """These tokens of `x`: x itself where they are all that it holds, a view of one run or of none, else a copy.
 
         Args:
             out: where a copy goes.
         """
         if self.count == x.shape[1]:
             return x
+        if not self.runs:
+            return x[:, :0]
         if len(self.runs) == 1:
             (run,) = self.runs
             return x.narrow(1, run.start, len(run))

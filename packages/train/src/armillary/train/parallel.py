@@ -12,7 +12,7 @@ from armillary.core import compat
 from armillary.train.config import Config, TrainConfig
 from armillary.train.model import model_config
 
-DATA_AXES = ("replicate", "shard", "ring", "ulysses")
+DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 """Axes over which tokens are spread: gradients and losses are summed over all of them."""
 
 

@@ -35,6 +35,8 @@ class AttentionMethod(ABC):
     """`forward` saves other tensors than the q, k, v, out and lse of this rank's own tokens."""
     projects_in_stages: bool = False
     """The method is a `StagedMethod`: it projects q, k and v a few heads at a time, and again in backward."""
+    fits_inside_ring: bool = False
+    """The method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
     head_axis: Axis | None = None
     """The axis that divides the heads, if there is one."""
     kernel: str | Kernel | None = None

@@ -83,7 +83,7 @@ def blocks_of(
         ValueError: an unknown name, one that leaves the layout's shards unused, or a method whose plan has no blocks.
     """
     named = named_method(method, options)
-    named.check_used(layout.shards, 1)
+    named.check_used(named.mesh_axes({"ring": layout.shards}))
     work = AttentionShape.of(layout, mask, heads=1, kv_heads=1, head_dim=1, dtype=torch.float32)
     plan = named.sequence_plan(layout.shards).comm_plan(work)
     steps = [step for step in plan.forward if step.pairs]

@@ -37,6 +37,8 @@ class AllGatherKV(Method):
     reduce-scatter. If shards have unequal sizes, each is padded to the largest in the gather.
     """
 
+    fits_inside_ring = True
+
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
         self.shards = self.sequence_shards = self.axis.size

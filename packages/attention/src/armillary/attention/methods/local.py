@@ -15,6 +15,7 @@ class Local(Method):
     q, out [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv].
     """
 
+    fits_inside_ring = True
     shards = 1
     shard = 0
     sequence_shards = 1

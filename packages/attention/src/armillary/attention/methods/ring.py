@@ -7,32 +7,41 @@
     rank 3 has    k3   k2   k1   k0
 
 With the zigzag layout every block of a causal mask costs the same, so all ranks finish each step together.
+
+With an inner method the ring connects nodes (`rotation/nodes.py`): each device passes its keys to the same device of
+the next node while the devices of a node attend to the keys that are there by the inner method. An inner Ring makes it
+LoongTrain's double ring (arXiv 2406.18485); an inner TokenRing is TokenRing across nodes (arXiv 2412.20501, figure 5).
 """
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from dataclasses import replace
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.token_ring import pass_queries_backward
+from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.rotation.returns import RingReduce
-from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.attention.tiling.merge import Merge, Sum
+from armillary.attention.tiling.block import Block
+from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
+from armillary.core.token_ranges import TokenRanges
 from armillary.core.validation import check_choice
 
 Backward = Literal["auto", "keys", "queries"]
 
 
 class Ring(Method):
-    """Ring Attention over one mesh axis of P ranks.
+    """Ring Attention over one mesh axis of P ranks, or between P nodes around an inner method on each node's devices.
 
     The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
     S / P tokens of it. Any layout is exact; zigzag is balanced under a causal mask.
@@ -42,44 +51,61 @@ class Ring(Method):
             construct the method. Construct it once and share it between layers.
         backward: the side that rotates in backward: "keys" (k and v, with dk and dv) or "queries" (q, out, dout and
             lse, with dq). "auto" sends fewer bytes: queries for multi-head attention in 16 bits, otherwise mostly keys.
+        inner: Ring, TokenRing, AllGatherKV or Local over the devices of a node, `TokenRing(mesh["devices"])` inside of
+            `Ring(mesh["nodes"])`. Device d of node n has shard n D + d. None: there are no nodes, each rank attends
+            alone.
 
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D:
     forward (P - 1) 2 B T K D e; backward (P - 1) 2 B T K D (e + a), or with queries (P - 1) B T H (3 D e + a + D a).
-    Less under a mask, as a token travels no further than to the last rank that sees it.
+    Less under a mask, as a token travels no further than to the last rank that sees it. The inner method sends its own
+    bytes for the keys of each of the P steps.
 
     Raises:
-        ValueError: an unknown `backward`.
+        ValueError: an unknown `backward`; an `inner` that is no method, not one of these four, or on an axis that does
+            not form a grid of ranks with this one.
     """
 
-    def __init__(self, axis: DeviceMesh | Axis, backward: Backward = "auto") -> None:
+    fits_inside_ring = True
+
+    def __init__(
+        self, axis: DeviceMesh | Axis, backward: Backward = "auto", inner: AttentionMethod | None = None
+    ) -> None:
         self.axis = Axis.of(axis)
         self.backward_side: Backward = check_backward(backward)
+        self.inner = check_inner(self.axis, inner)
         self.return_axis = self.axis.duplicate()
-        self.shards = self.sequence_shards = self.axis.size
-        self.shard = self.axis.rank
+        devices, device = (1, 0) if inner is None else (inner.shards, inner.shard)
+        self.shards = self.sequence_shards = self.axis.size * devices
+        self.shard = self.axis.rank * devices + device
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.axis, *(() if self.inner is None else self.inner.axes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, accumulator = self.rotation("keys", spec), Merge.of(q, v)
         for current in ring.rotate(k, v):  # sends the current shard while its block is computed
-            if current.tensors:  # empty where neither this rank nor a later one sees any of the shard
-                block = spec.block(current.query_shard, current.key_shard, keys=current.token_ranges)
-                block.forward(q, current.tensors[0], current.tensors[1], accumulator)
+            block = self.block("keys", current, current.token_ranges, spec)
+            block.forward(q, current.tensors[0], current.tensors[1], accumulator)
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys = (spec.layout.length, *saved.q.shape[2:]), (spec.key_layout.length, *saved.v.shape[2:])
         if cheaper_side(self.backward_side, queries, keys, saved.q.dtype) == "queries":
-            return pass_queries_backward(dout, saved, spec, self.rotation("queries", spec), RingReduce)
+
+            def of_queries(current: RotatingShard, tokens: TokenRanges) -> Block:
+                return self.block("queries", current, tokens, spec)
+
+            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, of_queries)
         ring, dq = self.rotation("keys", spec), Sum.like(saved.q)
         sums = RingReduce(ring)
         for current in ring.rotate(saved.k, saved.v):
             key_grads = [Sum.like(x) for x in current.tensors]
-            if current.tensors:
-                block = spec.block(current.query_shard, current.key_shard, keys=current.token_ranges)
-                current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
-                block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
-                del current_saved  # or the shard would live longer than its step
+            current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
+            block = self.block("keys", current, current.token_ranges, spec)
+            block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
+            del current_saved  # or the shard would live longer than its step
             # dk and dv follow their keys one step behind, so that they are sent while the next block is computed.
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
@@ -89,10 +115,79 @@ class Ring(Method):
         """Returns the ring of all ranks of the axis, each with its own shard. Made once for a spec."""
 
         def make() -> Rotation:
-            ring = RingTopology.of_all(self.axis.size, side)
-            return Rotation.of(self.axis, self.return_axis, ring, spec.grid)
+            if self.inner is None:
+                ring, grid = RingTopology.of_all(self.axis.size, side), spec.grid
+            else:
+                rings = self.node_rings(self.inner, side, spec)
+                ring, grid = rings.rings[self.inner.shard], rings.grid
+            return Rotation.of(self.axis, self.return_axis, ring, grid)
 
         return spec.cached((side, id(self.axis)), make)
+
+    def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> Block:
+        """Returns the attention of a step: this rank's block, or with an inner method that of its node.
+
+        Args:
+            tokens: of the rotating shard, packed. With an inner method all that are here.
+        """
+        inner = self.inner
+        if inner is None:
+            queries, keys = (None, tokens) if side == "keys" else (tokens, None)
+            return spec.block(current.query_shard, current.key_shard, queries, keys)
+
+        def make() -> NodeAttention:
+            meeting = self.node_rings(inner, side, spec).step(self.axis.rank, current.step)
+            if meeting is None:
+                return NodeAttention(inner, None)
+            return NodeAttention(inner, replace(spec, layout=meeting.layout, key_layout=meeting.key_layout))
+
+        return spec.once(("node", side, current.step, id(self)), make)
+
+    def node_rings(self, inner: AttentionMethod, side: RotatingSide, spec: AttentionSpec) -> NodeRings:
+        """Returns the rings of all devices. Made once for a spec."""
+        return spec.once(("nodes", side, inner.shards), lambda: NodeRings.of(inner.shards, side, spec.grid))
+
+
+class NodeAttention(NamedTuple):
+    """Attention of the queries and keys that meet in a node at one step, by a method over its devices.
+
+    Args:
+        spec: the inner method's call; None: these queries and keys do not see each other.
+    """
+
+    method: AttentionMethod
+    spec: AttentionSpec | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
+        if self.spec is not None:
+            out, saved = self.method.forward(q, k, v, self.spec)
+            accumulator.add(EVERYTHING, out, saved.lse)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
+    ) -> None:
+        if self.spec is not None:
+            # With the lse over the keys of all nodes, the gradients of this node's keys are final shares.
+            grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
+            for total, grad in zip((dq, dk, dv), grads, strict=True):
+                total.add(EVERYTHING, grad)
+
+
+def check_inner(axis: Axis, inner: AttentionMethod | None) -> AttentionMethod | None:
+    """Raises ValueError for an `inner` that a ring between nodes on `axis` cannot have."""
+    if inner is None:
+        return None
+    name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
+    if not isinstance(inner, AttentionMethod):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"inner={name} is no method; give one that is made already, such as Ring(mesh['devices'])")
+    if not inner.fits_inside_ring:
+        raise ValueError(
+            f"inner={name} does not fit inside of a Ring; Ring, TokenRing, AllGatherKV and Local do. Put a method on "
+            f"the head axis around it: Ulysses(mesh['ulysses'], inner=Ring(...))"
+        )
+    for inner_axis in inner.axes:
+        check_grid(axis, inner_axis)
+    return inner
 
 
 def check_backward(backward: Backward) -> Backward:

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.rotation.returns import DirectReduce, Partials, Reduction
-from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.tiling.block import Block
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.token_ranges import TokenRanges
@@ -42,6 +43,8 @@ class TokenRing(Method):
     (P - 1) B T H D a. Less under a mask, as a token travels no further than to the last rank that sees it.
     """
 
+    fits_inside_ring = True
+
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
         self.return_axis = self.axis.duplicate()
@@ -56,22 +59,25 @@ class TokenRing(Method):
 
         returns = DirectReduce(ring, merge)
         for current in ring.rotate(q):  # sends the current queries while their block is computed
-            (tokens, packed_tokens), partial_result = returns.result_tokens(current.step), ()
-            if tokens.runs:
-                (queries,) = current.take(packed_tokens)
-                # Step 0 has this rank's own queries, so their block starts the accumulator.
-                block_result = Merge.of(queries, v) if current.step else accumulator
-                block = spec.block(current.query_shard, current.key_shard, queries=tokens)
-                block.forward(queries, k, v, block_result)
-                partial_result = block_result.result()  # block_out, block_lse
-                del queries, block_result
+            tokens, packed_tokens = returns.result_tokens(current.step)
+            (queries,) = current.take(packed_tokens)
+            # Step 0 has this rank's own queries, so their block starts the accumulator.
+            block_result = Merge.of(queries, v) if current.step else accumulator
+            block = spec.block(current.query_shard, current.key_shard, queries=tokens)
+            block.forward(queries, k, v, block_result)
+            partial_result = block_result.result()  # block_out, block_lse
+            del queries, block_result
             returns.push(current.step, partial_result)
+            del partial_result
         returns.finish()
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        return pass_queries_backward(dout, saved, spec, self.rotation(spec), DirectReduce)
+        def block(current: RotatingShard, tokens: TokenRanges) -> Block:
+            return spec.block(current.query_shard, current.key_shard, queries=tokens)
+
+        return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
 
     def rotation(self, spec: AttentionSpec) -> Rotation:
         """Returns the ring of all ranks of the axis, each with its own shard. Made once for a spec."""
@@ -84,13 +90,18 @@ class TokenRing(Method):
 
 
 def pass_queries_backward(
-    dout: Tensor, saved: Saved, spec: AttentionSpec, ring: Rotation, reduction: Callable[[Rotation], Reduction]
+    dout: Tensor,
+    saved: Saved,
+    ring: Rotation,
+    reduction: Callable[[Rotation], Reduction],
+    block: Callable[[RotatingShard, TokenRanges], Block],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward in which q, out, dout and lse rotate; k, v, dk and dv stay.
 
     Args:
         dout: [B, T, H, Dv], of this rank's own queries.
         reduction: the way in which partial sums of dq return: directly, or as one sum that follows its queries.
+        block: from a step and some of its queries, packed, to the attention of these queries.
 
     Returns:
         dq [B, T, H, D] of this rank's own queries, dk [B, S, K, D] and dv [B, S, K, Dv] of its keys, in the
@@ -101,13 +112,11 @@ def pass_queries_backward(
     """
     dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), reduction(ring)
     for current in ring.rotate(saved.q, saved.out, dout, saved.lse):
-        (tokens, packed_tokens), partial_dq = returns.result_tokens(current.step), ()
-        if tokens.runs:
-            q, out, block_dout, lse = current.take(packed_tokens)
-            dq = Sum.like(q)
-            block = spec.block(current.query_shard, current.key_shard, queries=tokens)
-            block.backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
-            partial_dq = (dq.value(),)
-            del q, out, block_dout, lse, dq
-        returns.push(current.step, partial_dq)
+        tokens, packed_tokens = returns.result_tokens(current.step)
+        q, out, block_dout, lse = current.take(packed_tokens)
+        dq = Sum.like(q)
+        block(current, tokens).backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
+        del q, out, block_dout, lse
+        returns.push(current.step, (dq.value(),))
+        del dq
     return returns.finish()[0], dk.value(), dv.value()

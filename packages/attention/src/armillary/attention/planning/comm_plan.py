@@ -24,8 +24,9 @@ from armillary.core.observe.ledger import KINDS, PHASES
 from armillary.core.validation import check_choice
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
-Role = Literal["ring", "ulysses"]
-"""Axis of a method: "ring" is the sequence axis, whichever method works on it; "ulysses" is the head axis."""
+Role = Literal["ring", "ulysses", "nodes", "devices"]
+"""Axis of a method: "ring" is the sequence axis, whichever method works on it; "ulysses" is the head axis; "nodes" and
+"devices" are the two sequence axes of a ring between nodes."""
 
 
 class Payload(NamedTuple):
@@ -44,7 +45,7 @@ class Move(NamedTuple):
     """One exchange or collective on all ranks that take part. Ranks are numbered r * U + u.
 
     Args:
-        kind: as a ledger counts it.
+        kind, axis: as a ledger counts them.
         tensors: names of the tensors that are sent.
         sends: without those of 0 bytes. An all-gather is a ring in which each rank sends its block C - 1 times; an
             all-to-all, and a reduce-scatter of ours, is one send to each peer.

@@ -48,12 +48,12 @@ def rotation_steps(
         later_moves = ()
         if returned and returned_tokens and step > 0:  # at step 0 each rank has its own shard
             later_moves = (moves(returned_tokens, step, returned),)
-        return Step((moves(_hop_tokens, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
+        return Step((moves(hop_tokens, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
 
     return steps(*map(step_of, range(len(rings[0].ranks))))
 
 
-def _hop_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+def hop_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
     """Yields the sends of `Rotation.rotate` at a step, in tokens."""
     reach = ring.reach(grid)
     for place, rank in enumerate(ring.ranks):

@@ -10,6 +10,7 @@ from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Placement
 from armillary.attention.planning.base import HeadPlan, MethodPlan, SequencePlan
+from armillary.attention.planning.comm_plan import Role
 
 
 class MethodOptions(NamedTuple):
@@ -19,6 +20,7 @@ class MethodOptions(NamedTuple):
     team: int | None = None
     placement: Placement = "collect_intra"
     backward: Backward = "auto"
+    nodes: int | None = None
 
 
 DEFAULT_OPTIONS = MethodOptions()
@@ -33,6 +35,7 @@ class Entry:
             options by name.
         plan: called with the options by name.
         options: fields of `MethodOptions` that the method has.
+        mesh_options: further fields that only the plan is called with: a mesh tells them the method.
         resolve: fills in options that are None, for a number of ranks on the method's axis.
         variants: options worth trying on so many ranks of its axis with so many query heads. None if other methods
             cover them.
@@ -42,21 +45,32 @@ class Entry:
     method: Callable[..., Method]
     plan: type[MethodPlan]
     options: tuple[str, ...] = ()
+    mesh_options: tuple[str, ...] = ()
     resolve: Callable[[MethodOptions, int], MethodOptions] = lambda options, ranks: options
     variants: Callable[[int, int], Iterable[MethodOptions]] = lambda ranks, heads: (DEFAULT_OPTIONS,)
     suffix: Callable[[MethodOptions], str] = lambda options: ""
 
     def arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
-        """Returns the keyword arguments of `method` and `plan` on `ranks` ranks of the method's axis."""
+        """Returns the keyword arguments of `method` on `ranks` ranks of the method's axis."""
         resolved = self.resolve(options, ranks)
         return {name: getattr(resolved, name) for name in self.options}
+
+    def plan_arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
+        """Returns the keyword arguments of `plan` on `ranks` ranks of the method's axis."""
+        resolved = self.resolve(options, ranks)
+        return {name: getattr(resolved, name) for name in (*self.options, *self.mesh_options)}
 
 
 @dataclass(frozen=True)
 class SequenceEntry(Entry):
-    """Entry of a method on the sequence axis."""
+    """Entry of a method on the sequence axis.
+
+    Args:
+        axes: mesh axes that `method` is called with: the sequence axis, or two that it is split into.
+    """
 
     plan: type[SequencePlan] = SequencePlan
+    axes: tuple[Role, ...] = ("ring",)
 
 
 @dataclass(frozen=True)

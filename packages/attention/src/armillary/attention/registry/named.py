@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,16 +32,17 @@ def build_attention(
     """Constructs the method `name` on the axes of `mesh` (from `build_mesh`).
 
     Args:
-        name: "local"; on the sequence axis "ring", "token_ring", "wallfacer" or "all_gather"; on the head axis
-            "ulysses" or "upipe"; a pair of both, such as "upipe+wallfacer"; "usp" is "ulysses+ring". On a sequence axis
-            of one rank all are `Local`.
+        name: "local"; on the sequence axis "ring", "token_ring", "wallfacer" or "all_gather"; on axes "nodes" and
+            "devices" in its place "ring+ring" or "ring+token_ring"; on the head axis "ulysses" or "upipe"; one of
+            these around one of the others, such as "upipe+wallfacer" or "ulysses+ring+token_ring"; "usp" is
+            "ulysses+ring". On a sequence axis of one rank all are `Local`.
         heads_per_stage: of UPipe. By default one query head for each rank of the head axis: the least memory.
         team, placement: of WallFacer. By default the largest team that fits.
         backward: of Ring and WallFacer: the side that rotates in backward.
 
     Raises:
         ValueError: an unknown name, a method that leaves an axis with more than one rank unused, an option of another
-            method, or a mesh without axes "ring" and "ulysses".
+            method, or a mesh without the method's axes.
     """
     return named_method(name, MethodOptions(heads_per_stage, team, placement, backward)).build(mesh)
 
@@ -53,17 +56,19 @@ def build_comm_plan(
     team: int | None = None,
     placement: Placement = "collect_intra",
     backward: Backward = "auto",
+    nodes: int | None = None,
 ) -> CommPlan:
     """Returns the communication plan of the method of `build_attention` with these arguments, on ring x ulysses ranks.
 
     Args:
         work: over `ring` shards.
+        nodes: of "ring+ring" and "ring+token_ring": the nodes that `ring` is on. By default the fewest above 1.
 
     Raises:
         ValueError: as `build_attention`; `work` over another number of shards; fewer query heads than `ulysses`; a
             method without a communication plan.
     """
-    options = MethodOptions(heads_per_stage, team, placement, backward)
+    options = MethodOptions(heads_per_stage, team, placement, backward, nodes)
     return named_method(name, options).comm_plan(work, ring, ulysses)
 
 
@@ -88,16 +93,31 @@ class NamedMethod:
 
     @property
     def axes(self) -> tuple[Role, ...]:
-        """Axes over which work is divided."""
+        """Axes over which work is divided; "ring" also for two axes in its place."""
         return (*(["ring"] if self.sequence is not LOCAL else []), *(["ulysses"] if self.head else []))
+
+    def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """Returns sizes of mesh axes with `ring` split into `nodes` and `devices`, if the method works on these.
+
+        Raises:
+            ValueError: the nodes do not divide the ranks of `ring`.
+        """
+        ring = axes.get("ring", 1)
+        if "nodes" not in self.sequence.axes:
+            return dict(axes)
+        nodes = self.sequence.resolve(self.options, ring).nodes or 1
+        if ring % nodes:
+            raise ValueError(f"nodes={nodes} must divide the {ring} ranks of ring")
+        return {**axes, "ring": 1, "nodes": nodes, "devices": ring // nodes}
 
     def build(self, mesh: DeviceMesh) -> Method:
         """Constructs the method, as `build_attention`."""
-        _check_mesh(mesh)
-        ring, ulysses = mesh["ring"].size(), mesh["ulysses"].size()
-        self.check_used(ring, ulysses)
+        _check_mesh(mesh, self.sequence.axes)
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        self.check_used(sizes)
+        ring, ulysses = prod(sizes[axis] for axis in self.sequence.axes), sizes["ulysses"]
         sequence = self.sequence if ring > 1 else LOCAL
-        inner = sequence.method(mesh["ring"], **sequence.arguments(self.options, ring))
+        inner = sequence.method(*[mesh[axis] for axis in sequence.axes], **sequence.arguments(self.options, ring))
         if self.head is None:
             return inner
         return self.head.method(mesh["ulysses"], inner, **self.head.arguments(self.options, ulysses))
@@ -113,17 +133,17 @@ class NamedMethod:
 
     def sequence_plan(self, ring: int) -> SequencePlan:
         """Returns the plan of the sequence method on `ring` ranks."""
-        return self.sequence.plan(**self.sequence.arguments(self.options, ring), method=self.name)
+        return self.sequence.plan(**self.sequence.plan_arguments(self.options, ring), method=self.name)
 
     def head_plan(self, ulysses: int) -> HeadPlan | None:
         """Returns the plan of the head method on `ulysses` ranks; None: there is no head method."""
         if self.head is None:
             return None
-        return self.head.plan(**self.head.arguments(self.options, ulysses), method=self.name)
+        return self.head.plan(**self.head.plan_arguments(self.options, ulysses), method=self.name)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """Returns the communication plan, as `build_comm_plan`."""
-        self.check_used(ring, ulysses)
+        self.check_used(self.mesh_axes({"ring": ring, "ulysses": ulysses}))
         if work.layout.shards != ring:
             raise ValueError(
                 f"the layout has {work.layout.shards} shards; {ring} are needed, one for each rank of ring"
@@ -140,12 +160,18 @@ class NamedMethod:
         options = self.options if self.head is None else self.head.resolve(self.options, ulysses)
         return head_stages(heads, key_heads, ulysses, options.heads_per_stage)
 
-    def check_used(self, ring: int, ulysses: int) -> None:
-        """Raises ValueError for an axis of several ranks over which nothing is divided."""
-        for axis, ranks in (("ring", ring), ("ulysses", ulysses)):
-            if ranks > 1 and axis not in self.axes:
+    def check_used(self, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for an axis of several ranks over which attention is not divided.
+
+        Args:
+            sizes: of mesh axes; those that no method works on are ignored.
+        """
+        used = (*self.sequence.axes, *(["ulysses"] if self.head else []))
+        for axis in get_args(Role):
+            if sizes.get(axis, 1) > 1 and axis not in used:
+                other = "usp" if axis in ("ring", "ulysses") else "ring+token_ring"
                 raise ValueError(
-                    f"{self.name} would leave axis {axis!r} with {ranks} ranks unused; use usp, or {axis}=1"
+                    f"{self.name} would leave axis {axis!r} with {sizes[axis]} ranks unused; use {other}, or {axis}=1"
                 )
 
 
@@ -157,9 +183,11 @@ def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMe
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         raise ValueError(f"{name!r} is no name of an attention method; known: {', '.join(names())}")
-    head, _, sequence = ALIASES.get(name, name).rpartition("+")
-    if not head and sequence in HEAD_METHODS:
-        head, sequence = sequence, "local"
+    head, _, sequence = ALIASES.get(name, name).partition("+")
+    if head not in HEAD_METHODS:
+        head, sequence = "", ALIASES.get(name, name)
+    elif not sequence:
+        sequence = "local"
     if (head and head not in HEAD_METHODS) or (sequence != "local" and sequence not in SEQUENCE_METHODS):
         raise ValueError(f"no attention method {name!r}; known: {', '.join(names())}")
     method = NamedMethod(name, HEAD_METHODS.get(head), SEQUENCE_METHODS.get(sequence, LOCAL), options)
@@ -194,19 +222,22 @@ def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
 
 
 def _check_options(method: NamedMethod) -> None:
-    accepted = (*method.sequence.options, *(method.head.options if method.head else ()))
+    entries = [method.sequence, *([method.head] if method.head else [])]
+    accepted = [option for entry in entries for option in (*entry.options, *entry.mesh_options)]
     for option, value in method.options._asdict().items():
         if value != getattr(DEFAULT_OPTIONS, option) and option not in accepted:
             entries = {**SEQUENCE_METHODS, **HEAD_METHODS}
-            owners = ", ".join(name for name, entry in entries.items() if option in entry.options)
+            owners = ", ".join(
+                name for name, entry in entries.items() if option in (*entry.options, *entry.mesh_options)
+            )
             raise ValueError(f"{method.name} takes no {option}={value!r}; that is for {owners}")
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def _check_mesh(mesh: DeviceMesh, sequence_axes: Sequence[str]) -> None:
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed, such as build_mesh makes")
     axes = mesh.mesh_dim_names or ()
-    if absent := [axis for axis in ("ring", "ulysses") if axis not in axes]:
+    if absent := [axis for axis in (*sequence_axes, "ulysses") if axis not in axes]:
         raise ValueError(
             f"the mesh has axes {axes} and no {' and '.join(absent)}; make it by build_mesh, or a method "
             f"from an axis, such as Ring(mesh[...])"

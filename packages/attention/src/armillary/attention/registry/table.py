@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,14 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.local import Local
-from armillary.attention.methods.ring import Ring
+from armillary.attention.methods.ring import Backward, Ring
 from armillary.attention.methods.teams import Placement, fitting_teams
 from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
 from armillary.attention.planning.all_gather import AllGatherPlan
+from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.local import LocalPlan
+from armillary.attention.planning.nodes import DoubleRingPlan, TokenRingOverNodesPlan
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.token_ring import TokenRingPlan
 from armillary.attention.planning.ulysses import UlyssesPlan
@@ -44,6 +46,33 @@ def largest_team(options: MethodOptions, ranks: int) -> MethodOptions:
     return options if options.team is not None else options._replace(team=fitting_teams(ranks)[-1])
 
 
+def double_ring(nodes: DeviceMesh, devices: DeviceMesh, backward: Backward) -> Method:
+    """Returns a ring of keys between nodes around one within each node (LoongTrain's double ring)."""
+    return Ring(nodes, backward, inner=Ring(devices, backward))
+
+
+def token_ring_over_nodes(nodes: DeviceMesh, devices: DeviceMesh, backward: Backward) -> Method:
+    """Returns a ring of keys between nodes around TokenRing within each node."""
+    return Ring(nodes, backward, inner=TokenRing(devices))
+
+
+def node_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
+    """Yields each number of nodes and of devices above 1, as with 1 another method does the same."""
+    return (MethodOptions(nodes=nodes) for nodes in range(2, ranks // 2 + 1) if ranks % nodes == 0)
+
+
+def node_suffix(options: MethodOptions) -> str:
+    """Returns options such as " 2 nodes"."""
+    return "" if options.nodes is None else f" {options.nodes} nodes"
+
+
+def fewest_nodes(options: MethodOptions, ranks: int) -> MethodOptions:
+    """Takes the fewest nodes above 1 that the ranks can be on by default."""
+    if options.nodes is not None:
+        return options
+    return options._replace(nodes=next((n for n in range(2, ranks + 1) if ranks % n == 0), 1))
+
+
 def upipe_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
     """Yields one and two heads per rank and stage, if that makes several stages."""
     return (MethodOptions(heads_per_stage=count) for count in (ranks, 2 * ranks) if count < heads)
@@ -59,14 +88,23 @@ def one_head_per_rank(options: MethodOptions, ranks: int) -> MethodOptions:
     return options if options.heads_per_stage is not None else options._replace(heads_per_stage=ranks)
 
 
-def local(axis: DeviceMesh) -> Method:
-    """Returns attention on one rank, which needs no axis."""
-    return Local()
-
-
 def ulysses(axis: DeviceMesh, inner: Method) -> Method:
     """Returns the inner method alone on a head axis of one rank."""
     return Ulysses(axis, inner) if axis.size() > 1 else inner
+
+
+def over_nodes(method: Callable[..., Method], plan: type[SequencePlan]) -> SequenceEntry:
+    """Returns the entry of a ring between nodes around a method within each node."""
+    return SequenceEntry(
+        method,
+        plan,
+        options=("backward",),
+        mesh_options=("nodes",),
+        resolve=fewest_nodes,
+        variants=node_variants,
+        suffix=node_suffix,
+        axes=("nodes", "devices"),
+    )
 
 
 SEQUENCE_METHODS: dict[str, SequenceEntry] = {
@@ -81,6 +119,8 @@ SEQUENCE_METHODS: dict[str, SequenceEntry] = {
         suffix=wallfacer_suffix,
     ),
     "all_gather": SequenceEntry(AllGatherKV, AllGatherPlan),
+    "ring+ring": over_nodes(double_ring, DoubleRingPlan),
+    "ring+token_ring": over_nodes(token_ring_over_nodes, TokenRingOverNodesPlan),
 }
 HEAD_METHODS: dict[str, HeadEntry] = {
     "ulysses": HeadEntry(ulysses, UlyssesPlan),
@@ -93,6 +133,6 @@ HEAD_METHODS: dict[str, HeadEntry] = {
         suffix=upipe_suffix,
     ),
 }
-LOCAL = SequenceEntry(local, LocalPlan)
+LOCAL = SequenceEntry(Local, LocalPlan, axes=())
 """The sequence method of one rank, and of a head axis alone."""
 ALIASES = {"usp": "ulysses+ring"}

@@ -19,7 +19,7 @@ from armillary.core.collectives.exchange import Exchange, ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
 
 Partials = Sequence[Tensor]
-"""One rank's partial results for some tokens of one shard, [B, t, ...] each; empty if it sees none of them."""
+"""One rank's partial results for some tokens of one shard, [B, t, ...] each."""
 
 
 class ResultTokens(NamedTuple):
@@ -150,7 +150,8 @@ class DirectReduce:
         rotation, tokens = self.rotation, self.rotation.direct_steps[step].returned_tokens
         buffer = self.buffers.take(last_in_use=False)  # its partial results have been added
         self.returned_partials = None if buffer is None else (tokens, buffer)
-        send = {rotation.ahead(-step): FlatBuffer.of(partials)} if partials else {}
+        visible = rotation.direct_steps[step].visible_tokens.runs
+        send = {rotation.ahead(-step): FlatBuffer.of(partials)} if visible else {}
         receive = {rotation.ahead(step): self.returned_partials[1]} if self.returned_partials else {}
         self.exchange = start_exchange(rotation.return_axis, send, receive)
 

@@ -70,7 +70,7 @@ class RotatingShard:
         step: 0 .. R - 1.
         query_shard, key_shard: the shards that meet.
         token_ranges: tokens of the rotating shard that are here.
-        tensors: [B, t, ...] each, with these tokens packed on dim 1; () if there are none. Dropped after the step.
+        tensors: [B, t, ...] each, with these tokens packed on dim 1. Dropped after the step.
     """
 
     step: int
@@ -130,7 +130,7 @@ class Rotation:
             exchange.wait()
             # Drop every reference to the current shard: two shards are alive at a time, not three.
             shard.tensors = ()
-            buffer, current = incoming, incoming.tensors if incoming else ()
+            buffer, current = incoming, incoming.tensors if incoming else tuple([x[:, :0] for x in tensors])
             del exchange, send, receive, outgoing
 
     @cached_property

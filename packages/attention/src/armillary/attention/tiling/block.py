@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,6 +30,20 @@ class HeadRun(NamedTuple):
     k1: int
 
 
+class Block(Protocol):
+    """Attention of the queries and keys that meet at one step of a ring."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
+        """Merges the partial result into `accumulator`."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
+    ) -> None:
+        """Adds this step's share to dq, dk and dv; out and lse are over all keys of these queries."""
+        ...
+
+
 class BlockAttention(NamedTuple):
     """Attention of some queries over some keys, as a list of kernel calls.
 
@@ -49,6 +63,8 @@ class BlockAttention(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
         """Merges the block's partial result into `accumulator`. Does nothing where no pair is visible."""
+        if not self.calls:
+            return
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         k, v = contiguous_rows(k), contiguous_rows(v)
         pieces = [Forward(rows.of(q), columns.of(k), columns.of(v), band) for rows, columns, band in self.calls]
@@ -66,6 +82,8 @@ class BlockAttention(NamedTuple):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
         """Adds the block's gradients to dq, dk and dv; out and lse are over all keys of these queries."""
+        if not self.calls:
+            return
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         dout, k, v, out = contiguous_rows(dout), contiguous_rows(k), contiguous_rows(v), contiguous_rows(out)
         pieces = [

@@ -30,6 +30,9 @@ class TilePart(NamedTuple):
         return x[rows, tokens, heads]
 
 
+EVERYTHING = TilePart(ALL, ALL, ALL)
+
+
 @dataclass
 class Merge:
     """Attention over disjoint sets of keys, merged by their log-sum-exp.

@@ -48,7 +48,7 @@ class SpanTable:
             for span in spans:
                 rows.append((shard, local_start, span.start, span[-1] + 1, span.step, len(span)))
                 local_start += len(span)
-        table = np.array(sorted(rows, key=lambda row: row[2]), dtype=np.int64).T
+        table = np.array(sorted(rows, key=lambda row: row[2]), dtype=np.int64).reshape(-1, 6).T
         return cls(*table, reach=np.maximum.accumulate(table[3]))
 
     def overlapping(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:

@@ -47,10 +47,29 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 @cache
 def mesh(
-    *, replicate: int = 1, shard: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device: str = "cpu"
+    *,
+    pipe: int = 1,
+    replicate: int = 1,
+    shard: int = 1,
+    nodes: int = 1,
+    devices: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tp: int = 1,
+    device: str = "cpu",
 ) -> DeviceMesh:
     """The rank's mesh with these axes (`mesh(ring=2, ulysses=2)`), built once in each process of a world."""
-    return build_mesh(device, replicate=replicate, shard=shard, ring=ring, ulysses=ulysses, tp=tp)
+    return build_mesh(
+        device,
+        pipe=pipe,
+        replicate=replicate,
+        shard=shard,
+        nodes=nodes,
+        devices=devices,
+        ring=ring,
+        ulysses=ulysses,
+        tp=tp,
+    )
 
 
 def _receive(connection: Connection) -> bytes | None:

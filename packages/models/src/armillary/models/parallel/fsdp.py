@@ -15,12 +15,12 @@ from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 
-SHARDING = ("shard", "ring", "ulysses")
+SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 """Axes over which parameters are sharded, as one."""
 
 
 def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False) -> None:
-    """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses as one, copied over replicate (HSDP).
+    """Applies FSDP2 in place: parameters sharded over shard x nodes x devices x ring x ulysses as one, copied over replicate (HSDP).
 
     Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
     summed over all ranks, not averaged: divide the loss by the global count of tokens.

@@ -51,7 +51,7 @@ class StepSizes:
         axes: Mapping[str, int] = job.axes
         ring, ulysses = axes.get("ring", 1), axes.get("ulysses", 1)
         method = job.attention.method
-        method.check_used(ring, ulysses)
+        method.check_used(method.mesh_axes({"ring": ring, "ulysses": ulysses}))
         return cls(
             model=Widths.of(job.model),
             method=method,

@@ -1,0 +1,90 @@
+"""Rings between the nodes of a cluster, and the tokens that meet within a node at each of their steps. Pure.
+
+Rank n D + d is device d of node n. At every step the D devices of a node hold one rotating shard each, and attend as a
+group: all stationary shards of the node against all rotating ones.
+
+    step              0        1           2 nodes of 2 devices, with keys rotating
+    node 0 has     k0  k1    k2  k3        each step: send k0 and k1 on to the next node while all queries of the
+    node 1 has     k2  k3    k0  k1        node attend to them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.tiling.grid import Grid, grid_of
+from armillary.attention.tiling.partial_layout import PartialLayout, spans_at
+from armillary.core import SequenceLayout
+
+
+class NodeStep(NamedTuple):
+    """Queries and keys that meet in one node at one step: a shard for each device."""
+
+    layout: PartialLayout
+    key_layout: PartialLayout
+
+
+@dataclass(frozen=True)
+class NodeRings:
+    """D rings of M nodes: ring d connects device d of every node.
+
+    Args:
+        nodes, devices: M and D.
+        rotating_side: the side that travels between nodes.
+        layout, key_layout: over all M D ranks.
+        grid: visible pairs of a node's stationary tokens with each rotating shard.
+    """
+
+    nodes: int
+    devices: int
+    rotating_side: RotatingSide
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    grid: Grid
+
+    @classmethod
+    def of(cls, devices: int, rotating_side: RotatingSide, grid: Grid) -> NodeRings:
+        """Returns the rings for a call.
+
+        Args:
+            grid: of the shards of all ranks.
+        """
+        layout, key_layout, nodes = grid.layout, grid.key_layout, grid.layout.shards // devices
+        if rotating_side == "keys":
+            by_node = grid_of(layout.coarsen(devices), key_layout, grid.mask)
+        else:
+            by_node = grid_of(layout, key_layout.coarsen(devices), grid.mask)
+        return cls(nodes, devices, rotating_side, layout, key_layout, by_node)
+
+    @cached_property
+    def rings(self) -> tuple[RingTopology, ...]:
+        """The ring of each device, in its cheaper direction. Ranks are nodes."""
+        every, total = tuple(range(self.nodes)), self.nodes * self.devices
+        shards = [tuple(range(device, total, self.devices)) for device in range(self.devices)]
+        return tuple(
+            RingTopology(every, every, each, self.rotating_side).cheaper_direction(self.grid) for each in shards
+        )
+
+    def step(self, node: int, step: int) -> NodeStep | None:
+        """Returns the queries and keys that meet in a node at a step; None if they do not see each other."""
+        rotating, stationary = (
+            (self.key_layout, self.layout) if self.rotating_side == "keys" else (self.layout, self.key_layout)
+        )
+        own = [stationary.spans(node * self.devices + device) for device in range(self.devices)]
+        visiting, visible = list[list[range]](), 0
+        for ring in self.rings:
+            place = ring.ranks.index(node)
+            origin = ring.origin(place, step)
+            tokens = ring.reach(self.grid)[origin].tokens_at(step)
+            visiting.append(list(spans_at(rotating.spans(ring.rotating_shards[origin]), tokens)))
+            visible += ring.visible_tokens(self.grid, place, origin).count
+        if not visible:
+            return None
+        rotating_part = PartialLayout(visiting, rotating.length)
+        stationary_part = PartialLayout(own, stationary.length)
+        if self.rotating_side == "keys":
+            return NodeStep(stationary_part, rotating_part)
+        return NodeStep(rotating_part, stationary_part)

@@ -1,0 +1,56 @@
+"""Layouts of some of the positions of a sequence: the queries or keys that the ranks of one node hold at one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from armillary.core import SequenceLayout
+from armillary.core.layout import Spans
+from armillary.core.token_ranges import TokenRanges
+
+
+class PartialLayout(SequenceLayout):
+    """Some positions of a sequence, over shards of which some may be empty.
+
+    Positions stay global, so masks, tiles and methods use it like the layout of a whole sequence.
+
+    Args:
+        spans: as in `SequenceLayout`, without its condition that every position is held once.
+        length: number of positions of the whole sequence.
+    """
+
+    __slots__ = ("_length",)
+
+    def __init__(self, spans: Iterable[Iterable[range]], length: int) -> None:
+        self._length = length
+        super().__init__(spans)
+
+    def _check(self) -> None:
+        """Any positions are accepted: the class is constructed from parts of checked layouts alone."""
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and isinstance(other, SequenceLayout) and self.length == other.length
+
+    __hash__ = SequenceLayout.__hash__
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def coarsen(self, n: int) -> PartialLayout:
+        groups = ([self.spans(shard) for shard in range(i, i + n)] for i in range(0, self.shards, n))
+        return PartialLayout([[span for spans in group for span in spans] for group in groups], self.length)
+
+
+def spans_at(spans: Spans, tokens: TokenRanges) -> Iterator[range]:
+    """Yields the positions of some tokens of a shard.
+
+    Args:
+        spans: of the shard.
+        tokens: as indices into the shard.
+    """
+    start = 0
+    for span in spans:
+        for run in tokens.runs:
+            yield span[max(0, run.start - start) : max(0, run.stop - start)]
+        start += len(span)
