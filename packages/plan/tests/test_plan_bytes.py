@@ -63,7 +63,7 @@ def test_default_methods():
         "ring",
         "token_ring",
         *(f"wallfacer C={team}" for team in (2, 4, 8)),
-        "all_gather",
+        *("all_gather", "ring+ring", "ring+token_ring"),
         "usp",
     ]
     candidates = list(choices(BytesPlan(ranks=4, kv_heads=13)))

@@ -77,6 +77,8 @@ class BytesPlan:
     """Methods, named as for --parallel.attention; by default usp and all on one axis that the ranks divide."""
     team: tuple[Count, ...] = ()
     """wallfacer: team sizes (C); by default all from 2 on that fit."""
+    nodes: CountOrNone = None
+    """ring+ring, ring+token_ring: nodes that the sequence ranks are on; by default the fewest from 2 on."""
     of_ranks: tuple[int, ...] = ()
     """Ranks to show; by default 0 and 1. With wallfacer, rank 0 keeps its own keys and sends less."""
     json: bool = False
@@ -162,7 +164,8 @@ def choices(plan: BytesPlan) -> Iterator[Candidate]:
             raise ValueError(f"--ulysses {ulysses} does not divide {plan.ranks} ranks")
         mesh = Mesh(1, plan.ranks // ulysses, ulysses)
         for team in teams(plan, method, mesh.ring):
-            yield Candidate(mesh, AttentionChoice(name, team=team))
+            nodes = plan.nodes if "nodes" in method.sequence.mesh_options else None
+            yield Candidate(mesh, AttentionChoice(name, team=team, nodes=nodes))
 
 
 def default_methods(plan: BytesPlan) -> list[str]:
@@ -197,7 +200,7 @@ def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger
     """Runs one call forward and backward as `rank`: (its ledger, the shape of the call)."""
     dtype = DTYPES[plan.dtype]
     # Only shapes matter: fake tensors have no storage, and the fake group delivers nothing.
-    with fake_world(rank, **candidate.mesh.axes) as mesh:
+    with fake_world(rank, **candidate.attention.mesh_axes(candidate.mesh.axes)) as mesh:
         method = candidate.attention(mesh)
         layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:

@@ -145,7 +145,9 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
     return Job(
         model=model,
         axes=axes,
-        attention=AttentionChoice(parallel.attention, parallel.heads_per_stage, parallel.team, parallel.placement),
+        attention=AttentionChoice(
+            parallel.attention, parallel.heads_per_stage, parallel.team, parallel.placement, parallel.nodes
+        ),
         length=config.data.sequence_length,
         rows=config.rows_per_batch,
         checkpointing=config.checkpointing,

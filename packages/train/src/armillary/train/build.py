@@ -27,7 +27,7 @@ from armillary.train.cuda_setup import cuda_setup, set_connections
 from armillary.train.kernels import check_kernel, kernel_with_margin
 from armillary.train.model import model_config
 from armillary.train.optimizer import build_optimizer
-from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh
+from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh, mesh_axes
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
 from armillary.train.runtime.allocator import allocator_settings, set_allocator
@@ -93,9 +93,10 @@ def prepare(config: Config, device: torch.device) -> Run:
 
 
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """Returns the mesh with these axes and the configured communicators. Every rank must call it."""
+    """Returns the mesh for axes of `choose_axes`, with the configured communicators. Every rank must call it."""
     setup, timeout = cuda_setup(config, axes["ring"]), collective_timeout(config)
-    return build_mesh(device.type, **axes, timeout=timeout, high_priority=setup.high_priority, max_ctas=setup.max_ctas)
+    sizes = mesh_axes(config, axes)
+    return build_mesh(device.type, **sizes, timeout=timeout, high_priority=setup.high_priority, max_ctas=setup.max_ctas)
 
 
 def collective_timeout(config: Config) -> timedelta:

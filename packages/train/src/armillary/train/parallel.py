@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from math import gcd, isqrt
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.registry import MethodOptions, named_method
 from armillary.core import compat
 from armillary.train.config import Config, TrainConfig
 from armillary.train.model import model_config
@@ -57,6 +59,23 @@ def choose_axes(config: Config, world: int) -> dict[str, int]:
     }
 
 
+def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the axes of the mesh: `axes` with `ring` split into `nodes` and `devices`, if the method works on these.
+
+    By default a node has as many ranks as this machine.
+
+    Raises:
+        ValueError: nodes that do not divide the ring, or are for another method.
+    """
+    nodes = config.parallel.nodes
+    method = named_method(config.parallel.attention, MethodOptions(nodes=nodes))
+    if nodes is None and "nodes" in method.sequence.axes and "LOCAL_WORLD_SIZE" in os.environ:
+        devices = gcd(axes["ring"], max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // (axes["ulysses"] * axes["tp"])))
+        if 1 < devices < axes["ring"]:
+            method = named_method(config.parallel.attention, MethodOptions(nodes=axes["ring"] // devices))
+    return method.mesh_axes(axes)
+
+
 def split_cp(config: Config, cp: int) -> tuple[int, int]:
     """(ring, ulysses) of a context-parallel degree: as many ranks on the head axis as divide heads, key heads and a
     node, whose links its all-to-alls stay on; the rest on the ring."""
@@ -68,7 +87,7 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
 
 
 def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Its axes of several ranks, and `ring`. Of any op over five axes torch (2.15) weighs placements for seconds."""
+    """Its axes of several ranks, and `ring`. Of any op over all axes torch (2.15) weighs placements for seconds."""
     return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
 
 

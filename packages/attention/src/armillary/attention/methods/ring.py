@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
+from armillary.attention.methods.rank_grid import check_rank_grid
 from armillary.attention.methods.token_ring import pass_queries_backward
 from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.rotation.returns import RingReduce
@@ -186,7 +187,7 @@ def check_inner(axis: Axis, inner: AttentionMethod | None) -> AttentionMethod | 
             f"the head axis around it: Ulysses(mesh['ulysses'], inner=Ring(...))"
         )
     for inner_axis in inner.axes:
-        check_grid(axis, inner_axis)
+        check_rank_grid(axis, inner_axis)
     return inner
 
 

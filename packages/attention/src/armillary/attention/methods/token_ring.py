@@ -68,7 +68,7 @@ class TokenRing(Method):
             partial_result = block_result.result()  # block_out, block_lse
             del queries, block_result
             returns.push(current.step, partial_result)
-            del partial_result
+            del partial_result  # or it would live while the next block is computed
         returns.finish()
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
-from armillary.attention.planning.base import RingWalk, SequencePlan
+from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
+    Block,
     CommPlan,
     Move,
-    Role,
+    Payload,
     Step,
     Steps,
     move,
@@ -19,12 +20,12 @@ from armillary.attention.planning.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
+from armillary.attention.planning.ring import RingPlan, ring_backward_memory, rotates_queries
 from armillary.attention.planning.rotation import ReturnedTokens, hop_tokens, ring_reduce_tokens
+from armillary.attention.planning.send import Send
 from armillary.attention.planning.token_ring import TokenRingPlan
-from armillary.attention.rotation.nodes import NodeRings
-from armillary.core import SequenceLayout
-from armillary.core.network import Send
+from armillary.attention.rotation.nodes import NodeRings, NodeStep
 
 
 @dataclass(frozen=True)
@@ -61,24 +62,58 @@ class NodeRingPlan(SequencePlan):
         return ranks // self.nodes
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
-        devices, kv = self.devices(work.layout.shards), work.k + work.v
+        devices = self.devices(work.layout.shards)
         forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), self.inner.comm_plan)
         queries = (work.layout.length, len(work.key_heads), work.head_dim)
         keys = (work.key_layout.length, work.kv_heads, work.value_dim)
         side = cheaper_side(self.backward, queries, keys, work.dtype)
         backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), self.inner.comm_plan)
         if side == "keys":
-            hop_bytes, sum_bytes = kv * work.e, kv * work.a  # k and v; dk and dv
+            rotating, sums = work.payload("k", "v"), work.payload("dk", "dv")
         else:
-            hop_bytes, sum_bytes = (work.q + 2 * work.out) * work.e + work.lse * work.a, work.q * work.a
+            rotating, sums = work.payload("q", "out", "dout", "lse"), work.payload("dq")
         return CommPlan(
-            forward.steps(hop_bytes=kv * work.e, sum_bytes=0, inner_steps=lambda plan: plan.forward),
-            backward.steps(hop_bytes, sum_bytes, inner_steps=lambda plan: plan.backward),
+            forward.steps(work.payload("k", "v"), None, lambda plan: plan.forward),
+            backward.steps(rotating, sums, lambda plan: plan.backward),
         )
 
-    def walk(self, layout: SequenceLayout) -> RingWalk:
-        """One ring of all ranks: the blocks of a rank, if not in their order."""
-        return RingWalk.of_ring(layout, "keys")
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        """Peak at a step above 0: keys between nodes, merged results, and the inner method with visiting keys."""
+        devices, inner = self.devices(ranks), self.inner
+        if self.nodes == 1 or devices == 1:
+            return inner.forward_memory(x, devices) if self.nodes == 1 else rotate_keys_forward(x, ranks)
+        buffers = 2 * x.k * (1 if self.nodes == 2 else 2.5)
+        merged = (1 if self.nodes == 2 else x.w) * x.q + x.lse
+        return max(3 * x.k + inner.forward_memory(x, devices), buffers + merged + self.visited_forward(x, devices))
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        """Peak at a step above 0: what travels between nodes, sums of gradients, and the inner method."""
+        devices, inner = self.devices(ranks), self.inner
+        if self.nodes == 1 or devices == 1:
+            return (
+                inner.backward_memory(x, devices) if self.nodes == 1 else ring_backward_memory(x, ranks, self.backward)
+            )
+        several = self.nodes > 2
+        if rotates_queries(x, self.backward):
+            outer = x.rotating * (2.5 if several else 1) + x.w * x.q * (3 if several else 1) + 2 * x.w * x.k
+            return outer + self.visited_backward(x, devices)
+        outer = 2 * x.k * (2.5 if several else 1) + x.w * x.q + 2 * x.w * x.k * (3 if several else 1)
+        return outer + self.visited_backward(x, devices)
+
+    def visited_forward(self, x: Sizes, devices: int) -> float:
+        """Returns the peak of the inner method's forward with keys of another node: no block is a causal square."""
+        return self.inner.forward_memory(x, devices) + self.widened(x, devices)
+
+    def visited_backward(self, x: Sizes, devices: int) -> float:
+        """Returns the peak of the inner method's backward with another node's keys or queries."""
+        return self.inner.backward_memory(x, devices)
+
+    def widened(self, x: Sizes, devices: int) -> float:
+        """Returns what sums of queries take more as they start in the accumulation dtype, if that is at the peak.
+
+        With keys of another node there is no first block of all queries whose result they could start from.
+        """
+        return (x.w - 1) * x.q if devices == 2 else 0
 
 
 @dataclass(frozen=True)
@@ -93,31 +128,30 @@ class NodeSteps:
     rings: NodeRings
     inner_plan: Callable[[AttentionShape], CommPlan]
 
-    def steps(self, hop_bytes: int, sum_bytes: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
+    def steps(self, rotating: Payload, sums: Payload | None, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
         """Returns the steps of forward or backward.
 
         Args:
-            hop_bytes: bytes of a token that travels between nodes.
-            sum_bytes: bytes of a token's gradient sum that follows it one step behind.
+            rotating: tensors that travel between nodes.
+            sums: of gradients, which follow their tokens one step behind; None: nothing returns.
             inner_steps: takes forward or backward of the inner plan.
         """
         result, following = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
-            hops = self._move(hop_tokens, step, hop_bytes)
-            sums = self._move(ring_reduce_tokens, step, sum_bytes if step else 0)
+            hops = self._move(hop_tokens, step, rotating)
             result += spread([hops, *following], self._attend(step, inner_steps))
-            following = [sums]
+            following = [self._move(ring_reduce_tokens, step, sums)] if sums and step else []
         return steps(*result, Step(tuple(following)))
 
-    def _move(self, tokens: ReturnedTokens, step: int, size: int) -> Move:
-        """Sends of all rings at a step, of `size` bytes a token."""
+    def _move(self, token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:
+        """Sends of all rings at a step."""
 
         def sends() -> Iterator[Send]:
             for device, ring in enumerate(self.rings.rings):
-                for source, target, count in tokens(ring, self.rings.grid, step):
-                    yield Send(self._rank(source, device), self._rank(target, device), count * size)
+                for source, target, count in token_sends(ring, self.rings.grid, step):
+                    yield Send(self._rank(source, device), self._rank(target, device), count * payload.size)
 
-        return move("p2p", "nodes", sends())
+        return move("p2p", "nodes", payload.tensors, sends())
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
         """The inner method's steps in all nodes, side by side."""
@@ -126,7 +160,7 @@ class NodeSteps:
             meeting = self.rings.step(node, step)
             if meeting is not None:
                 work = replace(self.work, layout=meeting.layout, key_layout=meeting.key_layout)
-                plan = on_axis("devices", inner_steps(self.inner_plan(work)))
+                plan = within_node(meeting, inner_steps(self.inner_plan(work)))
                 first = self._rank(node, 0)
                 by_node.append(renumber(plan, range(first, first + devices), devices * self.rings.nodes))
         return side_by_side(by_node) if by_node else ()
@@ -135,13 +169,19 @@ class NodeSteps:
         return node * self.rings.devices + device
 
 
-def on_axis(axis: Role, inner: Steps) -> Steps:
-    """Returns the steps with all moves on `axis`."""
+def within_node(meeting: NodeStep, inner: Steps) -> Steps:
+    """Returns the inner method's steps on axis "devices", with blocks of the shards that meet."""
 
-    def moved(moves: Iterable[Move]) -> tuple[Move, ...]:
-        return tuple(each._replace(axis=axis) for each in moves)
+    def on_devices(moves: Iterable[Move]) -> tuple[Move, ...]:
+        return tuple(each._replace(axis="devices") for each in moves)
 
-    return tuple(Step(moved(step.moves), step.pairs, moved(step.later_moves)) for step in inner)
+    def of_all_nodes(block: Block | None) -> Block | None:
+        return None if block is None else (meeting.query_shards[block[0]], meeting.key_shards[block[1]])
+
+    return tuple(
+        Step(on_devices(step.moves), step.pairs, on_devices(step.later_moves), tuple(map(of_all_nodes, step.blocks)))
+        for step in inner
+    )
 
 
 def spread(moves: Iterable[Move], inner: Steps) -> Steps:
@@ -168,6 +208,13 @@ class DoubleRingPlan(NodeRingPlan):
     @property
     def inner(self) -> RingPlan:
         return RingPlan(self.backward)
+
+    def visited_forward(self, x: Sizes, devices: int) -> float:
+        buffers = 2 * x.k * (2 if devices == 2 else 2.5)
+        return buffers + 1.5 * x.w * x.q + 3 * x.lse + kernel_forward(x, 0.5)
+
+    def visited_backward(self, x: Sizes, devices: int) -> float:
+        return self.inner.backward_memory(x, devices) + self.widened(x, devices)
 
 
 @dataclass(frozen=True)

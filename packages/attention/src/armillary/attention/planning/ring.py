@@ -68,7 +68,12 @@ def ring_backward_steps(
 
 def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:
     """Peak of `Ring.backward`, of the side that `cheaper_side` chooses. `onward` as in `rotate_keys_backward`."""
-    query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
-    if backward == "queries" or (backward == "auto" and query_bytes < key_bytes):
+    if rotates_queries(x, backward):
         return rotate_queries_backward(x, ranks, direct=False)
     return rotate_keys_backward(x, ranks, onward)
+
+
+def rotates_queries(x: Sizes, backward: Backward) -> bool:
+    """Tells if `cheaper_side` chooses queries."""
+    query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
+    return backward == "queries" or (backward == "auto" and query_bytes < key_bytes)

@@ -21,10 +21,17 @@ from armillary.core import SequenceLayout
 
 
 class NodeStep(NamedTuple):
-    """Queries and keys that meet in one node at one step: a shard for each device."""
+    """Queries and keys that meet in one node at one step.
+
+    Args:
+        layout, key_layout: their tokens, by device.
+        query_shards, key_shards: the shards of the whole sequence that these tokens are of, by device.
+    """
 
     layout: PartialLayout
     key_layout: PartialLayout
+    query_shards: tuple[int, ...]
+    key_shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,21 +77,20 @@ class NodeRings:
 
     def step(self, node: int, step: int) -> NodeStep | None:
         """Returns the queries and keys that meet in a node at a step; None if they do not see each other."""
-        rotating, stationary = (
-            (self.key_layout, self.layout) if self.rotating_side == "keys" else (self.layout, self.key_layout)
-        )
-        own = [stationary.spans(node * self.devices + device) for device in range(self.devices)]
-        visiting, visible = list[list[range]](), 0
+        keys_rotate = self.rotating_side == "keys"
+        rotating, stationary = (self.key_layout, self.layout) if keys_rotate else (self.layout, self.key_layout)
+        own_shards = tuple(range(node * self.devices, (node + 1) * self.devices))
+        visiting_shards, visiting_spans, visible = list[int](), list[list[range]](), 0
         for ring in self.rings:
             place = ring.ranks.index(node)
             origin = ring.origin(place, step)
-            tokens = ring.reach(self.grid)[origin].tokens_at(step)
-            visiting.append(list(spans_at(rotating.spans(ring.rotating_shards[origin]), tokens)))
+            shard, tokens = ring.rotating_shards[origin], ring.reach(self.grid)[origin].tokens_at(step)
+            visiting_shards.append(shard)
+            visiting_spans.append(list(spans_at(rotating.spans(shard), tokens)))
             visible += ring.visible_tokens(self.grid, place, origin).count
         if not visible:
             return None
-        rotating_part = PartialLayout(visiting, rotating.length)
-        stationary_part = PartialLayout(own, stationary.length)
-        if self.rotating_side == "keys":
-            return NodeStep(stationary_part, rotating_part)
-        return NodeStep(rotating_part, stationary_part)
+        visiting = PartialLayout(visiting_spans, rotating.length), tuple(visiting_shards)
+        own = PartialLayout(map(stationary.spans, own_shards), stationary.length), own_shards
+        (layout, query_shards), (key_layout, key_shards) = (own, visiting) if keys_rotate else (visiting, own)
+        return NodeStep(layout, key_layout, query_shards, key_shards)

@@ -20,7 +20,7 @@ SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 
 
 def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False) -> None:
-    """Applies FSDP2 in place: parameters sharded over shard x nodes x devices x ring x ulysses as one, copied over replicate (HSDP).
+    """Applies FSDP2 in place: parameters sharded over all axes of `SHARDING` as one, copied over replicate (HSDP).
 
     Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
     summed over all ranks, not averaged: divide the loss by the global count of tokens.

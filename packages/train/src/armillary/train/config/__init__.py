@@ -69,13 +69,15 @@ class ParallelConfig:
     tp: Count = 1
     """Tensor-parallel ranks for heads, MLP and vocabulary; divides heads and kv_heads."""
     attention: str = "usp"
-    """local, ring, token_ring, wallfacer, all_gather, ulysses, usp, upipe, or a pair such as upipe+ring."""
+    """local, ring, token_ring, wallfacer, all_gather, ring+ring, ring+token_ring, ulysses, usp, upipe, upipe+ring..."""
     heads_per_stage: CountOrNone = None
     """upipe: query heads of a stage, over all ulysses ranks; by default one for each rank."""
     team: CountOrNone = None
     """wallfacer: ranks of a team (C), whose square divides ring; by default the largest that fits."""
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """wallfacer: whether neighbouring ranks make a team, or a ring."""
+    nodes: CountOrNone = None
+    """ring+ring, ring+token_ring: nodes that the ring's ranks are on; by default those of the run."""
     kernel: str | None = None
     """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
     compiler: str | None = None

@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 
 from armillary.attention.kernels.choice import check_kernel_name
-from armillary.attention.registry import named_method
+from armillary.attention.registry import MethodOptions, named_method
 from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.config.limits import check_limits
 from armillary.train.lr_schedule import warmup_of
@@ -53,7 +53,7 @@ def check_data(config: Config) -> None:
 def check_parallel(config: Config) -> None:
     """The names of method and kernel, and sequences long enough for their shards."""
     parallel, length = config.parallel, config.data.sequence_length
-    named_method(parallel.attention)
+    named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
     check_kernel_name("--parallel.kernel", parallel.kernel)
     if config.cuda.sm_margin and parallel.compiler is not None:
         raise ValueError(

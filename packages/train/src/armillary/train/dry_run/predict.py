@@ -18,7 +18,7 @@ from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
 from armillary.train.kernels import Capability, kernels_of
 from armillary.train.model import model_config
-from armillary.train.parallel import choose_axes
+from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.runtime.fake_world import fake_world
 from armillary.train.tasks import task_tokens
@@ -73,7 +73,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
     check(config)
     axes = axes_of(config, ranks)
     dtype = precision_of(config)
-    with fake_world(**axes) as mesh:
+    with fake_world(**mesh_axes(config, axes)) as mesh:
         sizes = model_config(config.model, vocabulary(config), config.data.sequence_length)
         model, attention = shard_model(sizes, config, mesh, dtype)
     tokens = config.data.global_batch_size * config.data.sequence_length

@@ -21,7 +21,7 @@ from armillary.train.checkpoint.state import saved_config
 from armillary.train.config import Config, ModelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
-from armillary.train.parallel import choose_axes
+from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
 
 TIMEOUT = timedelta(minutes=30)
@@ -74,7 +74,8 @@ def empty_model(asked: Generate, sizes: LlamaConfig | GPTConfig, device: torch.d
     keys = sizes.heads if isinstance(sizes, GPTConfig) else sizes.kv_heads
     heads = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=keys)  # all that axes are chosen by
     config = Config(model=heads, parallel=asked.parallel, train=asked.train)
-    mesh = build_mesh(device.type, **choose_axes(config, world_size()), timeout=TIMEOUT, high_priority=())
+    axes = mesh_axes(config, choose_axes(config, world_size()))
+    mesh = build_mesh(device.type, **axes, timeout=TIMEOUT, high_priority=())
     model, _ = shard_model(sizes, config, mesh, precision(config, device))
     model.to_empty(device=device)
     return model

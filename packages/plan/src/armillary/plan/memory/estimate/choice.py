@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,19 +20,20 @@ class AttentionChoice:
 
     Args:
         name: such as "ring", "usp" or "upipe+wallfacer".
-        heads_per_stage, team, placement: options of the trainer's `ParallelConfig`.
+        heads_per_stage, team, placement, nodes: options of the trainer's `ParallelConfig`.
     """
 
     name: str
     heads_per_stage: int | None = None
     team: int | None = None
     placement: Placement = "collect_intra"
+    nodes: int | None = None
 
     @classmethod
     def of(cls, method: NamedMethod) -> AttentionChoice:
         """The choice that stands for a method."""
         options = method.options
-        return cls(method.name, options.heads_per_stage, options.team, options.placement)
+        return cls(method.name, options.heads_per_stage, options.team, options.placement, options.nodes)
 
     @property
     def method(self) -> NamedMethod:
@@ -40,13 +42,17 @@ class AttentionChoice:
         Raises:
             ValueError: an unknown name, or an option that the method does not have.
         """
-        return named_method(self.name, MethodOptions(self.heads_per_stage, self.team, self.placement))
+        return named_method(self.name, MethodOptions(self.heads_per_stage, self.team, self.placement, nodes=self.nodes))
 
     def __str__(self) -> str:
         return str(self.method)
 
     def __call__(self, mesh: DeviceMesh) -> Method:
         return self.method.build(mesh)
+
+    def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """Sizes of the axes of the mesh that the method is built on: `ring` may be split."""
+        return self.method.mesh_axes(axes)
 
     def layout(self, length: int, ranks: int) -> SequenceLayout:
         """Zigzag layout over `ranks` sequence ranks, as of `Method.layout` but not refined for a head axis."""

@@ -58,6 +58,11 @@ class Job:
     precision: torch.dtype = torch.bfloat16
     kernel: Kernel = field(default_factory=SimulatedFlash)
 
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Sizes of the axes of the mesh: `axes` with those split that the method splits (`AttentionChoice`)."""
+        return getattr(self.attention, "mesh_axes", dict)(self.axes)
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -88,7 +93,7 @@ def simulate(job: Job, progress: Progress = lambda _done, _total: None) -> StepM
     Args:
         progress: called in backward with (parameters that have a gradient, all parameters).
     """
-    with fake_world(**job.axes) as mesh:
+    with fake_world(**job.mesh_axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), simulating():  # the mesh's own tensors are real
             return step.run(progress=progress)
