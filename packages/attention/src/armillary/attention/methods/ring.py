@@ -142,11 +142,11 @@ class Ring(Method):
                 return NodeAttention(inner, None)
             return NodeAttention(inner, replace(spec, layout=meeting.layout, key_layout=meeting.key_layout))
 
-        return spec.once(("node", side, current.step, id(self)), make)
+        return spec.cached(("node", side, current.step, id(self)), make)
 
     def node_rings(self, inner: AttentionMethod, side: RotatingSide, spec: AttentionSpec) -> NodeRings:
         """Returns the rings of all devices. Made once for a spec."""
-        return spec.once(("nodes", side, inner.shards), lambda: NodeRings.of(inner.shards, side, spec.grid))
+        return spec.cached(("nodes", side, inner.shards), lambda: NodeRings.of(inner.shards, side, spec.grid))
 
 
 class NodeAttention(NamedTuple):
