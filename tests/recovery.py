@@ -1,4 +1,4 @@
-"""A small run on 4 ranks under torchrun, and what it leaves behind when nobody disturbs it."""
+"""A small run on 4 ranks under torchrun, and the comparison with an undisturbed one."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ SMALL = (
 
 
 def folder(parent: Path, name: str) -> Path:
-    """A folder to run in, with a text to train on."""
+    """Creates a folder with a text to train on."""
     made = parent / name
     made.mkdir()
     (made / "text.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(2000)))
@@ -33,12 +33,12 @@ def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER)
 
 
 def losses(printed: str) -> dict[int, str]:
-    """By step, as printed last: of a step that was trained twice, the second time."""
+    """Returns the losses by step, as printed last if a step was trained twice."""
     return {int(step): loss for step, loss in re.findall(r"^step: (\d+) loss: (\S+)", printed, re.MULTILINE)}
 
 
 def weights(where: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the last checkpoint: weights, the optimizer's state and random states."""
+    """Returns all tensors of the last checkpoint: weights, optimizer state and random states."""
     folder = where / f"outputs/checkpoint/step-{STEPS}"
     files = Manifest.read(folder).files
     return {
@@ -49,7 +49,7 @@ def weights(where: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) -> None:
-    """Every loss is that of the undisturbed run, and so is every number that training has left behind."""
+    """Asserts that all losses and tensors equal those of an undisturbed run."""
     expected, found = weights(undisturbed[0]), weights(where)
     assert losses(printed) == losses(undisturbed[1])
     assert expected.keys() == found.keys() and len(expected) > 20
@@ -57,7 +57,7 @@ def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) ->
 
 
 def run_undisturbed(parent: Path) -> tuple[Path, str]:
-    """A run that nobody disturbs: its folder, and what it printed."""
+    """Trains without disturbance; returns the folder and the output."""
     where = folder(parent, "undisturbed")
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed

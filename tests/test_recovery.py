@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped and hung for real, under torchrun, and what is left of them."""
+"""Killed, stopped and hung runs under torchrun, and their restarts."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from recovery import SMALL, STEPS, assert_same_end, folder, training
 from armillary.train.reporting.journal import read
 
 
-def test_a_run_whose_ranks_are_killed_twice_ends_as_if_nobody_had_been(undisturbed, tmp_path):
+def test_a_run_with_two_killed_ranks_ends_like_an_undisturbed_one(undisturbed, tmp_path):
     chance = random.Random(7)
     where = folder(tmp_path, "killed")
     with Launch(training("--max-restarts", "3"), where) as launch:
@@ -34,7 +34,7 @@ def test_a_run_whose_ranks_are_killed_twice_ends_as_if_nobody_had_been(undisturb
     assert_same_end(where, printed, undisturbed)
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed, tmp_path):
+def test_a_run_stopped_by_a_signal_saves_and_resumes(undisturbed, tmp_path):
     where = folder(tmp_path, "stopped")
     printed = ""
     with Launch(training(), where) as launch:
@@ -52,8 +52,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was(undisturbed,
     assert_same_end(where, printed, undisturbed)
 
 
-def test_torchrun_hands_a_signal_on_and_fails_though_its_rank_has_saved(tmp_path):
-    """A rank of its own: torchrun waits for ranks that it has forked, and signals none of them."""
+def test_torchrun_forwards_a_signal_and_fails_although_its_rank_saved(tmp_path):
+    """With ranks that are not forked: torchrun only waits for forked ranks."""
     where = folder(tmp_path, "handed-on")
     with Launch(torchrun(1, *SMALL, "--train.steps", "100000"), where) as launch:
         launch.wait_for("^step: 2 ")
@@ -64,7 +64,7 @@ def test_torchrun_hands_a_signal_on_and_fails_though_its_rank_has_saved(tmp_path
     assert (where / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
 
 
-def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_while_they_live(undisturbed, tmp_path):
+def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_until_then(undisturbed, tmp_path):
     where = folder(tmp_path, "orphaned")
     with Launch(training(), where) as launch:
         launch.wait_for("^step: 5 ")
@@ -118,8 +118,8 @@ import forked_rank
 """
 
 
-def test_a_rank_killed_within_a_background_save_is_named_by_all_others(undisturbed, tmp_path):
-    """While the others wait for it in the step after the save, and in the save's own barrier."""
+def test_a_rank_killed_during_a_background_save_is_named_by_all_others(undisturbed, tmp_path):
+    """While the others wait for it in the next step, and in the barrier of the save."""
     chance = random.Random(11)
     where = folder(tmp_path, "killed-saving")
     (where / "slow_saves.py").write_text(SLOW_SAVES)
@@ -157,8 +157,8 @@ import forked_rank
 """
 
 
-def test_hung_ranks_are_named_by_all_others_and_the_run_starts_again(tmp_path):
-    """First one that is stopped and can say nothing more, then one that sleeps somewhere in Python."""
+def test_hung_ranks_are_named_by_all_others_and_the_run_restarts(tmp_path):
+    """First a rank that is stopped and posts no heartbeats, then one that sleeps in Python."""
     where = folder(tmp_path, "hung")
     (where / "asleep.py").write_text(ASLEEP)
     flags = [*SMALL, "--train.timeout-minutes", "0.25"]
@@ -182,7 +182,7 @@ def test_hung_ranks_are_named_by_all_others_and_the_run_starts_again(tmp_path):
     assert "TimeoutError: step 6 takes longer than 15 s" in second  # torchrun's account of the cause
 
 
-def test_losses_that_are_not_finite_end_a_run_with_1_and_a_line_that_says_where(tmp_path):
+def test_a_loss_that_is_not_finite_ends_a_run_with_1_and_a_line_with_the_step(tmp_path):
     where = folder(tmp_path, "burst")
     with Launch(training(flags=[*SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"]), where) as launch:
         assert launch.wait() == 1

@@ -45,14 +45,14 @@ def test_a_round_trip_keeps_config_bits_and_dtype(tmp_path, config, dtype):
     assert torch.equal(loaded(ids), model(ids))
 
 
-def test_names_and_shapes_are_those_of_hugging_face(folder):
+def test_names_and_shapes_equal_hugging_faces(folder):
     tensors = load_file(folder / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == NAMES
     build(replace(SMALL, tied_embeddings=True)).save_pretrained(folder)
     assert load_file(folder / "model.safetensors").keys() == NAMES.keys() - {"lm_head.weight"}
 
 
-def test_the_config_has_the_names_of_hugging_face(folder):
+def test_config_fields_have_hugging_faces_names(folder):
     fields = json.loads((folder / "config.json").read_text())
     expected = {
         "architectures": ["LlamaForCausalLM"],
@@ -87,7 +87,7 @@ def test_an_index_of_several_files_is_read(folder):
     assert same(Llama.from_pretrained(folder, attend), build())
 
 
-def test_unrelated_files_are_left_alone_and_nothing_temporary_stays(folder):
+def test_unrelated_files_stay_and_temporary_ones_do_not(folder):
     (folder / "tokenizer.json").write_text("{}")
     build(dtype=torch.bfloat16).save_pretrained(folder)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}

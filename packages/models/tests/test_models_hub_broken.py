@@ -33,7 +33,7 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
         Llama.from_pretrained(folder, attend)
 
 
-def test_frequencies_of_old_checkpoints_are_passed_over(folder):
+def test_rope_frequencies_in_old_folders_are_ignored(folder):
     edit_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
     assert same(Llama.from_pretrained(folder, attend), build())
 
@@ -70,7 +70,7 @@ SIZES = [
 
 @pytest.mark.parametrize("change, message", SIZES, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("read", [Llama.from_pretrained, pretrained_config])
-def test_sizes_that_the_weights_do_not_have_are_refused_before_a_model_of_them_is_built(folder, read, change, message):
+def test_sizes_that_differ_from_the_weights_are_refused_before_a_model_is_built(folder, read, change, message):
     edit_config(folder, **change)
     with pytest.raises(ValueError, match=message):
         read(folder)
@@ -84,7 +84,7 @@ def test_a_folder_without_weights_has_the_sizes_of_its_config(folder):
 
 
 @pytest.mark.parametrize("tokens", ["text", [1, "2"], {"a": 1}, 1.5, [None], True])
-def test_ends_of_text_that_are_no_tokens_are_refused(folder, tokens):
+def test_eos_ids_that_are_no_integers_are_refused(folder, tokens):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
     with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id="):
         ends_of_text(folder)
@@ -111,7 +111,7 @@ def test_an_index_without_a_map_is_named(folder):
         Llama.from_pretrained(folder, attend)
 
 
-def test_a_truncated_file_is_named_whichever_it_is(folder):
+def test_any_truncated_file_is_named(folder):
     split(folder)
     file = folder / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
@@ -119,7 +119,7 @@ def test_a_truncated_file_is_named_whichever_it_is(folder):
         Llama.from_pretrained(folder, attend)
 
 
-def test_a_tensor_that_is_not_where_the_index_has_it_is_named(folder):
+def test_a_tensor_missing_from_its_indexed_file_is_named(folder):
     split(folder)
     index = folder / "model.safetensors.index.json"
     fields = json.loads(index.read_text())
@@ -141,13 +141,13 @@ def test_a_tensor_that_is_not_where_the_index_has_it_is_named(folder):
             Llama.from_pretrained(folder, attend)
 
 
-def test_a_folder_of_pickles_is_refused_as_such(folder):
+def test_a_folder_of_pickles_is_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle, and only safetensors are read"):
         Llama.from_pretrained(folder, attend)
 
 
-def test_nothing_is_changed_by_a_folder_that_does_not_fit(folder):
+def test_a_folder_that_does_not_fit_changes_nothing(folder):
     edit_tensors(folder, **{"model.norm.weight": None})
     model = build()
     with pytest.raises(ValueError, match=r"model.norm.weight is missing"):
@@ -155,7 +155,7 @@ def test_nothing_is_changed_by_a_folder_that_does_not_fit(folder):
     assert same(model, build())
 
 
-def test_tensors_of_gpt2_are_named_as_the_file_has_them(tmp_path):
+def test_errors_name_gpt2_tensors_as_the_file_does(tmp_path):
     GPT(GPTConfig(vocab_size=7, dim=8, layers=1, heads=2)).save_pretrained(tmp_path)
     edit_tensors(tmp_path, **{"transformer.h.0.attn.c_attn.weight": torch.zeros(24, 8)})
     with pytest.raises(ValueError, match=r"transformer.h.0.attn.c_attn.weight is \(24, 8\), not \(8, 24\)"):

@@ -37,7 +37,7 @@ LLAMA3 = {
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("extra", [{}, {"use_sliding_window": True}, {"num_key_value_heads": None}], ids=str)
-def test_what_a_config_leaves_out_is_what_transformers_assumes(kind, extra):
+def test_absent_fields_have_the_defaults_of_transformers(kind, extra):
     transformers = pytest.importorskip("transformers")
     if kind in ("llama", "mistral") and "use_sliding_window" in extra:
         extra = {}
@@ -57,7 +57,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(kind, extra):
     assert config.window_from == first
 
 
-def test_a_bare_gpt2_is_the_smallest():
+def test_a_gpt2_config_without_sizes_is_the_smallest_model():
     assert parse({"model_type": "gpt2"}) == GPTConfig.gpt2()
 
 
@@ -91,7 +91,7 @@ def test_a_bare_gpt2_is_the_smallest():
         ),
     ],
 )
-def test_rope_is_read_in_its_old_form_and_its_new(rope, theta, scaling):
+def test_rope_is_read_in_both_forms(rope, theta, scaling):
     config = parse({"model_type": "llama", **REQUIRED, **rope})
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
@@ -122,7 +122,7 @@ def test_rope_is_read_in_its_old_form_and_its_new(rope, theta, scaling):
         ({"layer_types": ["full_attention"]}, "must be full_attention at first"),
     ],
 )
-def test_a_config_of_another_model_is_refused_by_name(folder, change, message):
+def test_an_unsupported_field_is_named(folder, change, message):
     edit_config(folder, **change)
     with pytest.raises(ValueError, match=message):
         Llama.from_pretrained(folder, attend)
@@ -161,7 +161,7 @@ def refusal(fields: dict) -> str | None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_every_field_with_any_value_is_a_config_or_refused_by_the_name_of_the_field(kind):
+def test_any_value_of_a_field_is_read_or_refused_with_its_name(kind):
     """Nothing else is raised, and nothing takes long or much memory, whatever stands in config.json."""
     family = FAMILIES[kind]
     others = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "max_window_layers"}
@@ -179,7 +179,7 @@ def test_every_field_with_any_value_is_a_config_or_refused_by_the_name_of_the_fi
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_every_number_of_a_rope_scaling_is_refused_by_its_name_or_gives_finite_frequencies(kind):
+def test_any_number_of_a_rope_scaling_is_refused_or_gives_finite_frequencies(kind):
     for name in [*ROPES[kind], "original_max_position_embeddings", "rope_theta"]:
         for value in [*HOSTILE, 1]:
             rope = {"rope_type": kind, **ROPES[kind], name: value}
@@ -202,7 +202,7 @@ def test_every_number_of_a_rope_scaling_is_refused_by_its_name_or_gives_finite_f
         ({"model_type": "llama", **REQUIRED}, "model_type='llama'; here it must be 'gpt2'"),
     ],
 )
-def test_another_gpt_is_refused_by_name(tmp_path, change, message):
+def test_an_unsupported_field_of_gpt2_is_named(tmp_path, change, message):
     GPT(GPTConfig(vocab_size=7, dim=8, layers=1, heads=2)).save_pretrained(tmp_path)
     edit_config(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
@@ -222,7 +222,7 @@ def test_another_gpt_is_refused_by_name(tmp_path, change, message):
     ],
     ids=str,
 )
-def test_a_combination_that_nobody_has_is_not_written(tmp_path, change):
+def test_a_combination_of_no_family_is_not_written(tmp_path, change):
     name, value = next(iter(change.items()))
     with pytest.raises(ValueError, match=f"no model_type .*{name}={value}.*qwen2: qkv_bias alone"):
         build(replace(SMALL, **change)).save_pretrained(tmp_path / "new")
@@ -248,7 +248,7 @@ def test_a_scaling_without_a_name_is_not_written(tmp_path):
         (None, None, None),
     ],
 )
-def test_tokens_that_end_a_text_are_those_of_generation_first(tmp_path, generation, config, ends):
+def test_eos_ids_of_the_generation_config_take_precedence(tmp_path, generation, config, ends):
     for name, text in {"generation_config.json": generation, "config.json": config}.items():
         if text is not None:
             (tmp_path / name).write_text(text)

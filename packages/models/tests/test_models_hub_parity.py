@@ -71,7 +71,7 @@ def build(config):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_both_ways(case, tmp_path):
+def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     kind, config = CASES[case]
     model = build(config)
     model.save_pretrained(tmp_path / "ours")
@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers_both_ways(case, tmp_path):
     assert torch.equal(again(IDS), got)
 
 
-def test_every_option_matters():
+def test_every_option_changes_the_logits():
     """Without it the logits are others: so equal logits say that it is read and written."""
     plain = {"rope_scaling": None, "window": None, "window_from": 0, "norm_eps": 1e-5}
     for case, (_, config) in CASES.items():

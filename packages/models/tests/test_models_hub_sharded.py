@@ -63,7 +63,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
-def test_every_rank_reads_what_it_holds_and_no_more(worlds, tmp_path, ranks):
+def test_every_rank_reads_its_own_parts_only(worlds, tmp_path, ranks):
     for config, _ in CASES[ranks]:
         plain(config).save_pretrained(tmp_path / kinds(config), max_file_bytes=700)
     for found in worlds(ranks).run(load_and_compare, CASES[ranks], str(tmp_path)):
@@ -76,7 +76,7 @@ def placements_of_q_proj(axes: dict[str, int]) -> str:
     return str(empty(LLAMA, axes).model.layers[0].self_attn.q_proj.weight.placements)
 
 
-def test_fsdp_over_tensor_parallelism_does_shard_one_dim_twice(worlds):
+def test_fsdp_over_tensor_parallelism_shards_one_dim_twice(worlds):
     """What the cases above would miss otherwise."""
     assert "_StridedShard(dim=0, sf=2), Shard(dim=0)" in worlds(4).run(placements_of_q_proj, {"shard": 2, "tp": 2})[0]
 
@@ -104,7 +104,7 @@ def loaded_in_bfloat16(folder: str) -> bool:
     return all(torch.equal(whole(a), b.bfloat16()) for a, b in zip(model.parameters(), expected, strict=True))
 
 
-def test_numbers_are_rounded_to_the_parameters_dtype(worlds, tmp_path):
+def test_values_are_rounded_to_the_parameters_dtype(worlds, tmp_path):
     plain(LLAMA).save_pretrained(tmp_path)
     assert all(worlds(4).run(loaded_in_bfloat16, str(tmp_path)))
 
@@ -113,7 +113,7 @@ def test_numbers_are_rounded_to_the_parameters_dtype(worlds, tmp_path):
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_plain_model_is_filled_in_place_also_behind_wrappers(tmp_path, config):
+def test_a_wrapped_model_is_filled_in_place(tmp_path, config):
     plain(config).save_pretrained(tmp_path)
     model = Llama(config) if config is LLAMA else GPT(config)
     blocks = model.model.layers if config is LLAMA else model.transformer.h
@@ -133,7 +133,7 @@ def test_a_model_for_longer_sequences_takes_the_weights_of_a_shorter_one(tmp_pat
     assert torch.equal(model.head_weight, plain(LLAMA).head_weight)
 
 
-def test_another_model_is_refused_by_what_differs(tmp_path):
+def test_a_refusal_names_the_fields_that_differ(tmp_path):
     plain(LLAMA).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"norm_eps=1e-05 and not 0.1, qkv_bias=True and not False"):
         load_pretrained(Llama(replace(LLAMA, norm_eps=0.1, qkv_bias=False)), tmp_path)
@@ -155,7 +155,7 @@ def test_meta_parameters_are_refused_by_name(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_cuda_model_is_read_and_written(tmp_path, config):
+def test_a_cuda_model_is_loaded_and_saved(tmp_path, config):
     plain(config).save_pretrained(tmp_path / "a")
     model = (GPT if isinstance(config, GPTConfig) else Llama)(config).cuda()
     load_pretrained(model, tmp_path / "a")

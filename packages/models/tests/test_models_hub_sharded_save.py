@@ -44,7 +44,7 @@ def save(cases, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
-def test_files_are_byte_for_byte_those_of_the_whole_model(worlds, tmp_path, ranks):
+def test_files_of_a_sharded_model_equal_those_of_the_whole_one(worlds, tmp_path, ranks):
     worlds(ranks).run(save, SAVES[ranks], str(tmp_path))
     for i, (name, config, options) in enumerate(SAVES[ranks]):
         plain(config).save_pretrained(tmp_path / f"whole {i}", **options)
@@ -67,7 +67,7 @@ def save_and_load_after_evaluating(folder: str) -> bool:
         return unsharded and torch.equal(model(ids), logits)
 
 
-def test_a_model_that_has_just_been_evaluated_is_saved_and_filled_in_full_precision(worlds, tmp_path):
+def test_a_model_after_evaluation_is_saved_and_filled_in_full_precision(worlds, tmp_path):
     assert all(worlds(4).run(save_and_load_after_evaluating, str(tmp_path / "sharded")))
     plain(LLAMA).save_pretrained(tmp_path / "whole", max_file_bytes=LIMIT)
     assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
@@ -95,9 +95,9 @@ def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
     def watched(tensor, dtype):
         return held.add(gathered(tensor, dtype))
 
-    def watched_too(stored, kept):
-        whole = assembled(stored, kept)
-        return whole if whole is None else held.add(whole)
+    def watched_too(stored, is_kept):
+        values = assembled(stored, is_kept)
+        return values if values is None else held.add(values)
 
     def listing(path, tensors):
         written.append(path.name)
@@ -112,7 +112,7 @@ def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
     return held.peak, written
 
 
-def test_a_rank_holds_a_file_and_a_tensor_at_most_and_all_ranks_write(worlds, tmp_path):
+def test_a_rank_holds_at_most_a_file_and_a_tensor_and_all_ranks_write(worlds, tmp_path):
     answers = worlds(4).run(peak_while_saving, GPT2, str(tmp_path))
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert [written for _, written in answers] == [names[rank::4] for rank in range(4)]
@@ -156,7 +156,7 @@ def saved_by_one_rank(folder: str) -> None:
         plain(LLAMA).save_pretrained(folder)
 
 
-def test_a_whole_model_is_saved_by_whoever_wants_to_alone(worlds, tmp_path):
+def test_a_whole_model_is_saved_by_one_rank(worlds, tmp_path):
     worlds(4).run(saved_by_one_rank, str(tmp_path))
     model = Llama.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain(LLAMA).parameters(), strict=True))
@@ -171,7 +171,7 @@ def saved_from_nowhere(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_source_that_is_missing_on_one_rank_is_heard_of_on_all(worlds, tmp_path):
+def test_a_source_missing_on_one_rank_is_refused_on_all(worlds, tmp_path):
     said = worlds(2).run(saved_from_nowhere, str(tmp_path))
     assert "rank 1 had ValueError" in said[0]
     assert "is no folder" in said[1]

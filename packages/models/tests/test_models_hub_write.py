@@ -27,7 +27,7 @@ def gpt() -> GPT:
 
 
 @pytest.mark.parametrize("limit", [200, LIMIT, 10**6])
-def test_files_and_index_are_those_of_transformers(tmp_path, limit):
+def test_files_and_index_equal_those_of_transformers(tmp_path, limit):
     """It has another order of a block's tensors; what it makes of ours is asked for."""
     hub = pytest.importorskip("huggingface_hub")
     model = build()
@@ -47,7 +47,7 @@ def test_files_and_index_are_those_of_transformers(tmp_path, limit):
     assert same(Llama.from_pretrained(tmp_path / "theirs"), model)
 
 
-def test_no_file_is_larger_than_asked_but_for_a_single_tensor(tmp_path):
+def test_only_a_file_of_one_tensor_exceeds_the_limit(tmp_path):
     build().save_pretrained(tmp_path, max_file_bytes=LIMIT)
     for path in tmp_path.glob("*.safetensors"):
         tensors = load_file(path)
@@ -57,7 +57,7 @@ def test_no_file_is_larger_than_asked_but_for_a_single_tensor(tmp_path):
 @pytest.mark.parametrize(
     "model, first, second", [(build, LIMIT, 10**6), (gpt, 10**6, LIMIT), (gpt, LIMIT, 300), (build, 300, LIMIT)]
 )
-def test_a_save_leaves_nothing_of_the_one_before(tmp_path, model, first, second):
+def test_a_save_removes_the_previous_weights(tmp_path, model, first, second):
     model().save_pretrained(tmp_path, max_file_bytes=first)
     (tmp_path / "model-00001-of-00077.safetensors.partial").write_text("of a save that was killed")
     (tmp_path / "notes.safetensors").write_text("somebody else's")
@@ -68,7 +68,7 @@ def test_a_save_leaves_nothing_of_the_one_before(tmp_path, model, first, second)
 
 
 @pytest.mark.parametrize("failing", ["model-00002", "tokenizer.json", "config.json"])
-def test_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, failing):
+def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch, failing):
     build().save_pretrained(tmp_path / "old", max_file_bytes=LIMIT)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
@@ -87,7 +87,7 @@ def test_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, failing)
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 10**6])
-def test_a_save_that_is_killed_while_files_change_places_is_never_read_as_a_mixture(tmp_path, monkeypatch, limit):
+def test_a_save_killed_during_its_commit_is_never_read_as_a_mixture(tmp_path, monkeypatch, limit):
     """At each step the folder is the old one, the new one, or refused."""
     old, new = build(), build()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def described(folder: Path) -> dict[str, object]:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_tokenizer_and_special_tokens_go_with_the_weights(tmp_path, source):
+def test_tokenizer_and_special_tokens_are_copied(tmp_path, source):
     Llama.from_pretrained(source, attend).save_pretrained(tmp_path / "new")
     assert names(tmp_path / "new") == {"config.json", "model.safetensors", *TOKENIZER}
     assert all((tmp_path / "new" / name).read_text() == text for name, text in TOKENIZER.items())
@@ -145,7 +145,7 @@ def test_tokenizer_and_special_tokens_go_with_the_weights(tmp_path, source):
     assert fields["rope_theta"] == 9.0
 
 
-def test_another_source_can_be_named_and_changes_no_number(tmp_path, source):
+def test_another_source_changes_no_weight(tmp_path, source):
     build().save_pretrained(tmp_path / "new", source)
     assert names(tmp_path / "new") == {"config.json", "model.safetensors", *TOKENIZER}
     assert described(tmp_path / "new")["rope_theta"] == SMALL.rope_theta
@@ -154,7 +154,7 @@ def test_another_source_can_be_named_and_changes_no_number(tmp_path, source):
         build().save_pretrained(tmp_path / "new", "nowhere")
 
 
-def test_a_source_may_be_gone_or_be_the_folder_itself(tmp_path, source):
+def test_a_source_may_have_been_removed_or_be_the_folder_itself(tmp_path, source):
     model = Llama.from_pretrained(source, attend)
     model.save_pretrained(source)
     assert names(source) == {"config.json", "model.safetensors", "pytorch_model.bin", *TOKENIZER}
@@ -169,7 +169,7 @@ def test_a_source_may_be_gone_or_be_the_folder_itself(tmp_path, source):
 
 
 @pytest.mark.parametrize("model", [build, gpt])
-def test_weights_are_rounded_when_saved_and_when_read(tmp_path, model):
+def test_weights_are_rounded_on_saving_and_loading(tmp_path, model):
     whole = model()
     whole.save_pretrained(tmp_path / "small", dtype=torch.bfloat16)
     whole.save_pretrained(tmp_path / "large")
@@ -180,7 +180,7 @@ def test_weights_are_rounded_when_saved_and_when_read(tmp_path, model):
     assert described(tmp_path / "large")["torch_dtype"] == "float32"
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
+def test_arguments_that_cannot_be_saved_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cannot save model.embed_tokens.weight as torch.int8; one of"):
         build().save_pretrained(tmp_path, dtype=torch.int8)
     with pytest.raises(ValueError, match="max_file_bytes=0: at least 1 is needed"):
@@ -192,7 +192,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_gpt2_is_read_with_its_prefix_and_without_and_with_its_old_buffers(tmp_path, prefixed):
+def test_gpt2_is_read_with_and_without_its_prefix_and_with_old_buffers(tmp_path, prefixed):
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
 

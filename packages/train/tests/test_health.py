@@ -31,15 +31,15 @@ from armillary.train.runtime.health.stacks import (
     current_stack,
     in_standard_library,
     joined_thread,
+    location_of,
     stack_of,
     waits,
-    where,
 )
 from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import caused_by_peers
 
 WAITING = Heartbeat(
-    7, "training", where="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}
+    7, "training", location="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}
 )
 
 
@@ -49,7 +49,7 @@ WAITING = Heartbeat(
         (None, set(), ["never"]),
         (Heartbeat(5, "saving"), {2}, ["step 5 (saving)"]),
         (Heartbeat(7, "training", failure="KeyError: 'x'"), set(), ["step 7", "KeyError: 'x'"]),
-        (replace(WAITING, waits=False, where="rows.py:3 in read"), set(), ["step 7", "rows.py:3 in read"]),
+        (replace(WAITING, waits=False, location="rows.py:3 in read"), set(), ["step 7", "rows.py:3 in read"]),
         (
             replace(WAITING, calls={"0": Calls(11, "gloo:broadcast", True)}),
             set(),
@@ -168,7 +168,7 @@ def test_a_stop_signal_outside_of_the_main_thread_does_nothing():
 
 def test_the_current_stack_ends_where_the_main_thread_is():
     stack = current_stack()
-    assert where(stack).startswith("stacks.py:") and "current_stack" in where(stack)
+    assert location_of(stack).startswith("stacks.py:") and "current_stack" in location_of(stack)
     assert not waits(stack)
 
 
@@ -200,8 +200,8 @@ def test_a_wait_in_the_standard_library_is_shown_by_its_caller():
         blocked = pool.submit(observer.block)
         pool.submit(observer.observe, lambda frame, _: frame.f_back.f_code.co_name == "result")
         blocked.result()
-    assert where(observer.stack).startswith("test_health.py:")
-    assert where(observer.stack).endswith(" in test_a_wait_in_the_standard_library_is_shown_by_its_caller")
+    assert location_of(observer.stack).startswith("test_health.py:")
+    assert location_of(observer.stack).endswith(" in test_a_wait_in_the_standard_library_is_shown_by_its_caller")
 
 
 def test_a_join_is_shown_by_the_line_of_the_joined_thread():
@@ -212,7 +212,9 @@ def test_a_join_is_shown_by_the_line_of_the_joined_thread():
     observing.start()
     saving.join()
     observing.join()
-    assert where(observer.stack).startswith("test_health.py:") and where(observer.stack).endswith(" in block")
+    assert location_of(observer.stack).startswith("test_health.py:") and location_of(observer.stack).endswith(
+        " in block"
+    )
 
 
 def waits_for_a_save() -> bool:
@@ -297,8 +299,8 @@ def test_a_blocking_read_of_the_device_waits_for_peers(action, expected):
 
 
 def test_a_rank_on_a_slow_disk_is_missing_when_others_wait_in_item():
-    in_item = Heartbeat(7, "training", where=where(stack := blocked_in(read_item)), waits=waits(stack))
-    on_disk = Heartbeat(7, "training", where=where(stack := blocked_in(append)), waits=waits(stack))
+    in_item = Heartbeat(7, "training", location=location_of(stack := blocked_in(read_item)), waits=waits(stack))
+    on_disk = Heartbeat(7, "training", location=location_of(stack := blocked_in(append)), waits=waits(stack))
     missing = missing_ranks({0: in_item, 1: on_disk, 2: in_item}, set())
     assert list(missing) == [1] and " in append" in missing[1]
 
@@ -353,7 +355,9 @@ def test_a_backward_pass_on_a_thread_of_autograd_is_shown_by_the_line_there():
     run_backward(DEPTH, lambda: sink.flush(30))  # a function of the package in which the thread of autograd waits
     observing.join()
     observing.result()
-    assert where(observer.stack).startswith("background.py:") and where(observer.stack).endswith(" in flush")
+    assert location_of(observer.stack).startswith("background.py:") and location_of(observer.stack).endswith(
+        " in flush"
+    )
 
 
 @pytest.mark.parametrize(

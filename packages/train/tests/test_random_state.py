@@ -16,7 +16,7 @@ def drawn() -> list[float]:
     return [random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
 
 
-def test_the_same_numbers_follow_from_the_same_state():
+def test_equal_states_give_equal_numbers():
     seed_all(7, 3)
     drawn()
     kept = random_state(CPU)
@@ -35,6 +35,6 @@ def test_a_position_beyond_the_words_is_refused(place):
         set_random_state(state, CPU)
 
 
-def test_other_numbers_are_refused():
+def test_numbers_that_are_no_state_are_refused():
     with pytest.raises(ValueError, match="no state of random numbers"):
         set_random_state({"torch": torch.zeros(3)}, CPU)

@@ -3,7 +3,7 @@
 from armillary.train.runtime.stopwatch import Stopwatch
 
 
-def test_the_stopwatch_counts_only_what_runs():
+def test_the_stopwatch_excludes_pauses():
     times = iter([10.0, 100.0, 101.0, 102.0])
     watch = Stopwatch(clock=lambda: next(times))
     with watch.paused():

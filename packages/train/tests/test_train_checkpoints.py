@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs on gloo ranks: going on bit by bit, on other meshes, after kills, damage and full disks."""
+"""Checkpoints of whole runs on gloo ranks: exact resume, other meshes, kills, damage and full disks."""
 
 import errno
 import io
@@ -57,7 +57,7 @@ from armillary.train.step import train_step
 
 RING = ParallelConfig(ring=4, ulysses=1)
 TEXT = (Path(armillary.train.__file__).parent,)
-"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
+"""Small, since reading all of Python's source would take longer than training."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     parallel=RING,
@@ -74,14 +74,14 @@ def at(config: Config, folder: Path, **changes) -> Config:
 
 
 def local_state(run: Run) -> dict[str, torch.Tensor]:
-    """This rank's part of the model and of the optimizer's state."""
+    """Returns this rank's part of the model and of the optimizer's state."""
     model, optimizer = get_state_dict(run.model, run.optimizer)
     kept = {f"{name} {key}": value for name, state in optimizer["state"].items() for key, value in state.items()}
     return {n: (x.to_local() if isinstance(x, DTensor) else x).clone() for n, x in {**model, **kept}.items()}
 
 
 def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Tensor], list[float]]:
-    """Trains; also what the random number generators, which began with `seed`, would give next."""
+    """Trains; also returns the next random numbers. `seed` sets the random states before."""
     printed = io.StringIO()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed + dist.get_rank())
     with redirect_stdout(printed), process_group(config) as device:
@@ -91,8 +91,8 @@ def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Te
     return summary, printed.getvalue(), local_state(run), drawn
 
 
-def gone_on(worlds, ranks: int, config: Config, reference: Path, folder: Path):
-    """Goes on, in another folder, from step 4 of a run that went on itself."""
+def resumed(worlds, ranks: int, config: Config, reference: Path, folder: Path):
+    """Resumes in another folder from step 4 of a run."""
     shutil.copytree(reference / "checkpoint" / "step-4", folder / "checkpoint" / "step-4")
     results = worlds(ranks).run(trained, at(config, folder), 1)
     assert f"resuming from {folder}/checkpoint/step-4" in results[0][1]
@@ -102,7 +102,7 @@ def gone_on(worlds, ranks: int, config: Config, reference: Path, folder: Path):
 
 @pytest.fixture(scope="module")
 def reference(worlds, tmp_path_factory):
-    """A run of six steps that nothing stops, saved in the background after the second and the fourth."""
+    """A run of six steps, saved in the background after the second and the fourth."""
     folder = tmp_path_factory.mktemp("reference")
     return worlds(4).run(trained, at(SMALL, folder), 0), folder
 
@@ -121,17 +121,16 @@ def reference(worlds, tmp_path_factory):
     ],
     ids=["ring, asynchronous", "tensor parallel, on the host, on the spot", "replicas"],
 )
-def test_going_on_is_bit_identical(worlds, reference, tmp_path, config):
+def test_resuming_is_bit_identical(worlds, reference, tmp_path, config):
     results, folder = reference
     if config is not SMALL:
         folder = tmp_path / "whole"
         results = worlds(4).run(trained, at(config, folder), 0)
-    for before, after in zip(results, gone_on(worlds, 4, config, folder, tmp_path / "again"), strict=True):
+    for before, after in zip(results, resumed(worlds, 4, config, folder, tmp_path / "again"), strict=True):
         assert after[0].losses == before[0].losses[4:]
         assert after[0].validation_loss == before[0].validation_loss
         assert len(before[2]) > 40 and all(torch.equal(after[2][name], before[2][name]) for name in before[2])
         assert after[3] == before[3]
-    # Two more parts of 4 rows of 60 tokens were seen in each step.
     assert Manifest.read(tmp_path / "again/checkpoint/step-6").tokens == 6 * 4 * 60
 
 
@@ -147,9 +146,9 @@ def test_going_on_is_bit_identical(worlds, reference, tmp_path, config):
     ],
     ids=str,
 )
-def test_another_mesh_goes_on_with_the_same_losses(worlds, reference, tmp_path, ranks, parallel):
+def test_another_mesh_resumes_with_the_same_losses(worlds, reference, tmp_path, ranks, parallel):
     results, folder = reference
-    after = gone_on(worlds, ranks, replace(SMALL, parallel=parallel), folder, tmp_path)
+    after = resumed(worlds, ranks, replace(SMALL, parallel=parallel), folder, tmp_path)
     differences = [abs(a - b) for a, b in zip(after[0][0].losses, results[0][0].losses[4:], strict=True)]
     assert max(differences) < 1e-6
     drawn = [tuple(result[3]) for result in after]
@@ -157,7 +156,7 @@ def test_another_mesh_goes_on_with_the_same_losses(worlds, reference, tmp_path, 
     assert (drawn == [tuple(result[3]) for result in results]) == (ranks == 4)  # else others, by the seed
 
 
-def test_a_run_that_is_complete_is_not_trained_again(worlds, reference):
+def test_a_complete_run_is_not_trained_again(worlds, reference):
     results, folder = reference
     again = worlds(4).run(trained, at(SMALL, folder), 1)
     assert again[0][0].losses == [] and again[0][0].checkpoint == folder / "checkpoint" / "step-6"
@@ -180,21 +179,21 @@ compiler = "eager"
 
 
 def commanded(argv: list[str]) -> None:
-    """Trains as `armillary-train` does, with the same random numbers each time."""
+    """Trains as `armillary-train` does, from the same random states each time."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     with redirect_stdout(io.StringIO()):
         main(argv)
 
 
 def of_command(folder: Path) -> tuple[list[float], dict[str, object]]:
-    """The losses of the steps of a run, and the checksums of its last checkpoint's tensors."""
+    """Returns the losses of a run, and the records of its last checkpoint's files."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     files = Manifest.read(folder / "checkpoint/step-4").files
     return [x["loss"] for x in lines if "loss" in x], {name: files[name] for name in files}
 
 
-def test_the_command_trains_and_resumes_with_few_inputs_kept_as_with_all(worlds, tmp_path):
-    """To the bit; compiled, too."""
+def test_the_command_resumes_with_few_saved_inputs_as_with_all(worlds, tmp_path):
+    """Bit by bit, and compiled."""
     (tmp_path / "fewer.toml").write_text(FEWER)
     flags = (
         "--model.dim 32 --model.layers 3 --model.heads 4 --model.kv-heads 2 --model.hidden-dim 48 --train.device cpu "
@@ -215,7 +214,7 @@ def test_the_command_trains_and_resumes_with_few_inputs_kept_as_with_all(worlds,
 
 
 def killed_while_saving(config: Config) -> None:
-    """Every rank dies when its file of step 4 is written and not yet on disk, while training goes on."""
+    """Kills every rank once its file of step 4 is written and not yet on disk, while training continues."""
     sync = os.fsync
 
     def kill(descriptor: int) -> None:
@@ -227,7 +226,7 @@ def killed_while_saving(config: Config) -> None:
     trained(config, 0)
 
 
-def test_killed_while_a_save_is_in_flight_the_one_before_is_gone_on_from(worlds, reference, tmp_path):
+def test_a_run_killed_during_a_save_resumes_from_the_previous_checkpoint(worlds, reference, tmp_path):
     with pytest.raises(RankFailed):
         worlds(4).run(killed_while_saving, at(SMALL, tmp_path))
     (held,) = (tmp_path / "lock").glob("*.held")
@@ -239,7 +238,7 @@ def test_killed_while_a_save_is_in_flight_the_one_before_is_gone_on_from(worlds,
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]
 
 
-def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(worlds, reference, tmp_path):
+def test_damaged_checkpoints_are_named_and_the_previous_one_is_loaded(worlds, reference, tmp_path):
     shutil.copytree(reference[1] / "checkpoint", tmp_path / "checkpoint")
     file = tmp_path / "checkpoint/step-6/rank-3.safetensors"
     changed = bytearray(file.read_bytes())
@@ -253,8 +252,8 @@ def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(worlds, r
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
 
 
-def test_checkpoints_that_are_no_such_are_passed_over(worlds, tmp_path):
-    """A copy under another step's name, and manifests of other shapes, whose checksums are right."""
+def test_copies_and_invalid_manifests_are_passed_over(worlds, tmp_path):
+    """A copy under another step's name, and manifests with other fields and a valid checksum."""
     config = at(replace(SMALL, parallel=ParallelConfig()), tmp_path, steps=2)
     worlds(1).run(trained, config, 0)
     folder = tmp_path / "checkpoint"
@@ -272,13 +271,13 @@ def test_checkpoints_that_are_no_such_are_passed_over(worlds, tmp_path):
 
 
 def random_numbers(place: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Saved random states, by rank."""
+    """Returns the saved random states by rank."""
     state = {f"rank-{rank}": random_state(torch.device("cpu")) for rank in range(ranks)}
     load({"random": state}, place, Manifest.read(place).files, no_dist=True)
     return list(state.values())
 
 
-def test_equal_runs_save_equal_random_states_which_differ_from_rank_to_rank(worlds, tmp_path):
+def test_equal_runs_save_equal_random_states_that_differ_by_rank(worlds, tmp_path):
     config, found = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), []
     for seed in (3, 4):  # of the generators, before the runs begin
         output = tmp_path / str(seed)
@@ -290,7 +289,7 @@ def test_equal_runs_save_equal_random_states_which_differ_from_rank_to_rank(worl
     assert not any(torch.equal(found[0][0][name], found[0][1][name]) for name in ("python", "numpy", "torch"))
 
 
-def test_settings_that_have_changed_are_told_once(worlds, tmp_path):
+def test_changed_settings_are_printed_once(worlds, tmp_path):
     config = at(replace(SMALL, parallel=ParallelConfig()), tmp_path, steps=1)
     printed = worlds(1).run(trained, config, 0)[0][1]
     assert " -> " not in printed.partition("step: 1")[0]
@@ -317,13 +316,13 @@ def test_settings_that_have_changed_are_told_once(worlds, tmp_path):
 
 
 def refusal(configs: list[Config]) -> str:
-    """Why this rank's run cannot start."""
+    """Returns the reason why this rank's run cannot start."""
     with pytest.raises(ValueError) as error:
         trained(configs[dist.get_rank() % len(configs)], 0)
     return str(error.value)
 
 
-def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path):
+def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1), save=SaveConfig(every=1))
     config, place = at(config, tmp_path / "run", steps=1), tmp_path / "run/checkpoint/step-1"
     worlds(2).run(trained, config, 0)
@@ -353,7 +352,7 @@ def test_what_cannot_be_gone_on_with_is_refused_on_every_rank_and_changes_nothin
 
 
 def refused_by_the_system(config: Config, call: str, name: str, error: int, ranks: tuple[int, ...]) -> str:
-    """Why the run cannot start where a system call fails on these ranks for files whose names end so."""
+    """Returns the reason why a run cannot start if a system call fails on some ranks for files of this name."""
     owner = io if call == "open" else os
     real = getattr(owner, call)
 
@@ -382,7 +381,7 @@ UNREADABLE = "cannot be read (Permission denied), though it may be whole; make i
         ("mkdir", "/fresh/checkpoint", errno.EROFS, (0,), "Read-only file system"),
     ],
 )
-def test_what_may_not_be_read_or_written_is_refused_and_left_alone(
+def test_files_that_may_not_be_read_or_written_are_refused_and_left_alone(
     worlds, once_trained, call, name, error, ranks, said
 ):
     config, output = once_trained, once_trained.train.output
@@ -396,14 +395,14 @@ def test_what_may_not_be_read_or_written_is_refused_and_left_alone(
 
 @pytest.fixture(scope="module")
 def once_trained(worlds, tmp_path_factory) -> Config:
-    """A run that is complete."""
+    """A complete run."""
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
     config = at(config, tmp_path_factory.mktemp("trained"), steps=1)
     worlds(2).run(trained, config, 0)
     return config
 
 
-def test_ranks_that_were_told_other_things_or_read_other_data_are_refused(worlds, tmp_path):
+def test_ranks_with_different_settings_or_data_are_refused(worlds, tmp_path):
     config = at(replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), tmp_path / "out")
     for said in worlds(2).run(refusal, [config, replace(config, save=SaveConfig(every=3))]):
         assert said == "the configuration must be the same on all ranks: --save.every is 3 on rank 1 and 2 on rank 0"
@@ -458,14 +457,14 @@ def change_meanwhile(config: Config) -> None:
     assert not any(x.any() for x in second.values())
 
 
-def test_what_is_trained_while_a_save_is_in_flight_is_not_in_it(worlds, tmp_path):
+def test_steps_during_a_save_are_not_part_of_it(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
     worlds(2).run(change_meanwhile, at(config, tmp_path))
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-2"]
 
 
 def no_room(config: Config, disk: bool):
-    """All room of the disk is taken, or rank 1 may not write more than a little to a file. Undone at the end."""
+    """Context manager that fills the disk, or lets rank 1 write only small files."""
     rank, filler = dist.get_rank(), config.train.output / "filler"
 
     class NoRoom:
@@ -514,7 +513,7 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["a full disk", "one rank"])
-def test_a_save_that_fails_loses_nothing_and_the_next_one_tries_again(worlds, tmp_path, disk):
+def test_a_failed_save_keeps_earlier_checkpoints_and_the_next_save_succeeds(worlds, tmp_path, disk):
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if disk and (os.geteuid() or subprocess.run(mount, capture_output=True).returncode):
         pytest.skip("mounting a small disk takes root")
@@ -539,7 +538,7 @@ def state_is_made_and_counts_nothing(config: Config) -> bool:
     return all(torch.equal(first[name], second[name]) for name in second)
 
 
-def test_saving_before_the_first_step_does_not_change_it(worlds, tmp_path):
+def test_saving_before_the_first_step_does_not_change_that_step(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig())
     assert worlds(1).run(state_is_made_and_counts_nothing, at(config, tmp_path)) == [True]
 
@@ -555,7 +554,7 @@ def missing_rank() -> str:
     return said
 
 
-def test_a_rank_that_does_not_come_is_named(worlds):
+def test_a_missing_rank_is_named(worlds):
     assert "[Rank 0]: Ranks 1 failed to pass monitoredBarrier" in worlds(2).run(missing_rank)[0]
 
 
@@ -579,7 +578,7 @@ def exported_logits(config: Config, folder: Path) -> tuple[torch.Tensor, torch.T
     return logits(run, run.model), logits(run, found)
 
 
-def test_an_exported_model_computes_what_the_trained_one_does(worlds, tmp_path):
+def test_an_exported_model_has_the_logits_of_the_trained_one(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig())
     ((expected, found),) = worlds(1).run(exported_logits, at(config, tmp_path / "run", steps=2), tmp_path / "hf")
     assert expected.shape == (1, 60, 257) and torch.equal(found, expected)
@@ -592,7 +591,7 @@ def whole_weights(config: Config) -> dict[str, torch.Tensor]:
     return {name: x.full_tensor() for name, x in get_model_state_dict(run.model).items()}
 
 
-def test_weights_of_any_mesh_are_exported_after_the_last_step_and_on_the_command_line(worlds, tmp_path):
+def test_weights_of_any_mesh_are_exported_by_the_run_and_by_the_command(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig(tp=2, ring=2, ulysses=1), save=SaveConfig(export=True))
     expected = worlds(4).run(whole_weights, at(config, tmp_path, steps=2))[0]
     checkpoint = str(tmp_path / "checkpoint/step-2")

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: who has it, who gets it, and what the one that has lost it still may do."""
+"""The lock of an output folder: taking it, losing it, and changes after the loss."""
 
 import json
 import multiprocessing
@@ -38,7 +38,7 @@ def nothing_said():
 
 @pytest.fixture
 def gone():
-    """The start of a process that has ended, and its id."""
+    """Id and start time of an ended process."""
     process = fork.Process(target=signal.pause)
     process.start()
     pid, started = process.pid, start_time(process.pid)
@@ -50,7 +50,7 @@ def gone():
     return {"pid": pid, "started": started}
 
 
-def test_a_process_is_told_from_another_with_its_id(gone):
+def test_processes_with_the_same_id_are_distinguished(gone):
     me = os.getpid()
     assert is_running(machine(), me, start_time(me)) is True
     assert is_running(machine(), me, start_time(me) - 1) is False
@@ -58,8 +58,8 @@ def test_a_process_is_told_from_another_with_its_id(gone):
     assert is_running("another boot", me, start_time(me)) is None and is_running("", me, 0) is None
 
 
-def test_a_full_disk_is_named_by_the_file_of_the_lock(tmp_path):
-    """A limit of this process's files instead."""
+def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
+    """With a limit of this process's file sizes."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
     try:
@@ -71,11 +71,11 @@ def test_a_full_disk_is_named_by_the_file_of_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("pid", [2**40, 10**30])
-def test_a_number_that_no_process_has_is_of_none(pid):
+def test_an_id_that_no_process_can_have_is_not_running(pid):
     assert is_running(machine(), pid, 1) is False
 
 
-def test_a_folder_is_refused_while_its_run_lives_and_free_when_that_has_ended(tmp_path):
+def test_a_folder_is_refused_until_its_run_releases_it(tmp_path):
     first = taken(tmp_path / "lock")
     with pytest.raises(Refused) as refusal:
         taken(tmp_path / "lock")
@@ -95,7 +95,7 @@ def test_a_folder_is_refused_while_its_run_lives_and_free_when_that_has_ended(tm
     second.check()
 
 
-def test_the_lock_of_a_process_that_is_gone_is_taken_over_at_once(tmp_path, gone):
+def test_the_lock_of_an_ended_process_is_taken_at_once(tmp_path, gone):
     first = taken(tmp_path / "lock", **gone)
     second = taken(tmp_path / "lock")
     assert second.number == 2 and said == []
@@ -105,7 +105,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over_at_once(tmp_path, gone
         first.check()
 
 
-def test_a_run_on_another_machine_is_waited_for(tmp_path):
+def test_heartbeats_of_another_machine_are_awaited(tmp_path):
     first = taken(tmp_path / "lock", machine="another", host="far")
     beats = threading.Event()
 
@@ -126,14 +126,14 @@ def test_a_run_on_another_machine_is_waited_for(tmp_path):
     assert said[0].startswith("waiting 30 s for a sign of life of run ") and "on far" in said[0]
 
 
-def test_a_lock_that_is_not_written_to_its_end_is_waited_for(tmp_path):
+def test_heartbeats_of_an_incomplete_lock_are_awaited(tmp_path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock/4.held").touch()
     assert taken(tmp_path / "lock").number == 5
     assert said[0].startswith("waiting 0 s for a sign of life of a run that has not told its name (")
 
 
-def test_of_many_that_come_at_once_one_gets_it(tmp_path, gone):
+def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
     taken(tmp_path / "lock", **gone)
     barrier, found = threading.Barrier(8), []
 
@@ -155,7 +155,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path, gone):
 
 
 @pytest.mark.parametrize("there", ["2.released", "2.held", "9.held"])
-def test_one_that_comes_late_gives_way(tmp_path, monkeypatch, there):
+def test_a_late_claim_gives_way(tmp_path, monkeypatch, there):
     """It has seen number 1 released; before it makes number 2, another has had that one, or has it or a higher one."""
     taken(tmp_path).release()
     real, seen = locks.newest, []
@@ -175,7 +175,7 @@ def test_one_that_comes_late_gives_way(tmp_path, monkeypatch, there):
         assert os.listdir(tmp_path) == [there]
 
 
-def test_a_lock_that_was_removed_is_lost_also_to_a_run_of_the_same_number(tmp_path):
+def test_a_removed_lock_is_lost_even_to_a_run_of_the_same_number(tmp_path):
     first = taken(tmp_path / "lock")
     first.path.unlink()
     with pytest.raises(LockLost, match="is no longer that of run"):
@@ -188,7 +188,7 @@ def test_a_lock_that_was_removed_is_lost_also_to_a_run_of_the_same_number(tmp_pa
     second.check()
 
 
-def test_a_run_that_has_lost_its_folder_publishes_and_reports_nothing(tmp_path):
+def test_a_run_that_lost_its_folder_commits_and_reports_nothing(tmp_path):
     first = taken(tmp_path / "lock", machine="another")
     folder = CheckpointFolder(tmp_path / "checkpoint", first.holder.run, first.check)
     journal = Journal(tmp_path / "metrics.jsonl", first.check)
@@ -231,7 +231,7 @@ def enters(output: Path) -> str:
         return f"refused: {error}"
 
 
-def test_all_ranks_are_told_the_same(worlds, tmp_path):
+def test_all_ranks_raise_the_same_refusal(worlds, tmp_path):
     runs = worlds(2).run(enters, tmp_path / "run")
     assert len(set(runs)) == 1 and len(runs[0]) == 12
     assert os.listdir(tmp_path / "run/lock") == ["1.released"]
@@ -260,7 +260,7 @@ def loses(output: Path) -> list[str]:
     return []
 
 
-def test_a_run_notices_that_it_has_lost_its_folder(worlds, tmp_path):
+def test_a_run_notices_the_loss_of_its_folder(worlds, tmp_path):
     ((message,),) = worlds(1).run(loses, tmp_path)
     assert message.startswith(f"{tmp_path} was taken over by run ")
     assert json.loads((tmp_path / "lock/2.held").read_text())["run"] in message

@@ -38,7 +38,7 @@ from armillary.train.checkpoint.writer import FileRecord
 
 FILE = "rank-0.safetensors"
 TEXT = (Path(armillary.train.__file__).parent,)
-"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
+"""Small, since reading all of Python's source would take longer than training."""
 CONFIG = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     parallel=ParallelConfig(),
@@ -50,7 +50,7 @@ CONFIG = Config(
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -64,7 +64,7 @@ def at(folder: Path, steps: int = 1) -> Config:
 
 
 def trained(config: Config) -> str:
-    """What it printed, or why it was refused."""
+    """Returns the output of a run, or the reason why it was refused."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), process_group(config) as device:
@@ -87,7 +87,7 @@ def marker(tmp_path) -> Path:
 
 
 def zipped(value: object) -> bytes:
-    """As `torch.save` has it."""
+    """Returns a file of `torch.save`."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
@@ -127,7 +127,7 @@ def exported(place: Path, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, FILE])
-def test_a_payload_in_a_file_of_a_checkpoint_is_not_run(worlds, checkpoint, tmp_path, marker, name):
+def test_a_payload_in_a_checkpoint_file_is_not_executed(worlds, checkpoint, tmp_path, marker, name):
     original = checkpoint / "checkpoint/step-1"
     assert {path.name for path in original.iterdir()} == {MANIFEST, FILE}
     for kind, files in payloads(name, marker, original).items():
@@ -142,7 +142,7 @@ def test_a_payload_in_a_file_of_a_checkpoint_is_not_run(worlds, checkpoint, tmp_
         assert not marker.exists(), kind
 
 
-def test_files_beside_checkpoints_run_nothing_either(worlds, checkpoint, tmp_path, marker):
+def test_payloads_beside_checkpoints_are_not_executed(worlds, checkpoint, tmp_path, marker):
     names = [str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()]
     beside = [name for name in names if not name.startswith("checkpoint")]
     assert len(beside) == 3  # config.json, metrics.jsonl, lock/1.released
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_with_advice(worlds, tmp_pa
     assert not marker.exists() and sorted(path.name for path in (tmp_path / "checkpoint").rglob("*")) == before
 
 
-def test_a_payload_in_a_file_of_an_export_is_not_run(checkpoint, tmp_path, marker):
+def test_a_payload_in_an_exported_file_is_not_executed(checkpoint, tmp_path, marker):
     place = checkpoint / "checkpoint/step-1"
     assert exported(place, tmp_path / "hf") == ""
     names = [path.name for path in (tmp_path / "hf").iterdir()]
@@ -214,7 +214,7 @@ def test_a_manipulated_header_is_refused_in_one_line(worlds, checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**6}, {"hidden_size": 64}, {"vocab_size": "many"}], ids=str)
-def test_a_manifest_of_another_model_than_was_saved_is_not_exported(checkpoint, tmp_path, fields):
+def test_a_manifest_that_describes_another_model_is_not_exported(checkpoint, tmp_path, fields):
     place = shutil.copytree(checkpoint / "checkpoint/step-1", tmp_path / "step-1")
     manifest = Manifest.read(place)
     replace(manifest, model=manifest.model | fields).write(place)
@@ -223,7 +223,7 @@ def test_a_manifest_of_another_model_than_was_saved_is_not_exported(checkpoint, 
 
 
 def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
-    """A limit of this process's files instead: torch, safetensors and Python fail alike."""
+    """With a limit of this process's file sizes: torch, safetensors and Python fail as on a full disk."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
@@ -234,7 +234,7 @@ def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
     assert list((tmp_path / "hf").iterdir()) == []
 
 
-def test_tensors_of_a_checkpoint_are_those_that_torch_reads(checkpoint):
+def test_torch_reads_the_tensors_of_a_checkpoint(checkpoint):
     place = checkpoint / "checkpoint/step-1"
     ours = TensorReader(place, Manifest.read(place).files).read_metadata()
     torchs = dcp.HuggingFaceStorageReader(str(place)).read_metadata()

@@ -83,8 +83,8 @@ def parse(fields: Mapping[str, Any]) -> Config:
     try:
         return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
     except ValueError as error:  # it has our names of sizes
-        theirs = {ours: name for name, ours in family.fields.items()} | {"window": "sliding_window"}
-        raise ValueError(re.sub(r"\b\w+(?==)", lambda match: theirs.get(match[0], match[0]), str(error))) from error
+        hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
+        raise ValueError(re.sub(r"\b\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))) from error
 
 
 def read(family: Family, name: str, value: object) -> int | float | bool:
@@ -103,9 +103,9 @@ def read(family: Family, name: str, value: object) -> int | float | bool:
             return number(name, value)
 
 
-def size(name: str, value: object, least: int = 1) -> int:
+def size(name: str, value: object, minimum: int = 1) -> int:
     """Returns a value that can be a tensor's size. Errors as in `read`."""
-    result = integer(name, value, least)
+    result = integer(name, value, minimum)
     if result >= 2**63:
         raise ValueError(f"{name}={result} must be below 2^63")
     return result
@@ -146,7 +146,7 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
         window = fields.get("sliding_window", 4096)
         window = None if window is None else size("sliding_window", window)
     if window is not None and kind != "mistral":
-        first = size("max_window_layers", fields.get("max_window_layers", 28), least=0)
+        first = size("max_window_layers", fields.get("max_window_layers", 28), minimum=0)
     # `transformers` ignores this field in Mistral.
     types: object = fields.get("layer_types") if kind != "mistral" else None
     if types is not None:
@@ -177,7 +177,7 @@ def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | Non
     return {
         "architectures": [family.architecture],
         "model_type": kind,
-        **{theirs: getattr(config, ours) for theirs, ours in family.fields.items()},
+        **{hf_name: getattr(config, name) for hf_name, name in family.fields.items()},
         **(describe_gpt() if isinstance(config, GPTConfig) else describe_llama(kind, config)),
         "torch_dtype": str(dtype).removeprefix("torch."),
         **copied,

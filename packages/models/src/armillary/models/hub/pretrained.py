@@ -99,13 +99,14 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
     Raises:
         ValueError: as `from_pretrained`; or parameters are on "meta", or the config differs, with the differences.
     """
-    saved, ours = hub.read_config(folder, model.kind), model.config
-    names = [field.name for field in fields(ours) if field.name not in UNCHECKED]
-    differing = [name for name in names if getattr(saved, name) != getattr(ours, name)]
+    saved_config, config = hub.read_config(folder, model.kind), model.config
+    names = [field.name for field in fields(config) if field.name not in UNCHECKED]
+    differing = [name for name in names if getattr(saved_config, name) != getattr(config, name)]
     if differing:
-        values = ", ".join(f"{name}={getattr(saved, name)} and not {getattr(ours, name)}" for name in differing)
+        pairs = [(name, getattr(saved_config, name), getattr(config, name)) for name in differing]
+        values = ", ".join(f"{name}={saved} and not {value}" for name, saved, value in pairs)
         raise ValueError(f"the config in {folder} differs from the model's: {values}")
-    hub.fill(folder, ours, named(model))
+    hub.fill(folder, config, named(model))
     model.source = Path(folder)
 
 

@@ -128,7 +128,7 @@ def write_round(target: Path, named: Mapping[str, list[FileTensor]], ranks: Savi
     own_tensors: dict[str, Tensor] = {}
     for writer, stored in enumerate(named.values()):
         for tensor in stored:
-            values = assembled(tensor, kept=writer == ranks.rank)
+            values = assembled(tensor, is_kept=writer == ranks.rank)
             if values is not None:
                 own_tensors[tensor.name] = values
             del values  # or it would stay while the next one is gathered
@@ -136,12 +136,12 @@ def write_round(target: Path, named: Mapping[str, list[FileTensor]], ranks: Savi
     ranks.agree(lambda: path and write_weights(path, own_tensors))
 
 
-def assembled(stored: FileTensor, kept: bool) -> Tensor | None:
+def assembled(stored: FileTensor, is_kept: bool) -> Tensor | None:
     """Returns a tensor of a file on the CPU; None unless this rank keeps it. Collective if it is sharded."""
     values: Tensor | None = None
     for place, tensor in stored.parts:
         part = gathered(tensor, stored.dtype)
-        if not kept:
+        if not is_kept:
             continue
         if len(stored.parts) == 1:
             return place.turn(part.cpu()).contiguous()

@@ -5,7 +5,7 @@ saving.py       writing one checkpoint
 restoring.py    resuming from the newest intact checkpoint
 state.py        the state dict of a run
 manifest.py     everything but tensors, and the files with their checksums
-settings.py     the configuration in a checkpoint, and what has changed since
+settings.py     the configuration in a checkpoint, and changes since
 planner.py      chunks of tensors that FSDP2 and tensor parallelism both shard
 writer.py       a rank's tensors as a safetensors file
 reader.py       tensors from safetensors files

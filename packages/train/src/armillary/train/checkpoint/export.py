@@ -48,27 +48,27 @@ class Export:
     folder that the run's config.json names."""
 
 
-def export(asked: Export) -> None:
+def export(options: Export) -> None:
     """Writes the Hugging Face folder.
 
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
         OSError: a file could not be written.
     """
-    if asked.pretrained is not None and not (asked.pretrained / CONFIG).is_file():
-        raise ValueError(f"--pretrained {asked.pretrained}: holds no {CONFIG}; give a Hugging Face folder")
+    if options.pretrained is not None and not (options.pretrained / CONFIG).is_file():
+        raise ValueError(f"--pretrained {options.pretrained}: holds no {CONFIG}; give a Hugging Face folder")
     try:
-        manifest = Manifest.read(asked.checkpoint)
+        manifest = Manifest.read(options.checkpoint)
     except Damaged as damage:
-        raise ValueError(f"{asked.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
-    if fault := file_fault(manifest.files, asked.checkpoint):
-        raise ValueError(f"{asked.checkpoint}: {fault}")
+        raise ValueError(f"{options.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
+    if fault := file_fault(manifest.files, options.checkpoint):
+        raise ValueError(f"{options.checkpoint}: {fault}")
     try:
-        weights = read_tensors(asked.checkpoint, manifest.files, "model", DTYPES.get(asked.dtype))
+        weights = read_tensors(options.checkpoint, manifest.files, "model", DTYPES.get(options.dtype))
     except (Damaged, ValueError, OSError) as error:
-        raise ValueError(f"{asked.checkpoint}: {error}") from error
-    config = saved_config(asked.checkpoint, manifest)
-    hub.save(asked.folder, config, weights, asked.pretrained or pretrained_of(asked.checkpoint))
+        raise ValueError(f"{options.checkpoint}: {error}") from error
+    config = saved_config(options.checkpoint, manifest)
+    hub.save(options.folder, config, weights, options.pretrained or pretrained_of(options.checkpoint))
 
 
 def pretrained_of(checkpoint: Path) -> Path | None:

@@ -54,7 +54,7 @@ class CheckpointFolder:
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
     def clear(self) -> None:
-        """Removes what other runs left incomplete, and damaged checkpoints of steps that were saved again."""
+        """Removes incomplete checkpoints of other runs, and damaged checkpoints of steps that were saved again."""
         self.fence()
         for name in filter(INCOMPLETE.fullmatch, self.names()):
             remove(self.path / name)

@@ -92,7 +92,7 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, part: int = 0, parts: 
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
-    """Whether the manifest of this step's folder is that of another step."""
+    """Returns True if the manifest of this step's folder is that of another step."""
     try:
         return Manifest.read(folder.place(step)).step != step
     except Damaged:

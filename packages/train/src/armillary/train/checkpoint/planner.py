@@ -49,7 +49,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def is_local(x: Any) -> bool:
-    """Whether `x` is a `DTensor` on a mesh that has this rank."""
+    """Returns True for a `DTensor` on a mesh that has this rank."""
     return isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
 
 

@@ -30,7 +30,7 @@ SUFFIX = ".safetensors"
 
 
 class Damaged(Exception):
-    """A checkpoint differs from what was written; the message says how."""
+    """A checkpoint has changed since it was written; the message says how."""
 
 
 class ListedFiles(FileSystem):

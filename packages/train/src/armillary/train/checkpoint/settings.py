@@ -1,4 +1,4 @@
-"""The configuration in a checkpoint, so that a resumed run can print what has changed."""
+"""The configuration in a checkpoint, so that a resumed run can print changes."""
 
 from __future__ import annotations
 

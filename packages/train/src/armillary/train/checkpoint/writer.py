@@ -1,4 +1,4 @@
-"""Tensors of a rank as one safetensors file, with the checksum of what was written."""
+"""Tensors of a rank as one safetensors file, with its checksum."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FileRecord:
 
 
 class RecordedFile(io.FileIO):
-    """A new file whose `record` follows what is written."""
+    """A new file with a record of its content."""
 
     record = FileRecord(0, 0)
 
@@ -136,11 +136,11 @@ class TensorWriter(StorageWriter):
         try:
             written = reader.read_metadata().state_dict_metadata
         except Damaged as damage:
-            raise OSError(f"what was written cannot be read: {damage}") from damage
+            raise OSError(f"the written files cannot be read: {damage}") from damage
         sizes = {name: entry.size for name, entry in written.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or sizes.get(name) != entry.size:
-                raise OSError(f"what was written has not all of {name}")
+                raise OSError(f"the written files lack a part of {name}")
 
 
 def check_items(items: Sequence[WriteItem]) -> None:

@@ -68,9 +68,9 @@ class Guarded(Generic[Closed]):
 
     def flush(self, seconds: float) -> bool:
         """Waits for all queued actions, at most `seconds`; returns False if some are not done."""
-        done = threading.Event()
-        self._queue.put(done.set)
-        return done.wait(seconds)
+        event = threading.Event()
+        self._queue.put(event.set)
+        return event.wait(seconds)
 
     def close(self, seconds: float) -> None:
         """Closes the sink and waits for its thread, at most `seconds`."""

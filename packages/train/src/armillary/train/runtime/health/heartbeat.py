@@ -34,7 +34,7 @@ class Heartbeat:
         step: that the rank works on.
         phase: of the step, such as "training" or "saving".
         failure: error that ended its training.
-        where: innermost lines of its Python stack.
+        location: innermost lines of its Python stack.
         waits: it is in a collective, or waits for its device.
         calls: by process group and backend.
     """
@@ -42,7 +42,7 @@ class Heartbeat:
     step: int
     phase: str
     failure: str | None = None
-    where: str | None = None
+    location: str | None = None
     waits: bool = False
     calls: dict[str, Calls] = field(default_factory=dict[str, Calls])
 
@@ -77,7 +77,7 @@ def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> di
     alive = {rank: beat for rank, beat in beats.items() if beat is not None}
     busy = {rank: beat for rank, beat in alive.items() if not beat.waits}
     if 0 < len(busy) < len(alive):
-        return {rank: f"in {beat.position}, at {beat.where}" for rank, beat in busy.items()}
+        return {rank: f"in {beat.position}, at {beat.location}" for rank, beat in busy.items()}
     return ranks_behind(alive)
 
 
@@ -92,13 +92,13 @@ def ranks_behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for group in sorted({group for beat in beats.values() for group in beat.calls}):
         calls = {rank: beat.calls[group] for rank, beat in beats.items() if group in beat.calls}
-        most = max(call.count for call in calls.values())
-        if not any(call.running and call.count == most for call in calls.values()):
+        highest = max(call.count for call in calls.values())
+        if not any(call.running and call.count == highest for call in calls.values()):
             continue
         for rank, call in calls.items():
-            if call.count < most:
-                entered = f"has entered {call.count} collectives of group {group}, others {most}"
-                reasons.setdefault(rank, f"in {beats[rank].position}, {entered}; at {beats[rank].where}")
+            if call.count < highest:
+                entered = f"has entered {call.count} collectives of group {group}, others {highest}"
+                reasons.setdefault(rank, f"in {beats[rank].position}, {entered}; at {beats[rank].location}")
     return reasons
 
 

@@ -86,13 +86,13 @@ class Claim:
 
     def check(self) -> None:
         """Raises LockLost if another run holds the lock, and OSError if the folder cannot be read."""
-        number, held = newest(self.folder)
+        number, is_held = newest(self.folder)
         if number > self.number:
             successor = Holder.read(self.folder / f"{number}.held")
             raise LockLost(
                 f"{self.folder.parent} was taken over by {successor or 'another run'}; this is {self.holder}"
             )
-        if not held or Holder.read(self.path) != self.holder:
+        if not is_held or Holder.read(self.path) != self.holder:
             raise LockLost(f"{self.path} is no longer that of {self.holder}")
 
     def beat(self) -> None:
@@ -119,8 +119,8 @@ def take(folder: Path, holder: Holder, silent: float, say: Callable[[str], None]
     """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
-        number, held = newest(folder)
-        if held:
+        number, is_held = newest(folder)
+        if is_held:
             check_dead(folder / f"{number}.held", silent, say)
         claim = Claim(folder, number + 1, holder)
         if write(claim) and clear(claim):
@@ -173,7 +173,7 @@ def check_dead(path: Path, silent: float, say: Callable[[str], None]) -> None:
 
 
 def changes(path: Path, first: Any, silent: float) -> bool:
-    """Whether a heartbeat comes within `silent` seconds. Clocks of other hosts are not compared."""
+    """Returns True if a heartbeat comes within `silent` seconds. Clocks of other hosts are not compared."""
     end = time.monotonic() + silent
     while (current := mark(path)) == first:
         if time.monotonic() > end:

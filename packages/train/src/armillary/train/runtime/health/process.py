@@ -21,7 +21,7 @@ def machine() -> str:
 
 
 def is_running(machine_name: str, pid: int, started: int) -> bool | None:
-    """Whether a process of a machine is running; None if this process cannot tell."""
+    """Returns True if a process of a machine is running; None if this process cannot tell."""
     if not machine_name or machine_name != machine():
         return None
     if (current := start_time(pid)) is not None:
@@ -40,7 +40,7 @@ def start_time(pid: int) -> int | None:
 
 
 def is_hidden(pid: int) -> bool:
-    """Whether /proc hides a running process of another user."""
+    """Returns True if /proc hides a running process of another user."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -25,7 +25,7 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
         return token
 
     token = ranks.on_first(create_token)
-    blind = [rank for rank, seen in enumerate(ranks.agree((folder / token).exists)) if not seen]
+    blind = [rank for rank, sees_it in enumerate(ranks.agree((folder / token).exists)) if not sees_it]
     ranks.on_first((folder / token).unlink)
     if blind:
         raise ValueError(

@@ -71,7 +71,7 @@ def joined_thread(frame: FrameType | None) -> threading.Thread | None:
 
 
 def runs_packages(frame: FrameType) -> bool:
-    """Whether a function of these packages is on the stack of `frame`."""
+    """Returns True if a function of these packages is on the stack of `frame`."""
     return any(PACKAGES in caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
 
 
@@ -92,11 +92,11 @@ def stack_of(frame: FrameType) -> StackSummary:
 
 
 def in_standard_library(file: str) -> bool:
-    """Whether `file` is part of Python's standard library, whose lines show a wait but not its reason."""
+    """Returns True for a file of Python's standard library, whose lines show a wait but not its reason."""
     return file.startswith(STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
-def where(stack: StackSummary) -> str:
+def location_of(stack: StackSummary) -> str:
     """Returns the innermost line outside of the standard library, and the innermost one outside of torch."""
     lines = [line for line in stack if not in_standard_library(line.filename)] or list(stack)
     inner = lines[-1]
@@ -109,12 +109,12 @@ def describe(line: FrameSummary) -> str:
 
 
 def communicates(stack: StackSummary) -> bool:
-    """Whether the innermost lines of a stack belong to communication or to functions that it calls."""
+    """Returns True if the innermost lines of a stack belong to communication or to functions that it calls."""
     return any(line.filename.endswith(COMMUNICATION) for line in innermost(stack))
 
 
 def waits(stack: StackSummary) -> bool:
-    """Whether a stack ends in communication, or in a call in which the host waits for the device."""
+    """Returns True if a stack ends in communication, or in a call in which the host waits for the device."""
     return communicates(stack) or any(called_function(line) in BLOCKING_READS for line in innermost(stack))
 
 

@@ -40,7 +40,7 @@ class StopSignal:
         self.received = True
 
     def asked(self, device: torch.device) -> bool:
-        """Whether any rank has received a signal: the same on all ranks. Collective."""
+        """Returns True on every rank if any rank has received a signal. Collective."""
         count = torch.tensor(float(self.received), device=device)
         dist.all_reduce(count)
         return count.item() > 0

@@ -28,7 +28,7 @@ from armillary.core import compat
 from armillary.data.console.exit import REFUSALS, one_line
 from armillary.train.runtime.health.heartbeat import Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
-from armillary.train.runtime.health.stacks import communicates, current_stack, waits, where
+from armillary.train.runtime.health.stacks import communicates, current_stack, location_of, waits
 
 SILENCE = 6.0
 """Seconds without a heartbeat after which a rank counts as dead."""
@@ -180,9 +180,9 @@ class Watchdog:
         """Posts where this rank is, waits for the others to do so, and returns lines that name the missing ranks."""
         stack, calls = current_stack(), recorded_calls()
         waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
-        self._heartbeats.post(Heartbeat(self.step, self.phase, where=where(stack), waits=waiting, calls=calls))
+        self._heartbeats.post(Heartbeat(self.step, self.phase, location=location_of(stack), waits=waiting, calls=calls))
         beats, silent = self._heartbeats.gather()
-        missing = [f"missing: rank {rank}: {why}" for rank, why in missing_ranks(beats, silent).items()]
+        missing = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
         lines = [reason, *(missing or ["no rank is missing: all wait for each other"])]
         if not self._failing:
             self._hang = "; ".join(lines)
@@ -230,7 +230,7 @@ def record_for_torchrun(reason: str) -> None:
 
 
 def caused_by_peers(error: Exception) -> bool:
-    """Whether communication raised an error because another rank is gone or late."""
+    """Returns True if communication raised the error because another rank is gone or late."""
     if isinstance(error, torch.AcceleratorError):  # a kernel of this rank failed, even if a collective noticed it
         return False
     inside = isinstance(error, RuntimeError) and communicates(traceback.extract_tb(error.__traceback__))
@@ -271,7 +271,7 @@ class Heartbeats:
                 post, now = self._latest_post(rank), time.monotonic()
                 if post != posts[rank]:
                     posts[rank], since[rank] = post, now
-                if (beat := parse_post(post)) is not None and (beat.where or beat.failure):
+                if (beat := parse_post(post)) is not None and (beat.location or beat.failure):
                     awaited.discard(rank)
                 elif now - since[rank] > SILENCE:
                     awaited.discard(rank)
