@@ -1,4 +1,4 @@
-"""The suite that every attention method goes through, ours or yours.
+"""The conformance suite of attention methods: every result against a float64 oracle.
 
     def on_every_rank() -> None:
         attend = MyMethod(mesh(ring=4)["ring"])
@@ -9,13 +9,13 @@
         worlds(4).run(on_every_rank)
 
 Every rank builds the same global tensors from the case's seed, and runs the method on its own shard, forward and
-backward. What the ranks have is put together, and compared with the float64 oracle: random dout, each whole tensor
-against its own norm, in the dtype that went in. Memory that nobody wrote holds NaN, inputs may be strided views,
-another call comes between forward and backward, and a second run must give the same bits.
+backward. The shards of all ranks are joined and compared with float64 attention on one device, under a random dout, each
+tensor relative to its own norm. Uninitialized memory is filled with NaN, inputs may be strided views, another call runs
+between forward and backward, and a second run must give the same bits.
 
-All of it, for the methods of this package: `python -m conformance --ranks 1 2 4 8 --method all`.
-A search among what else users do (strides, autocast, checkpointing, torch.compile, DTensors, projections, any layout
-and any mask), on 1 to 8 ranks: `python -m conformance --random 2000 --seed 1`.
+    python -m conformance --ranks 1 2 4 8 --method all     # the full product of methods and cases
+    python -m conformance --random 2000 --seed 1           # random cases: strides, autocast, checkpointing, torch.compile,
+                                                           # DTensors, projections, any layout and mask, 1 to 8 ranks
 """
 
 from conformance.calling import ConformingMethod

@@ -1,4 +1,4 @@
-"""Making a call of a case as its user would: under autocast, checkpointed, compiled, on DTensors, from projections."""
+"""The call of a case: under autocast, checkpointed, compiled, on DTensors, or from projections."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Outcome = tuple[Tensor, ...]
 
 
 class ConformingMethod(Protocol):
-    """What the suite needs of a method. Tensors are this rank's shards; the result is [B, T, H, Dv].
+    """The interface of a tested method. Tensors are this rank's shards; the result is [B, T, H, Dv].
 
-    It is also given `key_layout`, `sinks`, `softcap` and `kernel`, where a case has them. It needs `projected` where a
-    case is that; `shards` and `sequence_shards` where layouts are drawn; and `layout` a mask where they are balanced.
+    The call also receives `key_layout`, `sinks`, `softcap` and `kernel` if the case has them. Projected cases call
+    `projected`, cases with drawn layouts read `shards` and `sequence_shards`, and balanced ones pass `layout` a mask.
     """
 
     @property
@@ -56,7 +56,7 @@ class ConformingMethod(Protocol):
 
 @dataclass(frozen=True)
 class Calling:
-    """Calls of a method for one case."""
+    """A method and a case."""
 
     attend: ConformingMethod
     case: Case
@@ -65,43 +65,43 @@ class Calling:
 
     @property
     def part(self) -> CasePart:
-        """What this rank has."""
+        """This rank's part of the case."""
         return self.placing.part(self.attend.shard)
 
     def __call__(self, tensors: Tensors, with_lse: bool) -> Outcome:
-        """(out,), or (out, lse), of this rank's tensors: DTensors, where the case is of those."""
+        """Returns (out,) or (out, lse) for this rank's tensors; DTensors if the case has them."""
         case = self.case
         call = partial(self._projected, tensors) if case.projected else partial(self._attended, with_lse)
         call = torch.compile(call, backend="aot_eager", fullgraph=not case.projected) if case.compiled else call
         sinks = tensors.get("sinks")
         inputs = (tensors["x"],) if case.projected else (tensors["q"], tensors["k"], tensors["v"])
         with torch.autocast(inputs[0].device.type, dtype=case.autocast, enabled=case.autocast is not None):
-            return _saving(case.saving, call, *inputs, sinks)
+            return _checkpointed(case.saving, call, *inputs, sinks)
 
     def _projected(self, tensors: Tensors, x: Tensor, sinks: Tensor | None) -> Outcome:
         linear = Linear(tensors["wq"], tensors["wk"], tensors["wv"], self.case, self.sharding.heads)
         return (cast(Any, self.attend).projected(x, linear, **self._options(sinks)),)
 
     def _attended(self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Outcome:
-        found = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
-        outcome: Sequence[Tensor] = found if with_lse else (found,)
-        if self.case.compiled or self.case.saving == "reentrant":  # both make gradients of zeros where there are none
+        result = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
+        outcome: Sequence[Tensor] = result if with_lse else (result,)
+        if self.case.compiled or self.case.saving == "reentrant":  # both pass zeros as the gradient of an unused lse
             outcome = (outcome[0], *(lse.detach() for lse in outcome[1:]))
         return tuple(outcome)
 
     def _options(self, sinks: Tensor | None) -> dict[str, Any]:
-        """What the case asks for besides tensors; only what it asks for, so that a method need not know the rest."""
+        """Returns the keyword arguments of the case. Defaults are left out, so that a method need not accept all."""
         case = self.case
         mask = self.placing.mask(self.part)
-        given: dict[str, Any] = {"mask": mask, "layout": self.sharding.layout, "scale": case.scale}
-        asked: dict[str, Any] = {"sinks": sinks, "softcap": case.softcap, "kernel": case.kernel}
-        asked["key_layout"] = self.sharding.key_layout if case.crosses else None
-        return given | {name: value for name, value in asked.items() if value is not None}
+        required: dict[str, Any] = {"mask": mask, "layout": self.sharding.layout, "scale": case.scale}
+        optional: dict[str, Any] = {"sinks": sinks, "softcap": case.softcap, "kernel": case.kernel}
+        optional["key_layout"] = self.sharding.key_layout if case.crosses else None
+        return required | {name: value for name, value in optional.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Projections without anything between x and heads."""
+    """Projections that are plain matrix products."""
 
     wq: Tensor
     wk: Tensor
@@ -131,18 +131,17 @@ class Linear:
         return F.linear(x, rows).unflatten(2, (-1, dim))
 
 
-def _saving(how: str, call: Callable[..., Outcome], *inputs: Tensor | None) -> Outcome:
-    match how:
+def _checkpointed(saving: str, call: Callable[..., Outcome], *inputs: Tensor | None) -> Outcome:
+    match saving:
         case "autograd":
             return call(*inputs)
         case "selective":
             contexts = partial(create_selective_checkpoint_contexts, _must_save)
             return checkpoint(call, *inputs, use_reentrant=False, context_fn=contexts)
         case _:
-            return checkpoint(call, *inputs, use_reentrant=how == "reentrant")
+            return checkpoint(call, *inputs, use_reentrant=saving == "reentrant")
 
 
 def _must_save(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    ours = torch.ops.armillary
-    kept = op is ours.attention.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = op is torch.ops.armillary.attention.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

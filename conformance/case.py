@@ -1,4 +1,4 @@
-"""One thing to try: everything about an attention call but the method and the values of tensors."""
+"""A test case: every property of an attention call except the method and the values of tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from armillary.attention.mask import (
 
 KINDS = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*KINDS, "balanced", "uneven", "spans")
-"""Those of every method, and two drawn from the case's seed: contiguous shards of any sizes; any spans at all."""
+"""Layouts of every method, and two drawn from the case's seed: contiguous shards of any sizes, or any spans."""
 MEMORY = ("plain", "transposed", "permuted", "packed", "sliced", "expanded", "mixed")
-"""How tensors lie: as they are; as views of [B, H, T, D]; in any other order of dims, the head dim not innermost; as
-slices of one [B, T, (H + 2K) D] projection; every other element of larger memory, and not from its start; with stride 0
-over the batch, heads or all of it; or each tensor in another one of these ways."""
+"""Memory layouts: contiguous; views of [B, H, T, D]; another order of dims, the head dim not innermost; slices of one
+[B, T, (H + 2K) D] projection; every other element of a larger buffer, with an offset; stride 0 over the batch, heads or
+all dims; or a different one of these for each tensor."""
 SINKS = (0, 1, 3)
 """Sink logits per head."""
 GRADIENTS = ("plain", "transposed", "permuted", "sliced", "expanded")
 SAVING = ("autograd", "checkpoint", "reentrant", "selective")
-"""Who keeps what for backward: autograd; activation checkpointing, of either kind; or a selective one that must save
-attention's results."""
+"""Plain autograd; activation checkpointing of either kind; or a selective one that must save attention's results."""
 EVERYTHING = "qkvsxw"
 CAUSAL = AttentionMask()
 PATTERNS: dict[type[Pattern], str] = {
@@ -42,33 +41,33 @@ PATTERNS: dict[type[Pattern], str] = {
     Blocks: "blocks",
     RowMasks: "rows",
 }
-"""What kinds of masks are called, those apart that are only causal, windows and documents."""
+"""Names of patterns. Masks of only causal, windows and documents have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to try. `str(case)` names it.
+    """A test case. `str(case)` names it.
 
     Args:
         mask: in global positions.
-        kind: of the layout, one of `LAYOUTS`.
-        key_length: how many keys there are, for cross-attention; as many as queries unless given.
-        key_kind: of the layout of the keys; that of the queries unless given.
+        kind: kind of layout, one of `LAYOUTS`.
+        key_length: number of keys, for cross-attention; by default that of queries.
+        key_kind: kind of the keys' layout; by default that of the queries'.
         sinks: sink logits per head: 0 is none, 1 a tensor [H], S a tensor [S, H].
-        shift: about what every logit is raised by; softmax does not feel it, a careless exp(lse) does.
-        kernel: by name; the one that is preferred unless given.
-        memory: how the inputs lie, one of `MEMORY`.
-        gradient: how dout lies, one of `GRADIENTS`.
-        needs: what requires a gradient: of q, k, v and the sinks ("s"), or of x, the weights ("w") and the sinks.
-        autocast: the dtype of the autocast region that the call is made in, if it is.
+        shift: added to every logit, nearly. Softmax does not change, but exp(lse) overflows or vanishes.
+        kernel: name of a kernel; by default the preferred one.
+        memory: memory layout of the inputs, one of `MEMORY`.
+        gradient: memory layout of dout, one of `GRADIENTS`.
+        needs: tensors that require a gradient: of q, k, v and the sinks ("s"), or of x, the weights ("w") and the sinks.
+        autocast: dtype of the surrounding autocast region, if any.
         saving: one of `SAVING`.
-        compiled: whether the call is traced by torch.compile.
-        dtensor: whether q, k and v, or x, are DTensors, `Shard(1)` over the method's axes.
-        beside: what DTensors are sharded by on other axes: the batch over `shard` ("b"), heads over `tp` ("h"). Where
-            such an axis has ranks and they are not, ranks have copies.
-        weights: whether sinks and weights are DTensors too; weights must be where heads are sharded.
-        projected: whether the method is given hidden states of `width` and projections, not q, k and v.
-        seed: of tensors, of memory, and of layouts that are drawn.
+        compiled: True if torch.compile traces the call.
+        dtensor: True if q, k and v, or x, are DTensors, `Shard(1)` over the method's axes.
+        beside: dims that are sharded over other axes: the batch over `shard` ("b"), heads over `tp` ("h"). On an axis of
+            several ranks without its letter, ranks have copies.
+        weights: True if sinks and weights are DTensors too; required for weights where heads are sharded.
+        projected: True if the method receives hidden states of `width` and projections, not q, k and v.
+        seed: of tensors, memory layouts and drawn sequence layouts.
     """
 
     batch: int = 2
@@ -102,23 +101,23 @@ class Case:
 
     @property
     def crosses(self) -> bool:
-        """Whether the keys have a layout of their own."""
+        """True if the keys have a layout of their own."""
         return self.key_length is not None or self.key_kind is not None
 
     @property
     def keys(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return self.length if self.key_length is None else self.key_length
 
     @property
     def computed(self) -> torch.dtype:
-        """The dtype that attention is computed in: autocast narrows what projections give, float64 apart."""
+        """Dtype of attention: autocast narrows the results of projections, except float64."""
         lowered = self.projected and self.autocast is not None and self.dtype != torch.float64
         return self.autocast if lowered and self.autocast is not None else self.dtype
 
     @property
     def scaled(self) -> float:
-        """What logits are multiplied by."""
+        """Softmax scale."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def __str__(self) -> str:
@@ -140,15 +139,15 @@ class Case:
 
 
 def mask_kinds(mask: AttentionMask) -> set[str]:
-    """The names of its kind and, if its rows have masks of their own, of theirs; none for plain masks."""
+    """Returns the name of the mask's pattern, and those of its rows' masks; none for plain masks."""
     if mask.pattern is None:
         return set()
-    found = {PATTERNS[type(mask.pattern)]}
-    return found.union(*map(mask_kinds, mask.pattern.masks)) if isinstance(mask.pattern, RowMasks) else found
+    kinds = {PATTERNS[type(mask.pattern)]}
+    return kinds.union(*map(mask_kinds, mask.pattern.masks)) if isinstance(mask.pattern, RowMasks) else kinds
 
 
 def mask_text(mask: AttentionMask) -> str:
-    """A mask in a few words: of what, and of how many."""
+    """Returns a short description of a mask, with counts."""
     match mask.pattern:
         case None:
             words = ["causal" if mask.causal else "full"]

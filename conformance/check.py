@@ -1,4 +1,4 @@
-"""Running one case on this rank, and judging on all ranks what came of it."""
+"""Runs one case on this rank and compares the joined results with the oracle."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from conformance.placing import Placing
 from conformance.tensors import CasePart, CaseSharding, inputs
 
 
-class Ran(NamedTuple):
-    """What one rank has of a case: its part of the results, and what is wrong with it besides."""
+class RankResult(NamedTuple):
+    """One rank's part of the results of a case, and its complaints."""
 
     case: Case
     part: CasePart
@@ -31,13 +31,13 @@ class Ran(NamedTuple):
 def check(
     attend: ConformingMethod, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None
 ) -> None:
-    """Runs `case` and asserts that everything is as exact as the dtype allows. All ranks of the world must call it.
+    """Runs `case` and asserts that every error is within its limit. All ranks of the world must call it.
 
     Args:
         over: as in `errors`.
 
     Raises:
-        AssertionError: naming the case, and each tensor with its error and its limit; on every rank alike.
+        AssertionError: names the case and each tensor with its error and its limit; the same on every rank.
     """
     off = errors(attend, case, device=device, over=over)
     wrong = [f"{name} off by {x.error:.2g} (limit {x.limit:.2g})" for name, x in off.items() if x.fraction > 1]
@@ -47,62 +47,61 @@ def check(
 def errors(
     attend: ConformingMethod, case: Case, *, device: str | torch.device = "cpu", over: DeviceMesh | None = None
 ) -> dict[str, Off]:
-    """How far off out, lse and the gradients are (as far as needed), and may be: of all shards, put together again.
+    """Returns the errors and limits of out, lse and the needed gradients, joined from all shards.
 
-    Each is relative to the norm of what the oracle has. Any NaN, or an infinity of its own, makes it infinite. All
-    ranks of the world must call it, or `attend_nothing`: replicas with seeds of their own, so that they are told apart.
+    Errors are relative to the norm of the oracle's tensor; a NaN or an infinity makes them infinite. All ranks of the
+    world must call it, or `attend_nothing`; replicas need cases with different seeds.
 
     Args:
-        over: the mesh that DTensors are over: the method's axes, outer ones first, and those of `Case.beside`.
+        over: mesh of DTensors: the method's axes, outer ones first, and those of `Case.beside`.
 
     Raises:
-        AssertionError: a wrong dtype or shape, inputs written to, or two runs that differ. Only after all
-            communication, so that the ranks stay in step, and on every rank alike.
+        AssertionError: a wrong dtype or shape, inputs written to, or two runs that differ. Raised after all
+            communication, so that the ranks stay in step, and the same on every rank.
     """
     placing = Placing(case, over)
     sharding = CaseSharding.of(attend, case, *placing.sizes())
-    mine = _ran(Calling(attend, case, sharding, placing), device)
-    every = everyone(mine)
-    speaker = next(rank for rank, ran in enumerate(every) if ran is not None and ran.case == case)
-    verdict = everyone(_judged(case, sharding, every) if _rank() == speaker else None)[speaker]
+    results = all_ranks(_run_twice(Calling(attend, case, sharding, placing), device))
+    judge_rank = next(rank for rank, result in enumerate(results) if result is not None and result.case == case)
+    verdict = all_ranks(_judge_results(case, sharding, results) if _rank() == judge_rank else None)[judge_rank]
     assert isinstance(verdict, dict), verdict
     return cast(dict[str, Off], verdict)
 
 
 def attend_nothing() -> None:
-    """What a rank does that has no part in a case, while others are in `errors`."""
-    everyone(None)
-    everyone(None)
+    """Takes part in the communication of `errors` on a rank without a part in the case."""
+    all_ranks(None)
+    all_ranks(None)
 
 
-def everyone(mine: Any) -> list[Any]:
-    """What each rank of the world passes, in rank order."""
+def all_ranks(value: Any) -> list[Any]:
+    """Returns the value that each rank of the world passes, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _judged(case: Case, sharding: CaseSharding, every: Sequence[Ran | None]) -> dict[str, Off] | str:
-    """How far off the whole tensors are; or what is wrong besides."""
-    ran = [ran for ran in every if ran is not None and ran.case == case]
-    if complaints := sorted({each.complaint for each in ran if each.complaint}):
+def _judge_results(case: Case, sharding: CaseSharding, results: Sequence[RankResult | None]) -> dict[str, Off] | str:
+    """Returns the errors of the joined tensors, or a complaint."""
+    case_results = [result for result in results if result is not None and result.case == case]
+    if complaints := sorted({result.complaint for result in case_results if result.complaint}):
         return f"{case}: {'; '.join(complaints)}"
-    parts = {each.part: each.results for each in ran}
-    for each in ran:
-        if differing := _differing(each.results, parts[each.part]):
-            return f"{case}: {', '.join(differing)} differ between ranks that have the same {each.part}"
-    names = list(ran[0].results)
+    parts = {result.part: result.results for result in case_results}
+    for result in case_results:
+        if differing := _differing(result.results, parts[result.part]):
+            return f"{case}: {', '.join(differing)} differ between ranks that have the same {result.part}"
+    names = list(case_results[0].results)
     return judge(case, {name: sharding.join(name, {at: x[name] for at, x in parts.items()}) for name in names})
 
 
-def _ran(calling: Calling, device: str | torch.device) -> Ran:
-    """Runs the case twice on this rank's shards, in memory that nobody wrote to before."""
+def _run_twice(calling: Calling, device: str | torch.device) -> RankResult:
+    """Runs the case twice on this rank's shards, in memory filled with NaN."""
     case, part = calling.case, calling.part
     local = {name: calling.sharding.take(name, x.to(device), part) for name, x in inputs(case).items()}
     laid = lay_out(local, case)
@@ -110,37 +109,38 @@ def _ran(calling: Calling, device: str | torch.device) -> Ran:
         first = _run(calling, laid, disturb=True)
         second = _run(calling, laid, disturb=False)
     complaints = [f"{name} was written to" for name, x in laid.items() if not torch.equal(x, local[name])]
-    complaints += [text for name, x in first.items() if (text := _form(x, name, calling, local))]
+    complaints += [text for name, x in first.items() if (text := _wrong_form(x, name, calling, local))]
     complaints += [
         f"{name} differs between two runs, one with return_lse and another call before backward"
         for name in _differing(first, second)
     ]
     complaints += dict.fromkeys(calling.placing.complaints)
-    return Ran(case, part, {name: x.cpu() for name, x in first.items()}, "; ".join(complaints))
+    return RankResult(case, part, {name: x.cpu() for name, x in first.items()}, "; ".join(complaints))
 
 
 def _run(calling: Calling, laid: Mapping[str, Tensor], disturb: bool) -> dict[str, Tensor]:
-    """Forward and backward: out and the gradients that the case needs; with `disturb` also lse, where there is one.
+    """Returns out and the gradients that the case needs; with `disturb` also lse, if the method has one.
 
-    `disturb` makes another call in between, as the next layer does: what backward will use must survive it."""
+    `disturb` makes another call before backward, as the next layer does: the saved tensors must survive it.
+    """
     needs, placing = calling.case.needs, calling.placing
-    given = {name: x for name, x in laid.items() if name != "dout"}
-    leaves = {name: placing.place(name, x.detach()).requires_grad_(name[0] in needs) for name, x in given.items()}
+    inputs = {name: x for name, x in laid.items() if name != "dout"}
+    leaves = {name: placing.place(name, x.detach()).requires_grad_(name[0] in needs) for name, x in inputs.items()}
     out, *lse = calling(leaves, with_lse=disturb)
-    found = {"out": out} | ({"lse": lse[0]} if lse else {})
-    results = {name: placing.local(name, x).detach() for name, x in found.items()}
+    outputs = {"out": out} | ({"lse": lse[0]} if lse else {})
+    results = {name: placing.local(name, x).detach() for name, x in outputs.items()}
     if disturb:
-        others = {name: placing.place(name, x.detach().mul(-2)).requires_grad_() for name, x in given.items()}
-        calling(others, with_lse=True)
-    needed = {name: x for name, x in leaves.items() if x.requires_grad}
-    if needed:
+        next_layer = {name: placing.place(name, x.detach().mul(-2)).requires_grad_() for name, x in inputs.items()}
+        calling(next_layer, with_lse=True)
+    trained = {name: x for name, x in leaves.items() if x.requires_grad}
+    if trained:
         out.backward(placing.place("out", laid["dout"].to(out.dtype)))
-        results |= {f"d{name}": placing.local(name, cast(Tensor, x.grad), True) for name, x in needed.items()}
+        results |= {f"d{name}": placing.local(name, cast(Tensor, x.grad), True) for name, x in trained.items()}
     return results
 
 
-def _form(x: Tensor, name: str, calling: Calling, local: Mapping[str, Tensor]) -> str:
-    """What is wrong with a result's shape and dtype: lse is float32 unless computed in float64."""
+def _wrong_form(x: Tensor, name: str, calling: Calling, local: Mapping[str, Tensor]) -> str:
+    """Returns a complaint about a result's shape or dtype, or "". lse is float32 unless computed in float64."""
     case, dout = calling.case, local["dout"]
     if name in ("out", "lse"):
         wide = torch.promote_types(case.computed, torch.float32)
@@ -152,19 +152,19 @@ def _form(x: Tensor, name: str, calling: Calling, local: Mapping[str, Tensor]) -
     return "" if x.shape == shape else f"{name} has shape {tuple(x.shape)}; it must be {tuple(shape)}"
 
 
-def _differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Which tensors are not the same bits, of those in both."""
-    both = [name for name in one if name in other]
-    return [name for name in both if not torch.equal(one[name].nan_to_num(), other[name].nan_to_num())]
+def _differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of tensors in both whose bits differ."""
+    names = [name for name in first if name in second]
+    return [name for name in names if not torch.equal(first[name].nan_to_num(), second[name].nan_to_num())]
 
 
 @contextmanager
 def _poisoned(like: Sequence[Tensor]) -> Generator[None]:
-    """NaN in memory that nobody has written to: in what `torch.empty` returns, and in freed blocks of these sizes."""
+    """Fills uninitialized memory with NaN: results of `torch.empty`, and freed blocks of these sizes."""
     stale = [torch.full_like(x, torch.nan, dtype=d) for x in like for d in (x.dtype, torch.float32) for _ in range(3)]
     del stale
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("warn")  # makes torch.empty fill what it returns
+    torch.set_deterministic_debug_mode("warn")  # makes torch.empty fill its result
     try:
         yield
     finally:

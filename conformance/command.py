@@ -1,18 +1,18 @@
-"""Holds attention methods to a float64 oracle: the full product of methods and cases, or cases at random.
+"""Compares attention methods with a float64 oracle: the full product of methods and cases, or random cases.
 
-Five ways to start:
-  # all methods in all cases, on 1, 2 and 4 ranks, with the result as a file too
+Examples:
+  # all methods in all cases, on 1, 2 and 4 ranks; the result also as a file
   python -m conformance --json conformance.json
   # one method on two ranks, in one dtype
   python -m conformance --method ring --ranks 2 --dtype float64
-  # cases at random: any that can be drawn
+  # random cases
   python -m conformance --random 2k --seed 1
-  # one of these again, by the line that a failure prints
+  # repeat one of them, by the line that a failure prints
   python -m conformance --seed 1 --case 172
-  # on one GPU, which all ranks share
+  # on one GPU shared by all ranks
   python -m conformance --device cuda --ranks 4 --dtype bfloat16
 
-With --random N, case i of seed S is the same whatever else is asked for.
+With --random N, case i of seed S is the same under all other options.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from conformance.sample import DTYPES, product_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for; 1 if anything failed, 2 where there is no such device."""
+    """Entry point. Returns 1 if a case failed, 2 if there is no such device."""
     options = parsed(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: no GPU is here", file=sys.stderr)
+        print("--device cuda: this machine has no GPU", file=sys.stderr)
         return 2
     at_random = options.random is not None or options.case is not None
     trials = _drawn(options) if at_random else _product(options)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drawn(options: Namespace) -> list[Trial]:
-    """Of cases at random, those of the methods, ranks, dtypes and kinds that are asked for."""
+    """Returns the random cases with the requested methods, ranks, dtypes and kinds."""
     indices = range(options.random) if options.case is None else options.case
     trials = [drawn(options.seed, index) for index in indices]
     return [
@@ -73,7 +73,7 @@ def _product(options: Namespace) -> list[Trial]:
 
 
 def fits(composition: Composition, case: Case) -> bool:
-    """Whether there is a head for each rank of the head axis: fewer are refused."""
+    """True if there is a head for each rank of the head axis, as methods require."""
     return case.heads >= dict(composition.axes).get("ulysses", 1)
 
 
@@ -82,22 +82,20 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     program = "python -m conformance"
     parser = ArgumentParser(program, f"{program} [options]", __doc__, formatter_class=RawDescriptionHelpFormatter)
     add, number, count = parser.add_argument, count_argument(0), count_argument()
-    add("--random", type=number, metavar="N", help="so many cases at random instead of the product")
-    add("--case", type=number, nargs="+", metavar="I", help="only these of the cases at random")
-    add("--seed", type=number, default=0, metavar="S", help="of what is drawn at random (default: 0)")
+    add("--random", type=number, metavar="N", help="number of random cases instead of the product")
+    add("--case", type=number, nargs="+", metavar="I", help="only these random cases")
+    add("--seed", type=number, default=0, metavar="S", help="random seed (default: 0)")
     add("--ranks", type=count, nargs="+", metavar="N", help="only these numbers of ranks; of the product: 1 2 4")
 
-    def add_choices(flag: str, default: list[str], known: list[str], what: str) -> None:
-        text = f"{what}: {', '.join(known)}"
-        add(flag, nargs="+", default=default, choices=known, metavar=flag[2:].upper(), help=text)
+    def add_choices(flag: str, default: list[str], choices: list[str], text: str) -> None:
+        text = f"{text}: {', '.join(choices)}"
+        add(flag, nargs="+", default=default, choices=choices, metavar=flag[2:].upper(), help=text)
 
     add_choices("--method", ["all"], [*METHODS, "all"], "only these methods")
     add_choices("--dtype", list(dtypes), list(dtypes), "only these dtypes")
-    add_choices("--kind", [], list(KINDS_OF_CASES), "of the cases at random, only those of all these kinds")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (default: cpu)")
-    add(
-        "--backend", choices=("gloo", STAGED), help="of ranks: by default gloo, or staged on cuda, by the host's memory"
-    )
+    add_choices("--kind", [], list(KINDS_OF_CASES), "only random cases of all these kinds")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device of tensors (default: cpu)")
+    add("--backend", choices=("gloo", STAGED), help="by default gloo, or on cuda staged: sends through host memory")
     add("--json", type=Path, metavar="FILE", help="a file for the result")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and options.backend == "gloo":

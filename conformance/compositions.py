@@ -1,4 +1,4 @@
-"""The methods that the suite is run on, by name, with the meshes that each can have."""
+"""The tested methods by name, with the meshes that each supports."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Axes = Mapping[str, int]
 Meshes = Callable[[int], Iterable[Axes]]
 Build = Callable[[DeviceMesh], Method]
 Planned = Callable[[AttentionShape, Axes], CommPlan]
-"""From an attention call and the axes of the mesh to what is sent and computed."""
+"""Returns the communication plan of a call on a mesh with these axes."""
 
 
 class TriedMethod(NamedTuple):
-    """A method of the suite: from a number of ranks to the meshes to try, from a mesh to the method, its plan."""
+    """A tested method: its meshes for a number of ranks, its constructor, and its communication plan."""
 
     meshes: Meshes
     build: Build
@@ -47,40 +47,40 @@ class TriedMethod(NamedTuple):
 
 
 def alone(ranks: int) -> Iterable[Axes]:
-    """A single rank."""
+    """Returns the mesh of a single rank."""
     return [{}] if ranks == 1 else []
 
 
 def line(axis: str, least: int = 2) -> Meshes:
-    """All ranks on one axis, if there are so many."""
+    """All ranks on one axis, from `least` ranks on."""
     return lambda ranks: [{axis: ranks}] if ranks >= least else []
 
 
 def grid(ranks: int) -> Iterable[Axes]:
-    """Every ring x ulysses with more than one rank on both."""
+    """Returns every ring x ulysses mesh with several ranks on both axes."""
     return [{"ring": ring, "ulysses": ranks // ring} for ring in range(2, ranks) if ranks % ring == 0]
 
 
 def over_nodes(ranks: int) -> Iterable[Axes]:
-    """Every nodes x devices with more than one rank on both; on two ranks those with one rank on either."""
-    least = 1 if ranks == 2 else 2
-    splits = [(nodes, ranks // nodes) for nodes in range(least, ranks // least + 1) if ranks % nodes == 0]
+    """Returns every nodes x devices mesh with several ranks on both axes; on two ranks, with one rank on either."""
+    smallest = 1 if ranks == 2 else 2
+    splits = [(nodes, ranks // nodes) for nodes in range(smallest, ranks // smallest + 1) if ranks % nodes == 0]
     return [{"nodes": nodes, "devices": devices} for nodes, devices in splits]
 
 
 def over_nodes_and_heads(ranks: int) -> Iterable[Axes]:
-    """Every nodes x devices x ulysses with more than one rank on each; on four ranks those with one node, too."""
+    """Returns every nodes x devices x ulysses mesh with several ranks on each axis; on four ranks also one node."""
     heads = [ulysses for ulysses in range(2, ranks) if ranks % ulysses == 0]
     return [{**axes, "ulysses": ulysses} for ulysses in heads for axes in over_nodes(ranks // ulysses)]
 
 
 def teams(team: int) -> Meshes:
-    """All ranks on the ring axis, where WallFacer can make teams of this size."""
+    """All ranks on the ring axis, if WallFacer can form teams of this size."""
     return lambda ranks: [{"ring": ranks}] if ranks > 1 and ranks % team**2 == 0 else []
 
 
 def meshes_of(name: str) -> Meshes:
-    """The meshes that a name of `build_attention` stands for."""
+    """Returns the meshes of a method of `build_attention`."""
     if name == "local":
         return alone
     *_, sequence = ALIASES.get(name, name).partition("+")
@@ -92,7 +92,7 @@ def meshes_of(name: str) -> Meshes:
 
 
 def ring(backward: Backward) -> TriedMethod:
-    """Ring, told what to send round in backward."""
+    """Ring with a fixed rotating side in backward."""
 
     def build(mesh: DeviceMesh) -> Method:
         return Ring(mesh["ring"], backward)
@@ -152,28 +152,28 @@ class Composition:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """Ranks of the mesh."""
         return prod(size for _, size in self.axes)
 
     @property
     def shards(self) -> int:
-        """How many of them hold a part of the sequence each."""
+        """Ranks that hold a part of the sequence each."""
         return prod(size for axis, size in self.axes if axis in SEQUENCE_AXES)
 
     def mesh(self, device: str = "cpu") -> DeviceMesh:
-        """Its mesh: over the whole world, or over the last ranks of a larger one; made once for each process."""
+        """Returns the mesh: over the whole world, or over the last ranks of a larger one. Made once per process."""
         axes = dict(self.axes)
         if dist.is_initialized() and dist.get_world_size() > self.ranks:
             return submesh(device, **axes)
         return mesh(**axes, device=device)
 
     def over(self, device: str = "cpu") -> DeviceMesh:
-        """The axes that it names, for DTensors: torch weighs placements on all axes, and takes minutes for five."""
+        """Returns the mesh of the named axes, for DTensors: with all five axes torch takes minutes to place ops."""
         mesh, names = self.mesh(device), tuple(axis for axis, _ in self.axes)
         return mesh[names or ("ring",)]
 
     def build(self, device: str = "cpu") -> Method:
-        """The method as this rank sees it, one of those of `mesh`; made once for each process."""
+        """Returns the method on this rank, one of those of `mesh`. Made once per process."""
         return _built(self, device)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
@@ -195,20 +195,20 @@ def submesh(device: str, **axes: int) -> DeviceMesh:
     names = [name for name in AXES if name not in ("pipe", "replicate")]
     sizes = [axes.get(name, 1) for name in names]
     ranks = torch.arange(dist.get_world_size() - prod(sizes), dist.get_world_size()).view(sizes)
-    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    lines = [ranks[(*here[:dim], slice(None), *here[dim + 1 :])] for dim in range(ranks.ndim)]
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    lines = [ranks[(*place[:dim], slice(None), *place[dim + 1 :])] for dim in range(ranks.ndim)]
     groups = [group_of(tuple(line.tolist())) for line in lines]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(names))
 
 
 @cache
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these ranks, this one among them; all of them must ask for it."""
+    """Returns the group of these ranks, including this one. All of them must call it."""
     return compat.new_group(ranks, f"conformance {' '.join(map(str, ranks))}", None)
 
 
 def compositions(methods: Sequence[str], ranks: Sequence[int]) -> list[Composition]:
-    """Every one of these methods on every mesh of so many ranks that it can have; those with few ranks first."""
+    """Returns every method on each of its meshes of these sizes, small ones first."""
     return [
         Composition.of(method, **axes) for size in ranks for method in methods for axes in METHODS[method].meshes(size)
     ]

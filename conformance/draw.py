@@ -1,4 +1,4 @@
-"""Cases without end, each drawn from two numbers and nothing else, so that any one of them can be tried alone."""
+"""Random cases, each a pure function of two numbers, so that any one can be repeated alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from conformance.draw_masks import drawn_mask
 from conformance.tensors import drawn_layout
 
 RANKS = (1, 2, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8)
-"""Sizes of worlds, those of most methods more often."""
+"""World sizes, with more weight on those of more methods."""
 COMPILED = 100
-"""Every so many cases one is compiled: that takes longer than all others together."""
+"""One case in this many is compiled: it takes longer than all others together."""
 
 
 class Trial(NamedTuple):
-    """A case on a composition. `seed` and `number` are what it was drawn from."""
+    """A case on a composition, drawn from `seed` and `number`."""
 
     composition: Composition
     case: Case
@@ -33,7 +33,7 @@ class Trial(NamedTuple):
 
 
 def drawn(seed: int, index: int) -> Trial:
-    """The case of this number: a pure function of both."""
+    """Returns the case of this seed and number."""
     random = Random(f"{seed} {index}")
     composition = _composition(random)
     way = _way(random, compiled=index % COMPILED == COMPILED - 1)
@@ -49,18 +49,18 @@ def drawn(seed: int, index: int) -> Trial:
 
 
 def _composition(random: Random) -> Composition:
-    """A number of ranks, a method that can have so many, and one of its meshes."""
+    """Draws a number of ranks, a method that supports it, and one of its meshes."""
     ranks = random.choice(RANKS)
     fitting = [method for method in METHODS if list(METHODS[method].meshes(ranks))]
     return random.choice(compositions([random.choice(fitting)], [ranks]))
 
 
 def _way(random: Random, compiled: bool) -> dict[str, Any]:
-    """How the call is made, and in which dtype."""
+    """Draws the kind of call and its dtype."""
     projected, dtensor = random.random() < 0.25, random.random() < (0.4 if compiled else 0.2)
     needs = EVERYTHING if random.random() < 0.8 else "".join(x for x in EVERYTHING if random.random() < 0.5)
     saving = random.choice(SAVING) if random.random() < 0.5 else "autograd"
-    if compiled or (saving == "reentrant" and needs != EVERYTHING):  # the latter sees gradients of its inputs alone
+    if compiled or (saving == "reentrant" and needs != EVERYTHING):  # reentrant gives its inputs' gradients only
         saving = "autograd"
     return {
         "projected": projected,
@@ -76,7 +76,7 @@ def _way(random: Random, compiled: bool) -> dict[str, Any]:
 
 
 def _beside(random: Random, composition: Composition, projected: bool) -> tuple[Composition, dict[str, Any]]:
-    """Axes besides those of the method, as far as there are ranks, and what is sharded over them."""
+    """Draws further axes, as far as there are ranks, and the dims sharded over them."""
     pairs = [(shard, tp) for shard in (1, 2, 3) for tp in (1, 2, 3, 4)]
     shard, tp = random.choice([pair for pair in pairs if prod(pair) * composition.ranks <= max(RANKS)])
     rows, heads = (ranks > 1 and random.random() < 0.75 for ranks in (shard, tp))
@@ -86,7 +86,7 @@ def _beside(random: Random, composition: Composition, projected: bool) -> tuple[
 
 
 def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
-    """Heads that a head axis can share: in each of the parts as many as it has ranks, at least; and their dims."""
+    """Draws head dims and head counts: in each part at least one query head for each rank of the head axis."""
     kv_heads = random.choice((1, 1, 2, 2, 3, 4, 5))
     group = max(random.choice((1, 1, 2, 3, 4)), -(-ulysses // kv_heads))
     dims = [random.choice((random.randint(1, 20), 8, 16, 32, 40, 64)) for _ in range(2)]
@@ -96,19 +96,19 @@ def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
 
 
 def _tokens(random: Random, composition: Composition, way: Mapping[str, Any]) -> dict[str, Any]:
-    """Lengths, layouts and the mask. A DTensor's shards are as long as DTensor cuts them: not every length will do."""
+    """Draws lengths, layouts and the mask. DTensors fix the sizes of shards, so not every length fits."""
     batch, crosses = random.randint(1, 3), not way["projected"] and random.random() < 0.3
     kind, key_kind = (random.choice(LAYOUTS) for _ in range(2))
 
     def length(*kinds: str) -> int:
-        drawn = random.choice((random.randint(1, 40), random.randint(20, 80), random.randint(60, 140)))
-        least = max(drawn, composition.shards)
-        return _fitting(random, least, kinds, composition) if way["dtensor"] else least
+        tokens = random.choice((random.randint(1, 40), random.randint(20, 80), random.randint(60, 140)))
+        tokens = max(tokens, composition.shards)
+        return _fitting(random, tokens, kinds, composition) if way["dtensor"] else tokens
 
     tokens = length(kind, key_kind) if crosses else length(kind)
     other = length(key_kind) if crosses and random.random() < 0.7 else tokens
     parts = dict(composition.axes).get("shard", 1) if "b" in way["beside"] else 1
-    some = min(chunk_sizes(batch, parts)) > 0  # no mask has masks of no rows
+    some = min(chunk_sizes(batch, parts)) > 0  # a mask cannot have masks for 0 rows
     return {
         "batch": batch,
         "length": tokens,
@@ -120,19 +120,19 @@ def _tokens(random: Random, composition: Composition, way: Mapping[str, Any]) ->
 
 
 def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Composition) -> int:
-    """A length not far above whose shards, in layouts of all these kinds, are DTensor's own; mostly of several sizes.
+    """Returns a length slightly above `length` whose shards, in layouts of these kinds, are DTensor's chunks.
 
-    WallFacer has layouts of its own: where one of them is asked for, shards are of one size.
+    Mostly of several sizes; of one size in WallFacer's own layouts.
     """
-    own = "wallfacer" in composition.method and any(kind in (*KINDS, "balanced") for kind in kinds)
+    wallfacer = "wallfacer" in composition.method and any(kind in (*KINDS, "balanced") for kind in kinds)
     every = range(length, length + 4 * composition.shards)
     fits = [n for n in every if n % composition.shards and all(_cut_alike(kind, n, composition) for kind in kinds)]
     uneven = random.random() < 0.8
-    return fits[0] if fits and uneven and not own else next(n for n in every if n % (2 * composition.shards) == 0)
+    return fits[0] if fits and uneven and not wallfacer else next(n for n in every if n % (2 * composition.shards) == 0)
 
 
 def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
-    """Whether a layout's shards are those of a DTensor."""
+    """True if a layout's shards are DTensor's chunks."""
     sizes = dict(composition.axes)
     *sequence, ulysses = (sizes.get(axis, 1) for axis in SEQUENCE_AXES)
     cut = nested_sizes(length, [*sequence, ulysses])
@@ -146,11 +146,11 @@ def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
 
 
 def _scores(random: Random, projected: bool) -> dict[str, Any]:
-    """From dot products to weights. A shift makes exp overflow, or vanish."""
+    """Draws scale, shift, softcap and sinks. A shift makes exp overflow or vanish."""
     scale = random.choice((None, None, None, random.uniform(0, 1), random.uniform(-1, 0), 1e-3, 0.0))
     shift = random.choice((-100.0, 100.0)) if scale is None and not projected and random.random() < 0.05 else 0.0
     softcap = round(random.uniform(0.5, 8), 2) if not shift and random.random() < 0.15 else None
-    sinks = SINKS[max(0, 2 - int(8 * random.random()))]  # an eighth has one per head, an eighth several
+    sinks = SINKS[max(0, 2 - int(8 * random.random()))]  # one eighth of cases has one per head, one eighth several
     return {
         "scale": None if scale is None else round(scale, 3),
         "shift": shift,

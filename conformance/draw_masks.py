@@ -1,4 +1,4 @@
-"""Masks of every kind at random: about half of them causal, windows and documents, the others of all other kinds."""
+"""Random masks of every kind: about half have only causal, windows and documents, the others a pattern."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from random import Random
 from armillary.attention.mask import AttentionMask, RowMasks, Slice
 
 MaskDraw = Callable[[Random, int], AttentionMask]
-"""A mask for a sequence of so many tokens."""
+"""Draws a mask for a sequence of this many tokens."""
 
 
 def drawn_mask(random: Random, length: int, keys: int, batch: int) -> AttentionMask:
-    """Any mask that `length` queries and `keys` keys can have.
+    """Draws any mask that `length` queries and `keys` keys can have.
 
     Args:
-        batch: how many rows may have masks of their own; none if 0.
+        batch: number of rows that may have masks of their own; 0: none.
     """
     if random.random() < 0.5:
         return plain_mask(random, length, batch, documents=keys == length and random.random() < 0.4)
@@ -29,27 +29,27 @@ def drawn_mask(random: Random, length: int, keys: int, batch: int) -> AttentionM
 
 
 def plain_mask(random: Random, length: int, batch: int = 0, *, documents: bool = True) -> AttentionMask:
-    """Causal or not, a window, documents. Documents of their own only for rows of a batch of so many."""
+    """Draws causal or not, a window and documents, for all rows or for each of `batch` rows."""
     window = tuple(_edge(random, length) for _ in range(2)) if random.random() < 0.4 else None
     rows = [drawn_documents(random, length) for _ in range(batch or 1)] if documents else None
-    together = rows is not None and (not batch or random.random() < 0.5)
-    return AttentionMask(random.random() < 0.6, window, rows[0] if rows and together else rows)
+    shared = rows is not None and (not batch or random.random() < 0.5)
+    return AttentionMask(random.random() < 0.6, window, rows[0] if rows and shared else rows)
 
 
 def row_masks(random: Random, length: int, batch: int) -> AttentionMask:
-    """Of any kind in each row, often of different ones."""
+    """Draws a mask for each row, often of different kinds."""
     return AttentionMask.rows([cut(random, _any_kind(random)(random, length), length) for _ in range(batch)])
 
 
 def cut(random: Random, mask: AttentionMask, length: int) -> AttentionMask:
-    """The mask with a window besides, or causal besides, now and then. Rows that differ are causal each for itself."""
+    """Adds a window or causal to some masks. Masks of rows are causal each by itself."""
     causal = mask.causal or (random.random() < 0.2 and not isinstance(mask.pattern, RowMasks))
     window = (_edge(random, length), _edge(random, length)) if random.random() < 0.3 else mask.window
     return replace(mask, causal=causal, window=window)
 
 
 def tree_mask(random: Random, length: int) -> AttentionMask:
-    """A chain, children of one root, a forest, or anything; of one segment to one for each token or so."""
+    """Draws a chain, children of one root, a forest, or a mixture, of one segment to about one per token."""
     cuts = {random.randint(1, length - 1) for _ in range(random.choice((0, 2, 5, 12, length)))} if length > 1 else set()
     ends = [0, *sorted(cuts), length]
     forest, deep = random.choice((0.0, 0.0, 0.3, 1.0)), random.choice((0.0, 0.5, 0.8, 1.0))
@@ -65,14 +65,14 @@ def tree_mask(random: Random, length: int) -> AttentionMask:
 
 
 def prefix_mask(random: Random, length: int) -> AttentionMask:
-    """Prefixes of nothing, of some of a document, and of all of it."""
+    """Draws empty, partial and full prefixes."""
     documents = drawn_documents(random, length)
     sizes = [b - a for a, b in pairwise(documents)]
     return AttentionMask.prefix(documents, [random.choice((0, random.randint(0, size), size)) for size in sizes])
 
 
 def chunked_mask(random: Random, length: int) -> AttentionMask:
-    """Chunks of one token, of some, and of more than there are."""
+    """Draws chunks of one token, of some, and of more than the sequence has."""
     size = random.choice((1, random.randint(1, 6), random.randint(1, length), length + random.randint(0, 5)))
     documents = drawn_documents(random, length) if random.random() < 0.5 else None
     mask = AttentionMask.chunked(size, documents, origin=random.choice(("document", "row")))
@@ -80,7 +80,7 @@ def chunked_mask(random: Random, length: int) -> AttentionMask:
 
 
 def span_mask(random: Random, length: int) -> AttentionMask:
-    """Runs of tokens, none to many of them, some of one token and some of a whole document."""
+    """Draws none to many image spans, from single tokens to full documents."""
     documents = drawn_documents(random, length)
     spans = list[range]()
     for start, end in pairwise(documents):
@@ -92,7 +92,7 @@ def span_mask(random: Random, length: int) -> AttentionMask:
 
 
 def block_mask(random: Random, length: int, keys: int | None = None) -> AttentionMask:
-    """Blocks of tokens, the last one often shorter, each visible or not; whole rows of them may see nothing."""
+    """Draws a table of blocks, the last one often shorter. Rows may see nothing."""
     keys = length if keys is None else keys
     longest, often = max(length, keys), random.choice((0.2, 0.5, 0.9))
     block = random.choice((1, random.randint(1, 8), random.randint(1, longest), longest))
@@ -102,7 +102,7 @@ def block_mask(random: Random, length: int, keys: int | None = None) -> Attentio
 
 
 def slice_mask(random: Random, length: int, keys: int | None = None) -> AttentionMask:
-    """Disjoint slices: rectangles that share no pair, or parts of one rectangle on both sides of a diagonal."""
+    """Draws disjoint slices: separate rectangles, and bands of one rectangle on both sides of diagonals."""
     count = random.choice((1, 3, 8, 20))
     rectangles = [(range(length), range(length if keys is None else keys))]
     for _ in range(count - 1):
@@ -113,27 +113,28 @@ def slice_mask(random: Random, length: int, keys: int | None = None) -> Attentio
 
 
 def _halves(random: Random, rectangle: tuple[range, range]) -> list[tuple[range, range]]:
-    """A rectangle in two, by queries or by keys; as it is where there is nothing to cut."""
+    """Halves a rectangle by queries or by keys, unless that side has one position."""
     side = random.randrange(2)
-    whole, other = rectangle[side], rectangle[1 - side]
-    if len(whole) < 2:
+    cut_side, full_side = rectangle[side], rectangle[1 - side]
+    if len(cut_side) < 2:
         return [rectangle]
-    at = random.randrange(1, len(whole))
-    return [(half, other) if side == 0 else (other, half) for half in (whole[:at], whole[at:])]
+    at = random.randrange(1, len(cut_side))
+    halves = (cut_side[:at], cut_side[at:])
+    return [(half, full_side) if side == 0 else (full_side, half) for half in halves]
 
 
 def _bands(random: Random, queries: range, keys: range) -> list[Slice]:
-    """Bands of one rectangle that share no pair: all of it, one or two of what diagonals cut it into."""
+    """Draws disjoint bands of one rectangle, between diagonals."""
     first, last = keys.start - queries.stop + 1, keys.stop - queries.start - 1
     lows = sorted(random.randint(first, last + 1) for _ in range(random.choice((0, 1, 1, 2))))
     edges = list(pairwise([None, *lows, None]))
-    kept = random.sample(edges, random.randint(1, len(edges)))
-    bands = [(low, None if end is None else end - 1) for low, end in kept]
+    chosen = random.sample(edges, random.randint(1, len(edges)))
+    bands = [(low, None if end is None else end - 1) for low, end in chosen]
     return [Slice(queries, keys, low, high) for low, high in bands if low is None or high is None or low <= high]
 
 
 DRAWS: tuple[MaskDraw, ...] = (slice_mask, tree_mask, prefix_mask, chunked_mask, span_mask, block_mask)
-"""Of each kind. Rows of these and of plain masks are one more."""
+"""One for each pattern of a single row."""
 
 
 def _any_kind(random: Random) -> MaskDraw:
@@ -141,7 +142,7 @@ def _any_kind(random: Random) -> MaskDraw:
 
 
 def drawn_documents(random: Random, length: int) -> Sequence[int]:
-    """Boundaries of one document to nine."""
+    """Draws the boundaries of one to nine documents."""
     cuts = {random.randint(1, length - 1) for _ in range(random.randint(0, 8))} if length > 1 else set[int]()
     return [0, *sorted(cuts), length]
 

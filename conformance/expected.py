@@ -1,4 +1,4 @@
-"""What a case should give: the float64 oracle's answer, and what torch's flash attention gives on one device."""
+"""Expected results of a case: those of the float64 oracle, and those of torch's flash attention on one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conformance.tensors import attended, inputs
 
 @lru_cache(maxsize=8)
 def expected(case: Case) -> dict[str, Tensor]:
-    """Global out, lse and the gradient of each tensor, in float64, of inputs as they are once in the case's dtype."""
+    """Returns global out, lse and gradients in float64, from inputs rounded to the case's dtype."""
     leaves = {name: x.double().requires_grad_() for name, x in inputs(case).items() if name != "dout"}
     out, lse = reference_attention(
         *attended(case, leaves),
@@ -34,10 +34,10 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 
 def cancelling(case: Case) -> dict[str, Tensor]:
-    """Of gradients that are differences, what is taken away: nothing that was rounded can be exact to less than that.
+    """Returns the subtracted terms of gradients that are differences: rounding errors are relative to these.
 
-    ds = p (dp - delta): dq is scale * ds k, less scale * p delta k, which is all of it where a query sees one key. The
-    gradient of a sink is a sum over queries of weight dout out: what terms of these sizes would add up to by chance.
+    ds = p (dp - delta), so dq subtracts scale * p delta k from scale * p dp k; where a query sees one key they cancel. The
+    gradient of a sink is a sum over queries of weight dout out: its size is that of a random sum of such terms.
     """
     x, exact = inputs(case), expected(case)
     leaves = {name: x[name].double().requires_grad_() for name in x if name not in ("dout", "sinks")}
@@ -47,21 +47,21 @@ def cancelling(case: Case) -> dict[str, Tensor]:
     sinks = x["sinks"].double() if case.sinks else None
     averaged = k.detach().requires_grad_()
     mean = reference_attention(q.detach(), k.detach(), averaged, sinks=sinks, **options)
-    (taken,) = torch.autograd.grad(mean, averaged, delta * q.detach())
-    wanted = [leaf for name, leaf in leaves.items() if name not in ("v", "wv")]
-    shares = torch.autograd.grad([q, k], wanted, [case.scaled * delta * mean.detach(), case.scaled * taken])
-    named = zip((name for name in leaves if name not in ("v", "wv")), shares, strict=True)
-    found = {f"d{name}": share for name, share in named}
+    (key_term,) = torch.autograd.grad(mean, averaged, delta * q.detach())
+    names = [name for name in leaves if name not in ("v", "wv")]
+    terms = [case.scaled * delta * mean.detach(), case.scaled * key_term]
+    grads = torch.autograd.grad([q, k], [leaves[name] for name in names], terms)
+    sizes = {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
     if sinks is not None:
         weight = (sinks[..., None, None, :] - exact["lse"]).exp().unsqueeze(-1)
-        found["dsinks"] = (weight * x["dout"].double() * exact["out"]).square().sum((-4, -3, -1)).sqrt()
-    return found
+        sizes["dsinks"] = (weight * x["dout"].double() * exact["out"]).square().sum((-4, -3, -1)).sqrt()
+    return sizes
 
 
 def flash(case: Case) -> dict[str, Tensor]:
-    """Global out and gradients, as `expected`, of torch's flash attention on one device in the case's dtypes.
+    """Returns global out and gradients of torch's flash attention on one device in the case's dtypes.
 
-    Each sink is one more key, with value 0 and a bias. There is no softcap: the case is taken without.
+    Each sink is one more key, with value 0 and a bias. The softcap is left out.
     """
     case = replace(case, softcap=None)
     x = inputs(case)
@@ -70,20 +70,20 @@ def flash(case: Case) -> dict[str, Tensor]:
         q, k, v = attended(case, leaves)
     out = _flash(case, q, k, v, x.get("sinks"))
     gradients = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(out.dtype))
-    found = {"out": out.detach()} | {f"d{name}": dx for name, dx in zip(leaves, gradients, strict=True)}
+    results = {"out": out.detach()} | {f"d{name}": dx for name, dx in zip(leaves, gradients, strict=True)}
     if case.sinks:
         weight = (x["sinks"].double()[..., None, None, :] - expected(case)["lse"]).exp()
-        found["dsinks"] = -(weight * (x["dout"].double() * found["out"].double()).sum(-1)).sum((-3, -2))
-    return found
+        results["dsinks"] = -(weight * (x["dout"].double() * results["out"].double()).sum(-1)).sum((-3, -2))
+    return results
 
 
 def _flash(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    width = max(case.head_dim, case.value_dim)  # flash has one head dim: zeros fill the narrower ones
-    if case.scaled <= 0:  # nor does it know such scales, with which q can be multiplied, exactly
+    width = max(case.head_dim, case.value_dim)  # flash has one head dim: pad with zeros
+    if case.scaled <= 0:  # flash takes positive scales: move the sign to q, which is exact
         q = q * (copysign(1, case.scaled) if case.scaled else 0)
     q, k, v = (F.pad(y, (0, width - y.shape[3])).transpose(1, 2) for y in (q, k, v))
     visible = visible_pairs(case.mask, torch.arange(case.length), torch.arange(case.keys), case.batch)[:, None]
-    blind = ~visible.any(-1)  # flash would give them NaN: they see a key, and neither their out nor their dout counts
+    blind = ~visible.any(-1)  # flash gives such rows NaN: let them see all keys, and discard their out
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible & ~blind[..., None], -torch.inf)
     if sinks is not None:
         k, v = (F.pad(y, (0, 0, 0, case.sinks)) for y in (k, v))

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: strides that users come with, and values that such strides allow."""
+"""Memory layouts of tensors: the strides that users pass, and values that such strides can hold."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from conformance.case import MEMORY, Case
 
-ALONE = tuple(how for how in MEMORY if how not in ("packed", "mixed"))
+ALONE = tuple(kind for kind in MEMORY if kind not in ("packed", "mixed"))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One way for a tensor to lie.
+    """The memory layout of a tensor.
 
     Args:
-        how: one of `ALONE`.
-        order: of dims, outermost first; where it is permuted.
-        along: dims of stride 0, where it is expanded.
-        every: the dim of which only every other element is taken, where it is sliced.
-        offset: of the first element, likewise.
+        kind: one of `ALONE`.
+        order: of a permuted tensor: dims, outermost first.
+        along: of an expanded tensor: dims of stride 0.
+        every: of a sliced tensor: the dim with every other element of the buffer.
+        offset: of a sliced tensor: index of the first element.
     """
 
-    how: str
+    kind: str
     order: tuple[int, ...]
     along: tuple[int, ...]
     every: int
@@ -35,24 +35,24 @@ class Memory:
 
     @classmethod
     def of(cls, case: Case, name: str, ndim: int) -> Memory:
-        """Of one tensor of a case: a pure function of both."""
+        """Returns the layout of one tensor of a case."""
         random = Random(f"{case.seed} {name}")
-        how = {"dout": case.gradient, "sinks": "plain"}.get(name, "plain" if name[0] == "w" else case.memory)
-        how = random.choice(ALONE) if how == "mixed" else "plain" if how == "packed" else how
+        kind = {"dout": case.gradient, "sinks": "plain"}.get(name, "plain" if name[0] == "w" else case.memory)
+        kind = random.choice(ALONE) if kind == "mixed" else "plain" if kind == "packed" else kind
         orders = [order for order in permutations(range(ndim)) if order[-1] != ndim - 1] or [(0,)]
         along = [(0,), (2,), (0, 2)] if ndim == 4 else [(0,)]
         along += [tuple(range(ndim))] if name == "dout" else []
-        return cls(how, random.choice(orders), random.choice(along), random.randrange(ndim), random.choice((1, 3)))
+        return cls(kind, random.choice(orders), random.choice(along), random.randrange(ndim), random.choice((1, 3)))
 
     def values(self, x: Tensor) -> Tensor:
-        """x, but the same all along dims of stride 0."""
-        for dim in self.along if self.how == "expanded" else ():
+        """Returns x with equal values along dims of stride 0."""
+        for dim in self.along if self.kind == "expanded" else ():
             x = x.narrow(dim, 0, 1).expand(x.shape)
         return x
 
     def laid(self, x: Tensor) -> Tensor:
-        """The values of x in memory of their own, and NaN in what lies between them."""
-        match self.how:
+        """Returns a copy of x in this layout, with NaN between its elements."""
+        match self.kind:
             case "transposed":
                 return x.transpose(1, 2).contiguous().transpose(1, 2)
             case "permuted":
@@ -71,15 +71,15 @@ class Memory:
 
 
 def lay_out(local: Mapping[str, Tensor], case: Case) -> dict[str, Tensor]:
-    """The same values in the memory that the case asks for."""
+    """Returns the tensors in the memory layouts of the case."""
     laid = {name: Memory.of(case, name, x.ndim).laid(x) for name, x in local.items()}
     return laid | _packed(local) if case.memory == "packed" and not case.projected else laid
 
 
 def _packed(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """q, k and v, as far as they have the same tokens, as slices of one tensor."""
-    together = [name for name in "qkv" if local[name].shape[1] == local["k"].shape[1]]
-    packed = torch.cat([local[name].flatten(2) for name in together], dim=-1)
-    ends = list(accumulate(local[name].shape[2] * local[name].shape[3] for name in together))
+    """Returns q, k and v, if they have the same tokens, as slices of one tensor."""
+    names = [name for name in "qkv" if local[name].shape[1] == local["k"].shape[1]]
+    packed = torch.cat([local[name].flatten(2) for name in names], dim=-1)
+    ends = list(accumulate(local[name].shape[2] * local[name].shape[3] for name in names))
     views = torch.tensor_split(packed, ends[:-1], dim=-1)
-    return {name: x.unflatten(2, local[name].shape[2:]) for name, x in zip(together, views, strict=True)}
+    return {name: x.unflatten(2, local[name].shape[2:]) for name, x in zip(names, views, strict=True)}

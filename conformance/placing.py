@@ -1,4 +1,4 @@
-"""How the DTensors of a case lie: on the method's axes, and beside them over `shard` and `tp`."""
+"""Placements of the DTensors of a case: over the method's axes, and over `shard` and `tp`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TOKENS = ("nodes", "devices", "ring", "ulysses")
 
 @dataclass(frozen=True)
 class Placing:
-    """From what a rank has of a case to DTensors, if the case is of those, and back.
+    """Turns a rank's parts of a case into DTensors, if the case has them, and back.
 
     Args:
         over: their mesh.
-        complaints: of results that are not DTensors, or lie otherwise than they should; added to by `local`.
+        complaints: about results that are not DTensors or are placed wrongly; `local` adds to them.
     """
 
     case: Case
@@ -32,15 +32,15 @@ class Placing:
     complaints: list[str] = field(default_factory=list[str])
 
     def part(self, shard: int) -> CasePart:
-        """What this rank has, of shard `shard` of the sequence."""
+        """Returns this rank's part, which has shard `shard` of the sequence."""
         return CasePart(shard, self._rank("shard", "b"), self._rank("tp", "h"))
 
     def sizes(self) -> tuple[int, int]:
-        """Into how many parts the batch and the heads are cut."""
+        """Returns the number of parts of the batch and of the heads."""
         return self._size("shard", "b"), self._size("tp", "h")
 
     def mask(self, part: CasePart) -> AttentionMask:
-        """That of this rank's rows."""
+        """Returns the mask of this rank's rows."""
         mask, (parts, _) = self.case.mask, self.sizes()
         if parts == 1 or not mask.per_row:
             return mask
@@ -49,7 +49,7 @@ class Placing:
         return AttentionMask.rows([mask.row(row) for row in range(first, first + sizes[part.rows])])
 
     def place(self, name: str, x: Tensor) -> Tensor:
-        """This rank's part as it is handed to a method: a DTensor, or as it is."""
+        """Returns a method's argument from this rank's part: a DTensor, or x itself."""
         if not self._placed(name):
             return x
         assert self.over is not None, "DTensors need the mesh that they are over"
@@ -61,31 +61,33 @@ class Placing:
         return DTensor.from_local(x, self.over, placements, run_check=False, shape=shape, stride=stride)
 
     def local(self, name: str, x: Tensor, gradient: bool = False) -> Tensor:
-        """This rank's part of a result, or of the gradient of what is called so."""
+        """Returns this rank's part of a result, or of the gradient of tensor `name`."""
         if not self._placed(name):
             return x
-        what, wanted = f"d{name}" if gradient else name, self.placements(name, gradient)
+        result_name, expected = f"d{name}" if gradient else name, self.placements(name, gradient)
         if not isinstance(x, DTensor):
-            self.complaints.append(f"{what} is no DTensor")
+            self.complaints.append(f"{result_name} is no DTensor")
             return x
         sizes = x.device_mesh.shape
-        lies = all(a == b or n == 1 for a, b, n in zip(x.placements, wanted, sizes, strict=True))
-        if not lies or x.shape != global_shape(self.case, name):
-            self.complaints.append(f"{what} is {describe(x)}; it must be {global_shape(self.case, name)} {wanted}")
+        placed = all(a == b or n == 1 for a, b, n in zip(x.placements, expected, sizes, strict=True))
+        if not placed or x.shape != global_shape(self.case, name):
+            self.complaints.append(
+                f"{result_name} is {describe(x)}; it must be {global_shape(self.case, name)} {expected}"
+            )
         return x.to_local()
 
     def placements(self, name: str, gradient: bool = False) -> list[Placement]:
-        """Of a tensor of the case, or of its gradient."""
+        """Returns the placements of a tensor of the case, or of its gradient."""
         assert self.over is not None
         return [self._placement(axis, name, gradient) for axis in self.over.mesh_dim_names or ()]
 
     def _placement(self, axis: str, name: str, gradient: bool) -> Placement:
-        """A gradient is a share wherever what others have whole is used for some tokens, rows or heads."""
-        share = Partial() if gradient else Replicate()
+        """The gradient of a replicated tensor is partial where ranks use it for different tokens, rows or heads."""
+        replicated = Partial() if gradient else Replicate()
         if axis in TOKENS or (axis == "shard" and "b" in self.case.beside):
-            return share if name in SHARED else Shard(int(axis in TOKENS))
+            return replicated if name in SHARED else Shard(int(axis in TOKENS))
         if axis == "tp" and "h" in self.case.beside:
-            return Shard(HEAD_DIMS[name] % len(global_shape(self.case, name))) if name in HEAD_DIMS else share
+            return Shard(HEAD_DIMS[name] % len(global_shape(self.case, name))) if name in HEAD_DIMS else replicated
         return Replicate()
 
     def _placed(self, name: str) -> bool:

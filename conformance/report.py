@@ -1,4 +1,4 @@
-"""What a run of the suite says: progress, each failure as it comes, and a table."""
+"""The report of a run: progress, failures as they occur, and a table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "softcap": lambda trial: trial.case.softcap is not None,
     "scale<=0": lambda trial: trial.case.scaled <= 0,
 }
-"""By name, for the table and to be asked for."""
+"""Kinds of cases by name, for the table and for `--kind`."""
 
 HEADS = (
     *(Column(name, text=True) for name in ("method", "dtype")),
@@ -64,27 +64,28 @@ class ReportRow:
     failed: int = 0
     worst: float = 0.0
     tensor: str = ""
-    where: str = ""
+    worst_case: str = ""
 
     def cells(self) -> list[str]:
-        where = f"{self.tensor}, {self.where}"
-        return [self.method, self.dtype, str(self.cases), str(self.failed), f"{self.worst:.2g}", where]
+        case = f"{self.tensor}, {self.worst_case}"
+        return [self.method, self.dtype, str(self.cases), str(self.failed), f"{self.worst:.2g}", case]
 
     def add(self, trial: Trial, verdict: Verdict) -> None:
         self.cases += 1
         self.failed += bool(verdict.failure)
         if verdict.fraction > self.worst:
-            self.worst, self.tensor, self.where = verdict.fraction, verdict.tensor, f"{trial.composition}: {trial.case}"
+            self.worst, self.tensor = verdict.fraction, verdict.tensor
+            self.worst_case = f"{trial.composition}: {trial.case}"
 
 
 @dataclass
 class Report:
-    """Takes in verdicts.
+    """Collects verdicts.
 
     Args:
-        total: how many will come.
-        drawn: whether cases can be named by seed and index.
-        file: for all of it as JSON, written time and again: a run of an hour may be cut short.
+        total: number of verdicts to expect.
+        drawn: True if cases can be named by seed and index.
+        file: for the result as JSON, written every few seconds because a long run may be interrupted.
     """
 
     total: int
@@ -93,43 +94,43 @@ class Report:
     rows: dict[tuple[str, str], ReportRow] = field(default_factory=dict[tuple[str, str], ReportRow])
     failures: list[str] = field(default_factory=list[str])
     tried: Counter[str] = field(default_factory=Counter[str])
-    began: float = field(default_factory=time.monotonic)
-    told: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    last_progress: float = 0.0
 
     def add(self, trial: Trial, verdict: Verdict) -> None:
-        """Takes in one, and says how far things are every few seconds."""
+        """Adds a verdict, and prints progress every few seconds."""
         method, dtype = trial.composition.method, str(trial.case.dtype).removeprefix("torch.")
         self.rows.setdefault((method, dtype), ReportRow(method, dtype)).add(trial, verdict)
         self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial))])
         if verdict.failure:
-            again = f"--seed {trial.seed} --case {trial.number}: " if self.drawn else ""
-            self.failures.append(f"{again}{trial.composition}: {trial.case}: {verdict.failure}")
+            options = f"--seed {trial.seed} --case {trial.number}: " if self.drawn else ""
+            self.failures.append(f"{options}{trial.composition}: {trial.case}: {verdict.failure}")
             print(f"FAILED {self.failures[-1]}", flush=True)
-        if self.seconds - self.told > 10 or self.tried["cases"] == self.total:
-            self.told = self.seconds
+        if self.seconds - self.last_progress > 10 or self.tried["cases"] == self.total:
+            self.last_progress = self.seconds
             self._progress()
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.began
+        return time.monotonic() - self.started
 
     def _progress(self) -> None:
-        done = self.tried["cases"]
-        left = self.seconds * (self.total / done - 1)
+        count = self.tried["cases"]
+        remaining = self.seconds * (self.total / count - 1)
         failed = f"{len(self.failures)} failed"
-        print(f"[{done}/{self.total}] {failed}, {self.seconds:.0f} s, about {left:.0f} s to go", flush=True)
+        print(f"[{count}/{self.total}] {failed}, {self.seconds:.0f} s, about {remaining:.0f} s to go", flush=True)
         if self.file is not None:
             with writing(self.file):
                 self.file.write_text(json.dumps(self.values(), indent=2) + "\n")
 
     def values(self) -> dict[str, Any]:
-        """All of it, for a file."""
+        """Returns the result, for a file."""
         rows = [vars(row) for row in self.rows.values()]
         run = {"torch": torch.__version__, "seconds": round(self.seconds), "tried": dict(self.tried)}
         return run | {"rows": rows, "failures": self.failures}
 
     def show(self, methods: Sequence[str]) -> None:
-        """Prints the table, methods in this order, and every failure."""
+        """Prints the table, with methods in this order, and all failures."""
         rows = sorted(self.rows.values(), key=lambda row: (methods.index(row.method), row.dtype))
         print()
         print_table(HEADS, (row.cells() for row in rows))

@@ -1,4 +1,4 @@
-"""Trying cases on a world of ranks, however many each of them takes."""
+"""Runs cases on a world of ranks, of which each case may use some."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from conformance.check import attend_nothing, errors
 from conformance.draw import Trial
 
 CHUNK = 30
-"""Trials for each call to a world: a rank that hangs costs so many of them a second try."""
+"""Trials of one call to a world: if a rank hangs, all of them are repeated."""
 
 
 class Verdict(NamedTuple):
-    """What a trial gave: the tensor that came nearest to its limit, and what is wrong, if anything is."""
+    """Result of a trial: the tensor nearest to its limit, and the failure, if any."""
 
     fraction: float
     tensor: str
@@ -26,10 +26,10 @@ class Verdict(NamedTuple):
 
 
 def run(world: World, trials: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, Verdict]]:
-    """Each trial with its verdict. Where a rank raises or hangs, the trials are made again one by one.
+    """Yields each trial with its verdict. If a rank raises or hangs, the trials are repeated one by one.
 
     Args:
-        device: type of the device that tensors are on: "cuda" in a world that is "staged".
+        device: device type of tensors: "cuda" in a "staged" world.
     """
     for start in range(0, len(trials), CHUNK):
         chunk = trials[start : start + CHUNK]
@@ -44,13 +44,13 @@ def run(world: World, trials: Sequence[Trial], device: str = "cpu") -> Iterator[
 
 
 def in_a_line(failure: str) -> str:
-    """What a rank raised; or, where none did, what the first has to say."""
+    """Returns the error that a rank raised; if none did, the first line about a rank."""
     raised = re.search(r"^rank \d+ raised:\n(?s:.*?)^(\w[\w.]*(?:Error|Exception)\b.*)$", failure, re.MULTILINE)
     return raised[1] if raised else " ".join(failure.splitlines()[1:2])
 
 
 def judge(chunk: Sequence[Trial], device: str = "cpu") -> list[Verdict]:
-    """What this rank has to say of each trial: the same as the others, if it has a part in it."""
+    """Returns this rank's verdict on each trial: the same on all ranks with a part in it."""
     torch.set_num_threads(1)
     return [_judged(trial, device) for trial in chunk]
 

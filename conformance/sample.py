@@ -1,4 +1,4 @@
-"""The choice of what to try on every method: a pairwise-covering sample, and a product."""
+"""The cases of every method: a pairwise-covering sample, and a full product."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from conformance.sample_masks import ANY_KEYS, MASKS, some_masks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 HEADS = ((8, 8), (8, 2), (8, 1), (12, 4), (9, 3))
-"""(H, K): equal, grouped, one key/value head for all, and two that eight ranks cannot share evenly."""
+"""(H, K): equal, grouped, a single key/value head, and two that eight ranks cannot divide evenly."""
 LENGTHS = (24, 37, 53, 64)
 HEAD_DIMS = (8, 16, 40)
 LARGE_HEAD_DIMS = (64, 128, 256)
 KEYS = ("own", "fewer", "more")
-"""Whose keys: of the same tokens, or cross-attention to fewer or more of them, the latter in another layout. Where the
-mask needs as many of them, just in another layout."""
+"""Keys of the same tokens, or cross-attention to fewer or more keys, the latter in another layout. A mask that needs as
+many keys as queries gets another layout only."""
 SOFTCAPS = (None, 1.5)
 STRETCH = (None, 1.5)
-"""Of the scale: the usual 1 / sqrt(D), or so many times it."""
+"""Factor of the default scale 1 / sqrt(D)."""
 MEMORIES = ("plain", "permuted", "packed")
 
 
@@ -43,55 +43,55 @@ def cases(
     softcaps: Sequence[float | None] = SOFTCAPS,
     brief: int | None = None,
 ) -> list[Case]:
-    """A few dozen cases, always the same, in which any two settings of any two of these meet at least once.
+    """Returns a few dozen fixed cases in which any two settings of any two factors occur together.
 
     Args:
-        brief: about ten cases instead, in which each setting occurs at least once; other ones for each number. Of the
-            masks of other kinds than the plain ones each number has a third, and the next two have the others.
+        brief: about ten cases instead, in which each setting occurs at least once; different ones for each number. Each
+            number has a third of the masks with patterns, and the next two numbers have the others.
         masks: names in `MASKS`.
         heads: pairs (H, K).
-        large_head_dims: tried once each, on top of the rest.
-        value_dims: how much wider v's heads are than q's.
+        large_head_dims: one further case each.
+        value_dims: Dv - D.
         keys: names in `KEYS`.
     """
     masks = masks if brief is None else some_masks(masks, brief)
     factors = [masks, heads, lengths, dtypes, kinds, keys, head_dims, value_dims, (1, 2, 3), MEMORIES]
     rows = _covering([*factors, sinks, softcaps, STRETCH], 2 if brief is None else 1, brief or 0)
-    made = [_case(seed, *row) for seed, row in enumerate(rows, 1000 * (brief or 0))]
-    subsets = [replace(case, needs=needs) for case, needs in zip(made, ("q", "k", "v", "kv", "s", ""), strict=False)]
+    sample = [_case(seed, *row) for seed, row in enumerate(rows, 1000 * (brief or 0))]
+    subsets = [replace(case, needs=needs) for case, needs in zip(sample, ("q", "k", "v", "kv", "s", ""), strict=False)]
     large = [
         replace(case, head_dim=dim, value_dim=dim, scale=None, length=min(lengths), mask=CAUSAL, key_length=None)
-        for case, dim in zip(made, large_head_dims, strict=False)
+        for case, dim in zip(sample, large_head_dims, strict=False)
     ]
-    far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp of it overflows, and exp of its opposite vanishes
-    hardest = next((case for case in made if case.mask.causal), made[0])
+    far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp(far) overflows, exp(-far) vanishes
+    hardest = next((case for case in sample if case.mask.causal), sample[0])
     hardest = replace(hardest, dtype=dtypes[0], sinks=0, softcap=None)
     shifted = [replace(hardest, shift=shift) for shift in (far, -far)]
     if brief is None:
-        return made + subsets + large + shifted
-    return made + [extra[brief % len(extra)] for extra in (subsets, large, shifted) if extra]
+        return sample + subsets + large + shifted
+    return sample + [extra[brief % len(extra)] for extra in (subsets, large, shifted) if extra]
 
 
 def product_cases(seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
-    """Every mask x layout x (H, K) x dtype, each with everything else drawn at random from `seed`."""
+    """Yields every mask x layout x (H, K) x dtype, with all other settings drawn from `seed`."""
     random = Random(seed)
     for index, (mask, kind, heads, dtype) in enumerate(product(MASKS, KINDS, HEADS, dtypes)):
         yield _drawn(random, seed * 100_000 + index, mask, kind, heads, dtype)
 
 
 def _drawn(random: Random, seed: int, mask: str, kind: str, heads: tuple[int, int], dtype: torch.dtype) -> Case:
-    """A case of which only this much is settled. Half of the draws have neither sinks nor softcap nor other keys."""
+    """Draws the other settings of a case. Half of the draws have no sinks, no softcap and no cross-attention."""
     plain = random.random() < 0.5
     keys, sinks, softcap = (("own",), (0,), (None,)) if plain else (KEYS, SINKS, SOFTCAPS)
     head_dims = HEAD_DIMS if random.random() < 0.9 else LARGE_HEAD_DIMS
-    dim, more, batch = random.choice(head_dims), random.choice((0, 0, -4, 8)), random.choice((1, 2, 3))
+    dim, extra_value_dim, batch = random.choice(head_dims), random.choice((0, 0, -4, 8)), random.choice((1, 2, 3))
     row = (
         random.choice((*LENGTHS, 96, 131)),
         dtype,
         kind,
         random.choice(keys),
         dim,
-        more,
+        extra_value_dim,
         batch,
         random.choice(MEMORIES),
     )
@@ -107,7 +107,7 @@ def _case(
     kind: str,
     keys: str,
     dim: int,
-    more: int,
+    extra_value_dim: int,
     batch: int,
     memory: str,
     sinks: int,
@@ -123,7 +123,7 @@ def _case(
         heads=heads[0],
         kv_heads=heads[1],
         head_dim=dim,
-        value_dim=dim + more,
+        value_dim=dim + extra_value_dim,
         dtype=dtype,
         mask=MASKS[mask](length, batch, key_length or length),
         kind=kind,
@@ -139,15 +139,15 @@ def _case(
 
 
 def _covering(factors: Sequence[Sequence[Any]], strength: int, seed: int = 0) -> list[tuple[Any, ...]]:
-    """Rows with one level of each factor, such that any levels of any `strength` factors meet in some row. Greedy."""
+    """Returns rows with one level of each factor, so that any levels of any `strength` factors share a row. Greedy."""
     random = Random(seed)
     sizes = [range(len(levels)) for levels in factors]
     chosen = list(combinations(range(len(factors)), strength))
     missing = {tuple(zip(few, levels, strict=True)) for few in chosen for levels in product(*(sizes[f] for f in few))}
     rows: list[tuple[Any, ...]] = []
     while missing:
-        kept = dict(min(missing))
-        tries = [tuple(kept.get(f, random.choice(size)) for f, size in enumerate(sizes)) for _ in range(50)]
+        fixed = dict(min(missing))
+        tries = [tuple(fixed.get(f, random.choice(size)) for f, size in enumerate(sizes)) for _ in range(50)]
         best = max(tries, key=lambda row: len(missing.intersection(combinations(enumerate(row), strength))))
         missing.difference_update(combinations(enumerate(best), strength))
         rows.append(tuple(levels[level] for levels, level in zip(factors, best, strict=True)))

@@ -1,4 +1,4 @@
-"""The masks of the fixed sample: each kind once or twice, made to fit."""
+"""The masks of the fixed sample: each kind once or twice, for any length."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ MASKS: dict[str, Callable[[int, int, int], AttentionMask]] = {
     "blocks": lambda length, batch, keys: blocks(length, keys),
     "kinds": lambda length, batch, keys: AttentionMask.rows(every_kind(length)[:batch]),
 }
-"""Masks by name, made to fit (length, batch, number of keys)."""
+"""Masks by name, for (length, batch, number of keys)."""
 PLAIN = ("full", "causal", "window", "band", "documents", "rows")
-"""Those that are only causal, windows and documents."""
+"""Masks of only causal, windows and documents."""
 ANY_KEYS = ("full", "causal", "window", "band", "slices", "blocks")
-"""Those that may have other numbers of queries and keys."""
+"""Masks that support different numbers of queries and keys."""
 
 
 def slices(length: int, keys: int) -> AttentionMask:
-    """Two bands on one rectangle, above and below a gap; and queries of which a third sees one run of keys."""
-    half, rest = length // 2, range(keys // 3, keys)
-    above, below = Slice(range(half), rest, 2, None), Slice(range(half), rest, None, -1)
-    return AttentionMask.of_slices([above, below, Slice(range(half + 2, length), range(5, keys - 2))])
+    """Two bands on one rectangle, above and below a gap; and later queries that see one run of keys."""
+    half, later_keys = length // 2, range(keys // 3, keys)
+    upper, lower = Slice(range(half), later_keys, 2, None), Slice(range(half), later_keys, None, -1)
+    return AttentionMask.of_slices([upper, lower, Slice(range(half + 2, length), range(5, keys - 2))])
 
 
 def tree(length: int) -> AttentionMask:
-    """A prompt, an answer with one of its own, another answer, and one more prompt."""
+    """A prompt with two answers, one of which has an answer itself, and another prompt."""
     ends = (0, length // 3, length // 2, length - 9, length - 4, length)
     return AttentionMask.tree(ends, (-1, 0, 1, 0, -1))
 
@@ -54,7 +54,7 @@ def spans(length: int) -> AttentionMask:
 
 
 def blocks(length: int, keys: int) -> AttentionMask:
-    """Three or four rows of blocks: two of them alike, and one that sees nothing."""
+    """Three or four rows of blocks: two equal ones, and one that sees nothing."""
     block = length // 3
     rows, columns = -(-length // block), -(-keys // block)
     return AttentionMask.blocks(
@@ -63,7 +63,7 @@ def blocks(length: int, keys: int) -> AttentionMask:
 
 
 def every_kind(length: int) -> list[AttentionMask]:
-    """A mask of each kind, of few parts: the tree under a window along its paths, and what is not causal cut so."""
+    """A small mask of each kind: the tree with a window along its paths, the blocks causal."""
     third, half = length // 3, length // 2
     table = [[True, False], [True, True]]
     return [
@@ -77,7 +77,7 @@ def every_kind(length: int) -> list[AttentionMask]:
 
 
 def with_every_kind(case: Case) -> Case:
-    """The case with a batch of a row for each kind of mask, at less cost: in float64, with short heads."""
+    """Returns the case with one row for each kind of mask, made cheaper: float64, small heads."""
     length, dim = min(case.length, 37), min(case.head_dim, 16)
     masks = every_kind(length)
     case = replace(case, batch=len(masks), mask=AttentionMask.rows(masks), length=length, key_length=None)
@@ -85,6 +85,6 @@ def with_every_kind(case: Case) -> Case:
 
 
 def some_masks(masks: Sequence[str], number: int) -> list[str]:
-    """Of these names all of plain masks, and of other kinds every third one: others for the next two numbers."""
-    others = [name for name in masks if name not in PLAIN]
-    return [name for name in masks if name in PLAIN] + (others[number % 3 :: 3] or others)
+    """Returns all plain masks and every third of the others, different ones for each of three numbers."""
+    patterns = [name for name in masks if name not in PLAIN]
+    return [name for name in masks if name in PLAIN] + (patterns[number % 3 :: 3] or patterns)

@@ -1,4 +1,4 @@
-"""The tensors of a case, and who has what of them."""
+"""The tensors of a case, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 
 SHARED = ("sinks", "wq", "wk", "wv")
-"""What every rank has as a whole; a gradient is its share of a sum over ranks."""
+"""Tensors that every rank has completely. The gradients of ranks sum to the whole gradient."""
 
 
 HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": -1, "wq": 0, "wk": 0, "wv": 0}
-"""Which dim has the heads."""
+"""The dim of the heads."""
 
 
 class CasePart(NamedTuple):
-    """What a rank has: which shard of the sequence, which part of the batch, which part of the heads."""
+    """A rank's part: its shard of the sequence, its part of the batch, its part of the heads."""
 
     shard: int
     rows: int = 0
@@ -36,9 +36,9 @@ class CasePart(NamedTuple):
 
 
 class CaseSharding(NamedTuple):
-    """Who has what of the global tensors of a case, and of their gradients ("d" and their name).
+    """The sharding of the global tensors of a case, and of their gradients ("d" and the name).
 
-    Batch and heads are cut into so many parts, as DTensor cuts them.
+    `rows` and `heads` are the numbers of parts of the batch and the heads, cut like DTensor's chunks.
     """
 
     layout: SequenceLayout
@@ -48,7 +48,7 @@ class CaseSharding(NamedTuple):
 
     @classmethod
     def of(cls, attend: Any, case: Case, rows: int = 1, heads: int = 1) -> CaseSharding:
-        """Of a method, as far as it has what the case needs of it: see `Method`."""
+        """Returns the sharding of a case by a method's layouts."""
         return cls(
             _layout(attend, case, case.length, case.kind),
             _layout(attend, case, case.keys, case.key_kind or case.kind),
@@ -56,40 +56,40 @@ class CaseSharding(NamedTuple):
             heads,
         )
 
-    def take(self, name: str, whole: Tensor, part: CasePart) -> Tensor:
-        """One part of a tensor."""
+    def take(self, name: str, tensor: Tensor, part: CasePart) -> Tensor:
+        """Returns one part of a global tensor."""
         layout, dim = self._layout(name), HEAD_DIMS.get(name.removeprefix("d"))
         if layout is not None:
-            sizes = chunk_sizes(len(whole), self.rows)
-            whole = layout.take(whole, part.shard).split(sizes)[part.rows]
-        return whole if dim is None else whole.chunk(self.heads, dim)[part.heads]
+            sizes = chunk_sizes(len(tensor), self.rows)
+            tensor = layout.take(tensor, part.shard).split(sizes)[part.rows]
+        return tensor if dim is None else tensor.chunk(self.heads, dim)[part.heads]
 
     def join(self, name: str, parts: Mapping[CasePart, Tensor]) -> Tensor:
-        """The whole tensor from what ranks have."""
+        """Returns the global tensor from the parts of ranks."""
         layout, dim = self._layout(name), HEAD_DIMS.get(name.removeprefix("d"))
 
         def heads(shard: int, rows: int) -> Tensor:
-            found = [parts[CasePart(shard, rows, i)] for i in range(self.heads)]
-            return torch.cat(found, dim) if dim is not None else found[0] if len(found) == 1 else _sum(found)
+            tensors = [parts[CasePart(shard, rows, i)] for i in range(self.heads)]
+            return torch.cat(tensors, dim) if dim is not None else tensors[0] if len(tensors) == 1 else _sum(tensors)
 
-        every = [[heads(shard, rows) for shard in range(self.layout.shards)] for rows in range(self.rows)]
+        by_rows = [[heads(shard, rows) for shard in range(self.layout.shards)] for rows in range(self.rows)]
         if layout is None:
-            return _sum([share for shares in every for share in shares])
-        return torch.cat([layout.join(shards) for shards in every])
+            return _sum([tensor for tensors in by_rows for tensor in tensors])
+        return torch.cat([layout.join(shards) for shards in by_rows])
 
     def _layout(self, name: str) -> SequenceLayout | None:
         base = name.removeprefix("d")
         return None if base in SHARED else self.key_layout if base in ("k", "v") else self.layout
 
 
-def _sum(shares: Sequence[Tensor]) -> Tensor:
-    return torch.stack([share.double() for share in shares]).sum(0)
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).sum(0)
 
 
 def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
     match kind:
         case "balanced":
-            fits = case.mask.pattern is None or case.keys == case.length  # for one sequence of this length
+            fits = case.mask.pattern is None or case.keys == case.length  # patterns are for one length
             return attend.layout(length, kind, case.mask if fits else CAUSAL)
         case "uneven" | "spans":
             within = attend.shards // attend.sequence_shards
@@ -103,22 +103,22 @@ def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
             return attend.layout(length, kind)
 
 
-def drawn_sizes(random: Random, length: int, shards: int, least: int) -> list[int]:
-    """Any sizes of shards, each with `least` tokens at least."""
-    spare = sorted(random.randint(0, length - shards * least) for _ in range(shards - 1))
-    ends = [0, *(cut + (i + 1) * least for i, cut in enumerate(spare)), length]
+def drawn_sizes(random: Random, length: int, shards: int, min_size: int) -> list[int]:
+    """Draws sizes of shards, each of at least `min_size` tokens."""
+    spare = sorted(random.randint(0, length - shards * min_size) for _ in range(shards - 1))
+    ends = [0, *(cut + (i + 1) * min_size for i, cut in enumerate(spare)), length]
     return [b - a for a, b in pairwise(ends)]
 
 
 def drawn_layout(random: Random, sizes: Sequence[int], kind: str) -> SequenceLayout:
-    """Shards of these sizes: "uneven", of neighbours; "spans", of any runs."""
+    """Returns shards of these sizes: "uneven" ones are contiguous, "spans" have any runs of positions."""
     ends, length = [0, *accumulate(sizes)], sum(sizes)
     order = list(range(length)) if kind == "uneven" else _shuffled(random, length, 3 * len(sizes))
     return SequenceLayout([[range(p, p + 1) for p in order[a:b]] for a, b in pairwise(ends)])
 
 
 def _shuffled(random: Random, length: int, pieces: int) -> list[int]:
-    """Positions in about so many runs, in any order; every third run is two, of every other position."""
+    """Returns positions in about `pieces` runs in random order; every third run is split into even and odd ones."""
     cuts = sorted({random.randint(1, length - 1) for _ in range(pieces)} if length > 1 else set())
     runs = [range(a, b) for a, b in pairwise([0, *cuts, length])]
     split = [part for i, run in enumerate(runs) for part in ((run[::2], run[1::2]) if i % 3 == 0 else (run,))]
@@ -128,9 +128,9 @@ def _shuffled(random: Random, length: int, pieces: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def inputs(case: Case) -> dict[str, Tensor]:
-    """Global q [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv], dout [B, N, H, Dv] and the case's sinks, if any.
+    """Returns global q [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv], dout [B, N, H, Dv] and the case's sinks, if any.
 
-    If projected, x [B, N, E], wq [H D, E], wk [K D, E] and wv [K Dv, E] in place of q, k and v. The same on every rank.
+    Projected cases have x [B, N, E], wq [H D, E], wk [K D, E], wv [K Dv, E] instead of q, k, v. Equal on every rank.
     """
     generator = torch.Generator().manual_seed(case.seed)
     drawn = {
@@ -146,13 +146,13 @@ def inputs(case: Case) -> dict[str, Tensor]:
 
 
 def global_shape(case: Case, name: str) -> tuple[int, ...]:
-    """Of an input, of out [B, N, H, Dv] or of lse [B, N, H]."""
+    """Returns the shape of an input, of out [B, N, H, Dv] or of lse [B, N, H]."""
     out = (case.batch, case.length, case.heads, case.value_dim)
     return {"out": out, "lse": out[:3]}.get(name) or _shapes(case)[name]
 
 
 def _with_first(x: Tensor, value: float) -> Tensor:
-    """x with this value in its first column."""
+    """Returns x with this value in its first column."""
     x = x.clone()
     x[..., 0] = value
     return x
@@ -161,21 +161,21 @@ def _with_first(x: Tensor, value: float) -> Tensor:
 def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
     q, k, v = case.heads * case.head_dim, case.kv_heads * case.head_dim, case.kv_heads * case.value_dim
     if case.projected:
-        found: dict[str, tuple[int, ...]] = {"x": (case.batch, case.length, case.width)}
-        found |= {name: (rows, case.width) for name, rows in zip(("wq", "wk", "wv"), (q, k, v), strict=True)}
+        shapes: dict[str, tuple[int, ...]] = {"x": (case.batch, case.length, case.width)}
+        shapes |= {name: (rows, case.width) for name, rows in zip(("wq", "wk", "wv"), (q, k, v), strict=True)}
     else:
-        found = {
+        shapes = {
             "q": (case.batch, case.length, case.heads, case.head_dim),
             "k": (case.batch, case.keys, case.kv_heads, case.head_dim),
             "v": (case.batch, case.keys, case.kv_heads, case.value_dim),
         }
-    found["dout"] = (case.batch, case.length, case.heads, case.value_dim)
-    several = (case.sinks,) if case.sinks > 1 else ()
-    return found | ({"sinks": (*several, case.heads)} if case.sinks else {})
+    shapes["dout"] = (case.batch, case.length, case.heads, case.value_dim)
+    sink_count = (case.sinks,) if case.sinks > 1 else ()
+    return shapes | ({"sinks": (*sink_count, case.heads)} if case.sinks else {})
 
 
 def attended(case: Case, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v: among the tensors, or projected from them."""
+    """Returns q, k and v: the tensors themselves, or projected from them."""
     if not case.projected:
         return leaves["q"], leaves["k"], leaves["v"]
     q, k, v = (F.linear(leaves["x"], leaves[name]) for name in ("wq", "wk", "wv"))

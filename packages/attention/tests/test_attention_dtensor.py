@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
         "tp Shard(dim=2)); it must be Shard(dim=1) there",
         "q is Replicate() on axis 'ring'",
         "q is Shard(dim=1) on axis 'ulysses' of DTensor [2, 16, 8, 16] over (ring Shard(dim=1), ulysses Shard(dim=1), "
-        "tp Shard(dim=2)); the method works on axes ['ring'], and on others only",
+        "tp Shard(dim=2)); the method works on axes ['ring'], and other axes accept",
         "q is Shard(dim=3) on axis 'tp'",
         "3 query and 3 key/value heads of",
         "8 query and 1 key/value heads of",

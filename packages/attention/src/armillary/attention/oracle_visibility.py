@@ -1,6 +1,6 @@
-"""Who sees whom, pair by pair, as each kind of mask is defined: the oracle's own rule.
+"""The visible pairs of a mask, pair by pair, from the definition of each kind: the oracle's own rule.
 
-It reads what a mask was made of and shares nothing with what finds slices, tiles and counts of pairs.
+It reads the constructor's arguments of a mask and shares no code with slices, tiles and counts of pairs.
 """
 
 from __future__ import annotations
@@ -14,117 +14,114 @@ Boundaries = tuple[int, ...]
 
 
 def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: Tensor, batch: int = 1) -> Tensor:
-    """Who sees whom: bool [1, T, S], or [B, T, S] where the rows of the batch have masks of their own.
+    """Returns visibility, bool [1, T, S], or [B, T, S] where the rows of the batch have masks of their own.
 
     Args:
         query_positions: [T], global.
-        key_positions: [S], likewise.
-        batch: how many rows there are.
+        key_positions: [S], global.
+        batch: number of rows.
 
     Raises:
-        ValueError: masks or documents of another number of rows; positions after the end of what the mask is for.
+        ValueError: masks or documents for another number of rows, or positions beyond the end of the mask.
     """
     i, j = query_positions[:, None], key_positions[None, :]
-    rows = range(_rows(mask, batch))
-    return torch.stack([_seen(mask, i, j, row).expand(i.shape[0], j.shape[1]) for row in rows])
+    rows = range(_row_count(mask, batch))
+    return torch.stack([_visible(mask, i, j, row).expand(i.shape[0], j.shape[1]) for row in rows])
 
 
-def _rows(mask: AttentionMask, batch: int) -> int:
-    """How many rows have masks of their own; 1 where all are alike."""
+def _row_count(mask: AttentionMask, batch: int) -> int:
+    """Returns the number of rows with masks of their own; 1 where all have the same mask."""
     if isinstance(mask.pattern, RowMasks):
-        own, what = len(mask.pattern.masks), "masks"
+        count, kind = len(mask.pattern.masks), "masks"
     elif mask.documents and isinstance(mask.documents[0], tuple):
-        own, what = len(mask.documents), "documents"
+        count, kind = len(mask.documents), "documents"
     else:
         return 1
-    if own != batch:
-        raise ValueError(f"the mask has {what} for {own} rows; the batch has {batch}")
-    return own
+    if count != batch:
+        raise ValueError(f"the mask has {kind} for {count} rows; the batch has {batch}")
+    return count
 
 
-def _seen(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
-    """Which keys at j [1, S] the queries at i [T, 1] see in one row: bool, broadcast to [T, S]."""
+def _visible(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
+    """Returns bool, broadcast to [T, S]: the keys at j [1, S] that the queries at i [T, 1] see in one row."""
     if isinstance(mask.pattern, RowMasks):
-        inner = mask.pattern.masks[row]
-        seen, apart = _seen(inner, i, j, 0), _apart(inner, i, j)
+        row_mask = mask.pattern.masks[row]
+        visible, distance = _visible(row_mask, i, j, 0), _distance(row_mask, i, j)
     else:
-        seen, apart = _by_pattern(mask, i, j, _documents(mask, row)), _apart(mask, i, j)
-    left, right = mask.window or (None, None)
+        row_mask = mask
+        visible, distance = _by_pattern(mask, i, j, _documents(mask, row)), _distance(mask, i, j)
+    before, after = mask.window or (None, None)
     if mask.causal and not isinstance(mask.pattern, (Prefix, ImageSpans)):
-        seen = seen & (j <= i)
-    if left is not None:
-        seen = seen & (apart <= left)
-    if right is not None and not _spans_images(mask, row):
-        seen = seen & (-apart <= right)
-    return seen
-
-
-def _spans_images(mask: AttentionMask, row: int) -> bool:
-    """Whether windows cut on the left alone."""
-    pattern = mask.pattern
-    return isinstance(pattern.masks[row].pattern if isinstance(pattern, RowMasks) else pattern, ImageSpans)
+        visible = visible & (j <= i)
+    if before is not None:
+        visible = visible & (distance <= before)
+    # The right side of a window does not cut image spans.
+    if after is not None and not isinstance(row_mask.pattern, ImageSpans):
+        visible = visible & (-distance <= after)
+    return visible
 
 
 def _by_pattern(mask: AttentionMask, i: Tensor, j: Tensor, documents: Boundaries | None) -> Tensor:
-    """Who sees whom before the window cuts it, and `causal` where that is no part of what the kind means."""
-    together = _place(i, documents)[0] == _place(j, documents)[0]
+    """Returns visibility before the window cuts it, and before `causal` does unless the pattern defines it."""
+    same_document = _locate(i, documents)[0] == _locate(j, documents)[0]
     match mask.pattern:
         case SliceList(bands=slices):
-            return _any(i, j, [_in(i, s.queries) & _in(j, s.keys) & _band(j - i, s.low, s.high) for s in slices])
+            return _union(i, j, [_in(i, s.queries) & _in(j, s.keys) & _band(j - i, s.low, s.high) for s in slices])
         case Tree(ends=ends, parents=parents):
-            line = _lines(parents)
-            (segment, _), (other, _) = _place(i, ends), _place(j, ends)
-            on_path = torch.tensor([[b in line[a] for b in range(len(parents))] for a in range(len(parents))])
-            return on_path.to(i.device)[segment, other]
+            paths = _paths(parents)
+            (query_segment, _), (key_segment, _) = _locate(i, ends), _locate(j, ends)
+            on_path = torch.tensor([[b in paths[a] for b in range(len(parents))] for a in range(len(parents))])
+            return on_path.to(i.device)[query_segment, key_segment]
         case Prefix(prefixes=prefixes):
-            return together & ((j <= i) | (_in_prefix(i, documents, prefixes) & _in_prefix(j, documents, prefixes)))
+            in_prefix = _in_prefix(i, documents, prefixes) & _in_prefix(j, documents, prefixes)
+            return same_document & ((j <= i) | in_prefix)
         case Chunked(size=size, origin=origin):
-            first, second = (x if origin == "row" else _place(x, documents)[1] for x in (i, j))
-            return together & (first // size == second // size)
+            query_offset, key_offset = (x if origin == "row" else _locate(x, documents)[1] for x in (i, j))
+            return same_document & (query_offset // size == key_offset // size)
         case ImageSpans(spans=spans):
-            return together & ((j <= i) | _any(i, j, [_in(i, span) & _in(j, span) for span in spans]))
+            return same_document & ((j <= i) | _union(i, j, [_in(i, span) & _in(j, span) for span in spans]))
         case Blocks(visible=visible, block=block):
             _check_within(i, block * len(visible))
             _check_within(j, block * len(visible[0]))
             return torch.tensor(visible, device=i.device)[i // block, j // block]
         case _:
-            return together
+            return same_document
 
 
-def _apart(mask: AttentionMask, i: Tensor, j: Tensor) -> Tensor:
-    """How many tokens a query comes after a key: along the path in a tree, by position otherwise."""
+def _distance(mask: AttentionMask, i: Tensor, j: Tensor) -> Tensor:
+    """Returns the number of tokens from a key to a query: along the path in a tree, else by position."""
     if isinstance(mask.pattern, Tree):
         return _depth(i, mask.pattern) - _depth(j, mask.pattern)
     return i - j
 
 
-def _lines(parents: tuple[int, ...]) -> list[list[int]]:
-    """For each segment of a tree, itself and all its ancestors, nearest first."""
-    found = list[list[int]]()
+def _paths(parents: tuple[int, ...]) -> list[list[int]]:
+    """Returns, for each segment of a tree, the segment and all its ancestors, nearest first."""
+    paths = list[list[int]]()
     for segment in range(len(parents)):
-        line = [segment]
-        while parents[line[-1]] >= 0:
-            line.append(parents[line[-1]])
-        found.append(line)
-    return found
+        path = [segment]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        paths.append(path)
+    return paths
 
 
 def _depth(x: Tensor, tree: Tree) -> Tensor:
-    """How many tokens lie before each position on its path from the root."""
+    """Returns the number of tokens before each position on its path from the root."""
     sizes = [end - start for start, end in zip(tree.ends, tree.ends[1:], strict=False)]
-    above = [sum(sizes[ancestor] for ancestor in line[1:]) for line in _lines(tree.parents)]
-    segment, offset = _place(x, tree.ends)
-    return torch.tensor(above, device=x.device)[segment] + offset
+    ancestor_tokens = [sum(sizes[ancestor] for ancestor in path[1:]) for path in _paths(tree.parents)]
+    segment, offset = _locate(x, tree.ends)
+    return torch.tensor(ancestor_tokens, device=x.device)[segment] + offset
 
 
 def _documents(mask: AttentionMask, row: int) -> Boundaries | None:
-    """The document boundaries of one row."""
-    found = mask.documents
-    return found[row] if found and isinstance(found[0], tuple) else found  # pyright: ignore[reportReturnType]
+    """Returns the document boundaries of one row."""
+    documents = mask.documents
+    return documents[row] if documents and isinstance(documents[0], tuple) else documents  # pyright: ignore[reportReturnType]
 
 
-def _place(x: Tensor, boundaries: Boundaries | None) -> tuple[Tensor, Tensor]:
-    """The number of the document (or segment) that each position lies in, and its offset there."""
+def _locate(x: Tensor, boundaries: Boundaries | None) -> tuple[Tensor, Tensor]:
+    """Returns the number of the document (or segment) of each position, and the offset in it."""
     if boundaries is None:
         return torch.zeros_like(x), x
     _check_within(x, boundaries[-1])
@@ -140,7 +137,7 @@ def _check_within(x: Tensor, end: int) -> None:
 
 
 def _in_prefix(x: Tensor, documents: Boundaries | None, prefixes: tuple[int, ...]) -> Tensor:
-    document, offset = _place(x, documents)
+    document, offset = _locate(x, documents)
     return offset < torch.tensor(prefixes, device=x.device)[document]
 
 
@@ -149,12 +146,12 @@ def _in(x: Tensor, run: range) -> Tensor:
 
 
 def _band(offset: Tensor, low: int | None, high: int | None) -> Tensor:
-    above = torch.ones_like(offset, dtype=torch.bool) if low is None else offset >= low
-    return above if high is None else above & (offset <= high)
+    not_below = torch.ones_like(offset, dtype=torch.bool) if low is None else offset >= low
+    return not_below if high is None else not_below & (offset <= high)
 
 
-def _any(i: Tensor, j: Tensor, parts: list[Tensor]) -> Tensor:
-    found = torch.zeros_like(i - j, dtype=torch.bool)
-    for part in parts:
-        found = found | part
-    return found
+def _union(i: Tensor, j: Tensor, conditions: list[Tensor]) -> Tensor:
+    union = torch.zeros_like(i - j, dtype=torch.bool)
+    for condition in conditions:
+        union = union | condition
+    return union

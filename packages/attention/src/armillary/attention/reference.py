@@ -1,6 +1,6 @@
-"""Attention as the formula says it, on one device, in float64: the oracle that everything else is held to.
+"""Attention by its formula, on one device, in float64: the oracle of all tests.
 
-Nothing here is shared with the methods and kernels, not even the rule of who sees whom.
+It shares no code with the methods and kernels, not even the rule of visible pairs.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from armillary.attention.call.spec import AttentionOptions
@@ -61,7 +62,7 @@ def reference_attention(
     key_positions: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v over the keys that each query sees. Dense, slow, differentiable by plain autograd.
+    """softmax(scale * q k^T) v over the visible keys of each query. Dense, slow, differentiable by plain autograd.
 
     Query head h uses key/value head h // (H // K). A query that sees nothing gives 0, with zero gradients.
 
@@ -69,14 +70,14 @@ def reference_attention(
         q: [B, T, H, D].
         k: [B, S, K, D]; K divides H.
         v: [B, S, K, Dv].
-        mask: who sees whom, in global positions.
-        scale: what the logits are multiplied by; 1 / sqrt(D) if not given.
-        sinks: more logits for each query, whose values are 0: one per head [H], S per head [S, H], or one per query
-            and head [B, T, H].
-        softcap: c of c * tanh(logit / c), which takes the place of each logit but the sink.
-        query_positions: [T], global positions of the queries; 0..T-1 if not given.
-        key_positions: [S], likewise.
-        return_lse: also return the log-sum-exp of the logits, the sink's among them.
+        mask: in global positions.
+        scale: softmax scale; 1 / sqrt(D) by default.
+        sinks: further logits of each query, of keys with value 0: one per head [H], S per head [S, H], or one per
+            query and head [B, T, H].
+        softcap: c of c * tanh(logit / c), applied to all logits except sinks.
+        query_positions: [T], global positions of the queries; 0..T-1 by default.
+        key_positions: [S], of the keys.
+        return_lse: also return the log-sum-exp of the logits, sinks included.
 
     Returns:
         out [B, T, H, Dv] in q's dtype; with `return_lse` also lse [B, T, H], -inf where a query sees nothing: float32,
@@ -93,8 +94,8 @@ def reference_attention(
     j = _positions(key_positions, k, "key")
     visible = visible_pairs(mask, i, j, q.shape[0])[:, None]
     group = q.shape[2] // k.shape[2]
-    keys, values = (x.double().repeat_interleave(group, dim=2) for x in (k, v))
-    logits = torch.einsum("bthd,bshd->bhts", q.double(), keys) * (q.shape[3] ** -0.5 if scale is None else scale)
+    keys, values = (repeat(x.double(), "b s k d -> b s (k g) d", g=group) for x in (k, v))
+    logits = einsum(q.double(), keys, "b t h d, b s h d -> b h t s") * (q.shape[3] ** -0.5 if scale is None else scale)
 
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -104,12 +105,12 @@ def reference_attention(
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (logits - top).masked_fill(~visible, 0).exp() * visible
     total = weights.sum(-1, keepdim=True) + (sink - top).exp().sum(-1, keepdim=True)
-    some = total > 0
-    total = torch.where(some, total, 1)
-    out = torch.einsum("bhts,bshd->bthd", weights / total, values).to(q.dtype)
+    sees_key = total > 0
+    total = torch.where(sees_key, total, 1)
+    out = einsum(weights / total, values, "b h t s, b s h d -> b t h d").to(q.dtype)
     if not return_lse:
         return out
-    lse = torch.where(some, top + total.log(), -torch.inf).squeeze(-1).transpose(1, 2)
+    lse = rearrange(torch.where(sees_key, top + total.log(), -torch.inf), "b h t 1 -> b t h")
     return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
@@ -119,20 +120,22 @@ def _sink_logits(q: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         sinks = q.new_full((heads,), -torch.inf)
     if sinks.shape == q.shape[:3]:
-        return sinks.double().transpose(1, 2).unsqueeze(-1)
+        return rearrange(sinks.double(), "b t h -> b h t 1")
     if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
         raise ValueError(
             f"sinks {tuple(sinks.shape)} must be [H], [S, H] or [B, T, H] for {heads} query heads; q {tuple(q.shape)}"
         )
-    return sinks.double().reshape(-1, heads).T[None, :, None].expand(batch, -1, tokens, -1)
+    return repeat(sinks.double().reshape(-1, heads), "s h -> b h t s", b=batch, t=tokens)
 
 
-def _positions(given: Tensor | None, x: Tensor, name: str) -> Tensor:
-    if given is None:
+def _positions(positions: Tensor | None, x: Tensor, name: str) -> Tensor:
+    if positions is None:
         return torch.arange(x.shape[1], device=x.device)
-    if given.shape != x.shape[1:2]:
-        raise ValueError(f"{name}_positions has shape {tuple(given.shape)}; it must be ({x.shape[1]},), one a token")
-    return given.to(x.device)
+    if positions.shape != x.shape[1:2]:
+        raise ValueError(
+            f"{name}_positions has shape {tuple(positions.shape)}; it must be ({x.shape[1]},), one per token"
+        )
+    return positions.to(x.device)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

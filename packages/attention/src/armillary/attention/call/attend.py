@@ -13,14 +13,15 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.validation import check_call, check_sinks, same_dtype
+from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks
 
 
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Returns (out [B, T, H, Dv], lse [B, T, H]; empty where it was not asked for and costs communication)."""
-    q, k, v = same_dtype(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:  # cast under autocast, refused by `check_call` outside of it
+        q, k, v = cast_for_autocast(q, k, v)
     if torch.compiler.is_compiling():
         # The op checks the rest when the graph runs: under the tracer nothing may depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
@@ -36,7 +37,8 @@ def attend_projected(
     """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]."""
     if not torch.compiler.is_compiling():
         return project_eagerly(method, x, projections, sinks, options)
-    if not method.projects_in_stages:  # the graph holds the projections, and q, k and v
+    # Projections of all heads are part of the graph. Stages of heads project again in backward, so the op makes them.
+    if not method.projects_in_stages:
         q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
         return attend(method, q, k, v, sinks, options)[0]
     parts = projections.parts() if isinstance(projections, Traceable) else None
@@ -46,6 +48,7 @@ def attend_projected(
         key = GraphKey.of(method, parts.head_dim, options, autocast_name(x), dims)
         tensors = [x, parts.projector, *parts.tensors, *parts.parameters]
         return trace_call(key, tensors, head_sinks(sinks), options.mask.numbers)[0]
+    # Projections that cannot be taken apart: a graph break.
     from armillary.attention.call.eager_only import project_outside_graphs
 
     return project_outside_graphs(method, x, projections, sinks, options)

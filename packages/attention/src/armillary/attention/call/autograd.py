@@ -145,16 +145,19 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        # Below autograd, or the op would call its autograd kernel, which is this function.
         with compat.below_autograd():
             results = _forward(tensors, sinks, mask_numbers, *key)
         out, lse, *redistributed = results
         ctx.key, ctx.call = key, call  # the call's number is valid while ctx holds the call
         ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an unused lse then has no gradient instead of zeros
         if ctx.projected:
+            # Backward projects q, k and v again: x, out and lse are all it needs.
             (local_lse,) = redistributed
             ctx.key_shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
         else:
+            # A method that redistributes its inputs returns the tensors that its backward needs.
             ctx.key_shape, saved, local = (
                 tensors[1].shape[1:3],
                 redistributed or (*tensors, out, lse),
@@ -170,7 +173,7 @@ class Attention(torch.autograd.Function):
         dout, *other_grads = grad_outputs
         if not ctx.projected:
             refuse_gradients(other_grads, traced=ctx.call is None)
-        if dout is None:
+        if dout is None:  # neither result takes part in the loss
             return (None,) * (4 + ctx.count)
         mask_numbers, *tensors = ctx.saved_tensors
         saved, local = tensors[: ctx.saved_count], tensors[ctx.saved_count :]

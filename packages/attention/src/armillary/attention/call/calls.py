@@ -56,6 +56,7 @@ class AttentionCall:
             if redistributed:  # the lse of local tokens costs communication then, so only where it is needed
                 lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else lse.new_empty(0)
             if sinks is not None:
+                # A sink changes out and lse after the fact: no kernel needs to know of it.
                 heads = method.heads(range(len(sinks)))
                 saved_out, saved_lse = add_sinks(saved.out, saved.lse, sinks[heads.start : heads.stop])
                 out, lse = add_sinks(out, lse, sinks) if redistributed else (saved_out, saved_lse)
@@ -125,6 +126,7 @@ class ProjectedCall:
 
     def backward(self, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor | None]:
         """Adds the gradient of x to dx and returns those of `trained_parameters`."""
+        # FSDP swaps parameters between forward and backward, so they are read again.
         totals = GradientSums(self.trained_parameters())
         with phase("backward"), self.autocast():
             source = Projected(x, self.projections, dx=dx, totals=totals, draws=self.draws.again())

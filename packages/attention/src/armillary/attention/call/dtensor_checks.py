@@ -130,12 +130,12 @@ def check_tokens(
     x: Placed | DTensor,
     method: AttentionMethod,
     layout: SequenceLayout | None,
-    others: Sequence[Placement],
+    other_placements: Sequence[Placement],
 ) -> None:
     """Raises ValueError unless tokens [B, N, ...] are sharded over the method's axes alone, as the layout cuts them.
 
     Args:
-        others: placements accepted on the other axes of the mesh.
+        other_placements: accepted on the other axes of the mesh.
     """
     axes = _sharding_axes(method)
     dims = [mesh_dim(x, axis) for axis in axes]
@@ -147,13 +147,13 @@ def check_tokens(
             f"the mesh of {name} has axes {x.device_mesh.mesh_dim_names}; {axis_names} must come in this order"
         )
     for dim, placement in enumerate(x.placements):
-        if dim in dims or x.device_mesh.size(dim) == 1 or placement in others:
+        if dim in dims or x.device_mesh.size(dim) == 1 or placement in other_placements:
             continue
         axis = (x.device_mesh.mesh_dim_names or ())[dim]
-        *most, last = map(repr, others)
+        accepted = ", ".join(map(repr, other_placements))
         raise ValueError(
-            f"{name} is {placement!r} on axis {axis!r} of {describe(x)}; the method works on axes {axis_names}, and on "
-            f"others only {', '.join(most)} and {last} are accepted"
+            f"{name} is {placement!r} on axis {axis!r} of {describe(x)}; the method works on axes {axis_names}, and "
+            f"other axes accept {accepted}"
         )
     _check_shards(x, method, layout)
 
@@ -186,7 +186,7 @@ def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
     heads = Shard(len(sinks.shape) - 1)
     accepted: list[Placement] = [heads if placement == Shard(2) else Replicate() for placement in x.placements]
     if sinks.device_mesh != x.device_mesh or any(
-        placement != wanted and sinks.device_mesh.size(dim) > 1
-        for dim, (placement, wanted) in enumerate(zip(sinks.placements, accepted, strict=True))
+        placement != needed and sinks.device_mesh.size(dim) > 1
+        for dim, (placement, needed) in enumerate(zip(sinks.placements, accepted, strict=True))
     ):
         raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {accepted}")

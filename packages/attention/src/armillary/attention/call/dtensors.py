@@ -84,6 +84,7 @@ def project_dtensors(
         sinks = local_of(sinks, _sinks_gradient(sinks, placements))
     if parameters:
         projections = with_local_parameters(projections, _sharding_axes(x, placements))
+    # Ranks with different heads of the same tokens each compute a share of the gradient of x.
     gradient = [Partial() if placement == Shard(2) else placement for placement in placements]
     out = attend_projected(method, local_of(x, gradient), projections, sinks, options)
     head_ranks = [x.device_mesh.size(dim) for dim, placement in enumerate(placements) if placement == Shard(2)]

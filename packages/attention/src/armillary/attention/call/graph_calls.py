@@ -67,6 +67,7 @@ def rebuild_call(
         q, k, v = tensors
         method: AttentionMethod = registered(key.method)
         return AttentionCall(method, check_call(method, q, k, v, None, key.options(mask_numbers)), key.return_lse)
+    # The projector is found by number, and reads its parameters as they are now.
     x, number, *parts = tensors
     projector: Projector = registered(int(number.item()))
     staged, spec, _ = _check_projected(key, x, mask_numbers)
@@ -134,6 +135,7 @@ def _check_projected(
     assert key.projected is not None
     method: Any = registered(key.method)
     heads, key_heads, dim, _ = key.projected
+    # Checks read shapes and dtypes only: an expanded element stands for q and k.
     one = x.new_empty(1, dtype=key.autocast_dtype or x.dtype)
     q, k = (one.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
     return cast(StagedMethod, method), check_call(method, q, k, k, None, key.options(mask_numbers)), q

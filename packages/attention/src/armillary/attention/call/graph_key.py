@@ -1,8 +1,8 @@
 """A call in the types that an op's schema has and torch.compile can guard: numbers and text.
 
-While a graph is traced, nothing may depend on Python objects. So a layout enters the op as text, which makes it part of
-what the graph is compiled for; a method as its registered number; a mask as `causal` and its window, with documents
-and patterns in a tensor beside the key, so that other documents need no other graph.
+While a graph is traced, nothing may depend on Python objects. So a layout enters the op as text, and the graph is
+compiled for it; a method as its registered number; a mask as `causal` and its window, with documents and patterns in a
+tensor beside the key, so that other documents need no other graph.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class GraphKey(NamedTuple):
             ValueError: a kernel object that is none of `KERNELS`: the op finds kernels by name.
         """
         mask, kernel = options.mask, options.kernel
-        if kernel is not None and not isinstance(kernel, str) and not any(kernel is known for known in KERNELS):
-            names = ", ".join(known.name for known in KERNELS)
+        if kernel is not None and not isinstance(kernel, str) and not any(kernel is each for each in KERNELS):
+            names = ", ".join(each.name for each in KERNELS)
             raise ValueError(f"torch.compile takes kernels of {names}; got {kernel}")
         return cls(
             method.registered_id,
@@ -116,10 +116,10 @@ class GraphKey(NamedTuple):
 
     def pack(self) -> OpKey:
         """The op's arguments; `unpack` is its inverse."""
-        left, right = (UNBOUNDED if side is None else side for side in self.window or (None, None))
+        window = (UNBOUNDED if side is None else side for side in self.window or (None, None))
         return OpKey(
             -1,
-            [self.method, int(self.causal), left, right, int(self.return_lse), *(self.projected or ())],
+            [self.method, int(self.causal), *window, int(self.return_lse), *(self.projected or ())],
             self.scale,
             self.softcap or 0.0,
             "|".join((self.layout, self.key_layout, self.kernel, self.autocast)),
@@ -133,13 +133,13 @@ class GraphKey(NamedTuple):
             shapes_only: leaves the mask out, as a causal one. While tracing, its numbers may be symbols: reading them
                 would tie the graph to this very mask, and no result's shape depends on it.
         """
-        method, causal, left, right, return_lse, *dims = key.numbers
+        method, causal, before, after, return_lse, *dims = key.numbers
         if shapes_only:
-            causal, left, right = 1, UNBOUNDED, UNBOUNDED
+            causal, before, after = 1, UNBOUNDED, UNBOUNDED
         return cls(
             int(method),
             bool(causal),
-            (None if left == UNBOUNDED else int(left), None if right == UNBOUNDED else int(right)),
+            (None if before == UNBOUNDED else int(before), None if after == UNBOUNDED else int(after)),
             bool(return_lse),
             key.scale,
             key.softcap or None,

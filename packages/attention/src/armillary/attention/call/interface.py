@@ -77,7 +77,7 @@ class AttentionMethod(ABC):
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
         """Starts sending q before the keys exist; by default nothing is sent.
 
-        The result, a function that waits for what was sent, is passed to `forward_prefetched`.
+        The result, a function that waits for the transfer, is passed to `forward_prefetched`.
 
         Args:
             key_heads, layout: as in `AttentionSpec`.

@@ -82,6 +82,7 @@ class LocalPartsMode(TorchFunctionMode):
     def local(self, value: Any) -> Any:
         """Returns an argument with the local parts of the DTensors in it."""
         if isinstance(value, DTensor):
+            # Ranks that share a replicated parameter use it for different tokens or heads: their gradients are shares.
             names = value.device_mesh.mesh_dim_names or ()
             gradient = [
                 Partial() if name in self.sharding_axes and placement == Replicate() else placement

@@ -38,6 +38,7 @@ def _project_at_once(
     k, v = projections.kv(x, range(projections.key_heads))
     call = AttentionCall(method, spec, False, [] if prefetched is None else [prefetched])
     out, _ = run_call(call, q, k, v, sinks)
-    while call.prefetched:  # the op did not run, because a checkpoint had its results: receive what was sent
+    # If a selective checkpoint had the op's results, the op did not run: the transfer in flight must still be received.
+    while call.prefetched:
         call.prefetched.pop()()
     return out

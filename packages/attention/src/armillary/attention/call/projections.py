@@ -51,7 +51,7 @@ class TokenProjections(Projections, Protocol):
 
 
 class KnowsResults(Projections, Protocol):
-    """Projections that know what the dims and dtypes of q, k and v depend on, so that equal calls are checked once."""
+    """Projections that know the values on which dims and dtypes of q, k and v depend: equal calls are checked once."""
 
     def made_of(self) -> Hashable | None:
         """Everything that these depend on besides x and autocast, as it is when asked; None if that is unknown.

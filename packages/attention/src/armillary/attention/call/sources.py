@@ -73,6 +73,7 @@ class Finished(QKVSource):
     def gradients(self) -> tuple[Tensor, ...]:
         """Returns (dq, dk, dv); dk and dv in the accumulation dtype, because shared heads arrive more than once."""
         if not self.grads:
+            # Every query head is written once, so dq needs no zeros and no wide sum.
             q, k, v = self.tensors
             self.grads = (
                 torch.empty_like(q),
@@ -211,14 +212,12 @@ def _view(x: Tensor, run: slice, dim: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def head_slices(heads: tuple[int, ...]) -> tuple[slice, ...]:
-    """Heads as the fewest slices, evenly spaced and rising; an empty slice for no heads.
-
-    Indexing with a list instead would copy it to the GPU, for which the host waits.
-    """
+    """Returns heads as the fewest slices, evenly spaced and rising; an empty slice for no heads."""
+    # Indexing with a list would copy it to the GPU, and the host would wait for the copy.
     if not heads:
         return (slice(0, 0, 1),)
-    start, *others = heads
-    step = max(1, others[0] - start) if others else 1
+    start = heads[0]
+    step = max(1, heads[1] - start) if len(heads) > 1 else 1
     stop = next((i for i in range(1, len(heads)) if heads[i] != start + i * step), len(heads))
     first = slice(start, heads[stop - 1] + 1, step)
     return (first, *head_slices(heads[stop:])) if stop < len(heads) else (first,)

@@ -1,4 +1,4 @@
-"""The values of one attention call: what a caller asks for, what a method is told, and what backward is given."""
+"""The values of one attention call: the caller's options, the checked call, and the tensors saved for backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """Everything a caller asks of a call besides its tensors: the keyword arguments of `Method.__call__`."""
+    """The keyword arguments of `Method.__call__` that are not tensors."""
 
     mask: AttentionMask
     layout: SequenceLayout | None = None
@@ -42,18 +42,6 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     kernel: str | Kernel | None = None
     return_lse: bool = False
-
-    @classmethod
-    def of_projected(
-        cls,
-        mask: AttentionMask,
-        layout: SequenceLayout | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        kernel: str | Kernel | None = None,
-    ) -> AttentionOptions:
-        """The options of `Method.projected`, which has no `key_layout` and no `return_lse`."""
-        return cls(mask, layout, None, scale, softcap, kernel)
 
 
 class ProjectedArguments(TypedDict):
@@ -120,6 +108,7 @@ class AttentionSpec:
         Args:
             queries, keys: the local tokens of these shards, packed; by default all.
         """
+        # Looked up without `cached`, as every ring step does: no closure per step.
         place = (query, key, queries, keys)
         if (block := self._derived.get(place)) is None:
             calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *place)

@@ -39,7 +39,7 @@ def check_projected_call(
 ) -> AttentionSpec:
     """Returns the checked call on the projections of x [B, T, E]. Computes at most one head of one token.
 
-    Cached for equal calls where the projections say what the dims and dtypes of q, k and v depend on (`made_of`).
+    Cached for equal calls if the projections know the values that dims and dtypes depend on (`made_of`).
     """
     if options.kernel is None:
         options = options._replace(kernel=method.kernel)
@@ -111,6 +111,7 @@ def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 def check_options(options: AttentionOptions) -> AttentionOptions:
     """Returns the options; raises ValueError for wrong types and for numbers that no score can be computed with."""
     mask, layout, key_layout, scale, softcap, _, return_lse = options
+    # The usual call has nothing to check: one comparison instead of a dozen.
     usual_types = type(mask) is AttentionMask and type(layout) in (SequenceLayout, type(None)) and key_layout is None
     if usual_types and scale is softcap is None and type(return_lse) is bool:
         return options
@@ -157,6 +158,7 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
         accepted = " or ".join(str(n) for n in sorted({shards, sequence_shards}))
         raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted}")
     head_ranks = shards // sequence_shards
+    # A layout over all ranks must be the refinement of one over the sequence axis, or heads would meet other tokens.
     coarse = layout.coarsen(head_ranks) if layout.shards == shards else layout
     fine = coarse.refine(head_ranks)
     if layout.shards == shards and fine.sizes != layout.sizes:
@@ -232,11 +234,6 @@ def check_transforms(*tensors: Tensor | None) -> None:
             "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "
             "backward() or torch.autograd.grad"
         )
-
-
-def same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v; if their dtypes differ under autocast, cast to autocast's."""
-    return (q, k, v) if q.dtype == k.dtype == v.dtype else cast_for_autocast(q, k, v)
 
 
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,6 +57,7 @@ def kernel_candidates(inputs: Inputs) -> list[KernelCandidate]:
         return candidate.drawback is not None, -published.full if published else 0.0
 
     candidates = [KernelCandidate(kernel, kernel.refuses(inputs), kernel.drawback(inputs)) for kernel in KERNELS]
+    # The sort is stable: without published figures the order of KERNELS decides.
     return sorted(candidates, key=order)
 
 
@@ -82,6 +83,7 @@ def choose_kernel(inputs: Inputs, requested: str | Kernel | None = None) -> Kern
     for candidate in candidates:
         if candidate.refusal is None:
             return candidate.kernel
+    # None does: list every reason, and for a requested kernel those that would.
     reasons = "; ".join(f"{candidate.kernel.name}: {candidate.refusal}" for candidate in candidates)
     usable = [each.kernel.name for each in kernel_candidates(inputs) if each.refusal is None]
     hint = f"; supported by {', '.join(usable)}" if usable and requested is not None else ""

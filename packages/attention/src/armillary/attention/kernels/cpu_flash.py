@@ -26,6 +26,7 @@ class CpuFlash(Batched, TopLeft):
     limits: ClassVar[Limits] = Limits(device="cpu")
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        # [B, T, H, D] to [B, H, T, D] by strides: the op needs no copy.
         dim = v.shape[3]
         q, k, v = (contiguous_rows(x).transpose(1, 2) for x in _pad_head_dims(q, k, v))
         out, lse = _forward(q, k, v, 0.0, causal, scale=scale)

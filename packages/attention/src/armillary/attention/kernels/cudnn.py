@@ -64,6 +64,7 @@ class Cudnn(TopLeft):
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if 1 in (q.shape[1], k.shape[1]):
             return DENSE.forward(q, k, v, (None, 0 if causal else None), Scores(scale))
+        # [B, T, H, D] to [B, H, T, D] by strides; True: compute lse.
         q, k, v = (contiguous_rows(x, ALIGNMENT).transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, False, scale=scale)
         if not lse.is_contiguous():
@@ -83,6 +84,7 @@ class Cudnn(TopLeft):
         return dq, dk, dv
 
     def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[Sequence[int]]:
+        # Packed calls take no sequence of one token.
         for group in group_pieces(pieces):
             longest = [max(getattr(pieces[i], name).shape[1] for i in group) for name in ("q", "k")]
             yield from [group] if 1 not in longest and _can_pack() else ((i,) for i in group)

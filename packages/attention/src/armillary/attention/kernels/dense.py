@@ -43,6 +43,7 @@ class Dense(Batched):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # dk and dv are sums over blocks of queries, so they are accumulated in the dtype of lse.
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
         dqs: list[Tensor] = []
         for rows, columns, block in self._blocks(q, k, band):
@@ -77,7 +78,7 @@ def _backward(
     groups, dtype = k.shape[2], lse.dtype
     dout_, q_, out_ = (rearrange(x.to(dtype), "b t (k g) d -> b t k g d", k=groups) for x in (dout, q, out))
     s, slope = _scores(q, k, band, scores)
-    # FlashAttention's backward: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)).
+    # As in FlashAttention's backward: P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)).
     p = (s - rearrange(lse, "b t (k g) -> b k g t 1", k=groups)).exp()
     dv = einsum(p, dout_, "b k g t s, b t k g d -> b s k d")
     dp = einsum(dout_, v.to(dtype), "b t k g d, b s k d -> b k g t s")
@@ -94,6 +95,7 @@ def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor,
     if scores.softcap is not None:
         capped = (values / scores.softcap).tanh()
         values, slope = capped * scores.softcap, (1 - capped**2) * scores.scale
+    # -inf after the softcap, which would make it finite.
     return values.masked_fill(_hidden(q, k, band), -torch.inf), slope
 
 

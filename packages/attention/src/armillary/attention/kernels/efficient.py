@@ -44,6 +44,7 @@ class Efficient(Batched, TopLeft):
         return reason
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
+        # Rows first, then columns of each.
         blocks = [block for rows in _split(tile, tile.rows, tile.q0, tile.q1) for block in _split_columns(rows)]
         return tuple(piece for block in blocks for piece in super(Efficient, self).cut(block))
 

@@ -57,7 +57,7 @@ class Flash(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (contiguous_rows(x, ALIGNMENT) for x in (dout, q, k, v, out))
-        tensors = (dout, q, k, v, out, lse.mT.contiguous())
+        tensors = (dout, q, k, v, out, lse.mT.contiguous())  # lse [B, H, T]
         return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
 
     def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:

@@ -84,5 +84,6 @@ def _capability_and_cudnn(device: torch.device) -> tuple[tuple[int, int] | None,
 def _device_versions(device: torch.device) -> tuple[tuple[int, int] | None, int | None]:
     if device.type != "cuda":
         return None, None
+    # A fake CUDA tensor may exist on a machine without a GPU.
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     return capability, torch.backends.cudnn.version() or 0

@@ -97,5 +97,4 @@ class Limits:
         if capability is None or capability >= self.min_capability:
             return None
         family = FAMILIES.get(self.min_capability[0], "Maxwell")
-        least = ".".join(map(str, self.min_capability))
-        return f"needs compute capability {least} ({family}) or above, not {shown}"
+        return f"needs compute capability {'.'.join(map(str, self.min_capability))} ({family}) or above, not {shown}"

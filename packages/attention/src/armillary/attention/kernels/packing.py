@@ -50,6 +50,7 @@ def group_pieces(pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[lis
             yield [index]
             continue
         key = (piece_window(piece), piece.q.shape[2:], piece.k.shape[2:])
+        # A window and a head count are arguments of the call, so all pieces of a pack share them.
         pack = packs.setdefault(key, PackedCall())
         pack.indices.append(index)
         pack.tokens += tokens

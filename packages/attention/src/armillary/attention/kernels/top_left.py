@@ -58,7 +58,7 @@ def flip_tokens(band: Window, *tensors: Tensor) -> tuple[Tensor, ...]:
 def cut_band(tile: Tile) -> tuple[Tile, ...]:
     """Cuts a trimmed tile into rectangles that are full, causal from the top left, or the reverse of that."""
     low, high = tile.offsets
-    if low is not None and high is not None:
+    if low is not None and high is not None:  # a window: bounded on both sides
         return _cut_strip(tile, low, high)
     if high:  # every row sees the columns left of the diagonal's first
         return _split_columns(tile, tile.k0 + high)

@@ -33,6 +33,7 @@ def cut_rows(tile: Tile) -> tuple[Tile, ...]:
     exact = right < keys if right >= 0 else left < 0 or queries <= keys + 1
     if exact:
         return (tile,)
+    # Rows at which a bound starts or stops to bind.
     ends = {tile.q0, tile.q1}
     ends |= set() if low is None else {tile.q0 + 1 - low}
     ends |= set() if high is None else {tile.q0 + keys - 1 - high}

@@ -221,8 +221,8 @@ class AttentionMask:
 
     @property
     def _window_numbers(self) -> tuple[int, int]:
-        left, right = self.window or (None, None)
-        return UNBOUNDED if left is None else left, UNBOUNDED if right is None else right
+        before, after = self.window or (None, None)
+        return UNBOUNDED if before is None else before, UNBOUNDED if after is None else after
 
     @property
     def encoded(self) -> Integers:

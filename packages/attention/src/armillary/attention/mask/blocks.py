@@ -58,9 +58,9 @@ class Blocks(RowPattern):
         self._check_count("columns", self._table.shape[1], keys)
 
     def _check_count(self, name: str, count: int, tokens: int) -> None:
-        needed = -(-tokens // self.block)
-        if count != needed:
-            raise ValueError(f"visible has {count} {name}; {tokens} tokens in blocks of {self.block} need {needed}")
+        blocks = -(-tokens // self.block)
+        if count != blocks:
+            raise ValueError(f"visible has {count} {name}; {tokens} tokens in blocks of {self.block} need {blocks}")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         rectangles = np.array([*self._rectangles()], dtype=np.int64).reshape(-1, 4) * self.block

@@ -64,8 +64,9 @@ class Tree(RowPattern):
         return None, None  # a window counts tokens along the path, not positions
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        left = None if window is None else window[0]
-        return self._causal_slices() if left is None else np.array(list(self._window_slices(left)), dtype=np.int64)
+        if window is None or window[0] is None:
+            return self._causal_slices()
+        return np.array(list(self._window_slices(window[0])), dtype=np.int64)
 
     def _causal_slices(self) -> Slices:
         """Returns one slice for each segment: its queries run from its start to the end of its last descendant.
@@ -93,15 +94,15 @@ class Tree(RowPattern):
                 last[parent] = max(last[parent], last[segment])
         return last
 
-    def _window_slices(self, left: int) -> Iterator[tuple[int, ...]]:
-        """Yields a band for each segment and each ancestor that a window of `left` tokens along the path reaches."""
+    def _window_slices(self, tokens: int) -> Iterator[tuple[int, ...]]:
+        """Yields a band for each segment and each ancestor that a window of `tokens` tokens along the path reaches."""
         shifts = self._shifts
         for segment, parent in enumerate(self.parents):
             start, stop = self.ends[segment : segment + 2]
-            yield start, stop, start, stop, -left, 0
+            yield start, stop, start, stop, -tokens, 0
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
-                low = shifts[segment] - shifts[parent] - left  # smallest j - i of tokens `left` apart along the path
+                low = shifts[segment] - shifts[parent] - tokens  # the smallest visible j - i
                 if k1 - 1 - start < low:
                     break
                 yield start, stop, k0, k1, low, FAR

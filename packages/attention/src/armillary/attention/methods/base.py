@@ -156,9 +156,9 @@ class Method(AttentionMethod):
     ) -> AttentionSpec:
         """Returns the checked call that `projected` would make. Computes at most one head of one token.
 
-        Equal calls share one spec, where projections say what their results' dims and dtypes depend on.
+        Equal calls share one spec if the projections know the values that dims and dtypes depend on.
         """
-        options = check_options(AttentionOptions.of_projected(**arguments))
+        options = check_options(AttentionOptions(**arguments))
         check_hidden(x, projections, sinks)
         if compat.is_dtensor(x):
             raise ValueError("x is a DTensor; a call is checked for its local part, x.to_local()")

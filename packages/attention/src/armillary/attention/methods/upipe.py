@@ -209,7 +209,7 @@ class UPipe(HeadMethod, StagedMethod):
 
         Args:
             tensors: sent for each stage's query heads; `received` has the results in this order.
-            run: takes tensors out of `received`, so that their memory is free for what is sent next.
+            run: takes tensors out of `received`, so that their memory is free for the next send.
         """
         keys, pending = None, self._send_stage(call, 0, source, tensors)
         for i, stage in enumerate(call.stages, start=1):

@@ -162,7 +162,7 @@ class WallFacer(Method):
             (team_grads,) = self._exchange({teams.rank(source_team, source_member): grads}, receive)
             pending = [start_reduce_scatter(x, self.team_axis, sizes) for x in team_grads]
             return [transfer.wait() for transfer in pending]
-        # To each member its own tokens; this rank sums what the C ranks that have its keys return.
+        # To each member its own tokens; this rank sums the gradients from the C ranks that have its keys.
         member_grads = zip(*(x.split(source_sizes, dim=1) for x in grads), strict=True)
         send = {teams.rank(source_team, member): x for member, x in enumerate(member_grads)}
         receive = {teams.key_target(self.seat[0], member): sizes[self.seat[1]] for member in range(teams.team)}

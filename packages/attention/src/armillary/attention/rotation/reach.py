@@ -43,6 +43,7 @@ class Reach:
         ranks, runs = len(visible) + 1, [run for ranges in visible for run in ranges.runs]
         steps = np.repeat(np.arange(1, ranks), [len(ranges.runs) for ranges in visible])
         sides = np.fromiter(chain(map(START, runs), map(STOP, runs), (0, tokens)), np.int64)
+        # Runs of tokens between two sides have equal steps.
         ends = np.unique(sides)
         starts, stops = np.searchsorted(ends, sides[:-2]).reshape(2, -1)
         # +1 where a run starts and -1 where it stops; their running sum is 1 inside of runs. Runs of one step never

@@ -52,6 +52,7 @@ class RingTopology:
         With a causal mask and zigzag shards, keys that travel to lower ranks first meet the ranks that see all of them
         and then those that see half: three quarters of the tokens sent the other way. On a tie this ring is returned.
         """
+        # Counted over all ranks from the grid, which is the same everywhere: no communication decides it.
         reach, opposite = self.reach(grid), self.opposite
         opposite_reach = grid.cached(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
         return opposite if _tokens_sent(opposite_reach) < _tokens_sent(reach) else self
