@@ -9,13 +9,15 @@
         worlds(4).run(on_every_rank)
 
 Every rank builds the same global tensors from the case's seed, and runs the method on its own shard, forward and
-backward. The shards of all ranks are joined and compared with float64 attention on one device, under a random dout, each
-tensor relative to its own norm. Uninitialized memory is filled with NaN, inputs may be strided views, another call runs
-between forward and backward, and a second run must give the same bits.
+backward. The shards of all ranks are joined and compared with float64 attention on one device, under a random dout,
+each tensor relative to its own norm. Uninitialized memory is filled with NaN, inputs may be strided views, another call
+runs between forward and backward, and a second run must give the same bits.
 
     python -m conformance --ranks 1 2 4 8 --method all     # the full product of methods and cases
-    python -m conformance --random 2000 --seed 1           # random cases: strides, autocast, checkpointing, torch.compile,
-                                                           # DTensors, projections, any layout and mask, 1 to 8 ranks
+    python -m conformance --random 2000 --seed 1           # random cases
+
+Random cases have strides, autocast, checkpointing, torch.compile, DTensors, projections, any layout and mask, on 1 to 8
+ranks.
 """
 
 from conformance.calling import ConformingMethod

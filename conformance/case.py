@@ -58,13 +58,13 @@ class Case:
         kernel: name of a kernel; by default the preferred one.
         memory: memory layout of the inputs, one of `MEMORY`.
         gradient: memory layout of dout, one of `GRADIENTS`.
-        needs: tensors that require a gradient: of q, k, v and the sinks ("s"), or of x, the weights ("w") and the sinks.
+        needs: tensors that require a gradient: of q, k, v and sinks ("s"), or of x, weights ("w") and sinks.
         autocast: dtype of the surrounding autocast region, if any.
         saving: one of `SAVING`.
         compiled: True if torch.compile traces the call.
         dtensor: True if q, k and v, or x, are DTensors, `Shard(1)` over the method's axes.
-        beside: dims that are sharded over other axes: the batch over `shard` ("b"), heads over `tp` ("h"). On an axis of
-            several ranks without its letter, ranks have copies.
+        beside: dims that are sharded over other axes: the batch over `shard` ("b"), heads over `tp` ("h"). On an axis
+            of several ranks without its letter, ranks have copies.
         weights: True if sinks and weights are DTensors too; required for weights where heads are sharded.
         projected: True if the method receives hidden states of `width` and projections, not q, k and v.
         seed: of tensors, memory layouts and drawn sequence layouts.

@@ -36,8 +36,8 @@ def expected(case: Case) -> dict[str, Tensor]:
 def cancelling(case: Case) -> dict[str, Tensor]:
     """Returns the subtracted terms of gradients that are differences: rounding errors are relative to these.
 
-    ds = p (dp - delta), so dq subtracts scale * p delta k from scale * p dp k; where a query sees one key they cancel. The
-    gradient of a sink is a sum over queries of weight dout out: its size is that of a random sum of such terms.
+    ds = p (dp - delta), so dq subtracts scale * p delta k from scale * p dp k; where a query sees one key they cancel.
+    The gradient of a sink is a sum over queries of weight dout out: its size is that of a random sum of such terms.
     """
     x, exact = inputs(case), expected(case)
     leaves = {name: x[name].double().requires_grad_() for name in x if name not in ("dout", "sinks")}
