@@ -177,7 +177,7 @@ class Composition:
         return _built(self, device)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
-        """What the method sends and computes for `work`, over the shards of the ring axis."""
+        """Returns the communication plan for `work`, over the shards of the sequence axis."""
         return METHODS[self.method].comm_plan(work, dict(self.axes))
 
     def __str__(self) -> str:
