@@ -19,7 +19,7 @@ import torch
 from torch.distributed.run import main as run_torchrun
 
 import armillary.train.cli  # noqa: F401  what ranks need: the server that they are forked from imports it too
-from armillary.core.testing.world import OF_TESTS, PRELOAD
+from armillary.core.testing.world import PRELOAD, TEST_PACKAGES
 
 HERE = Path(__file__).parent
 
@@ -84,7 +84,7 @@ class Forked:
 
     def __init__(self, function: Callable[[], None], folder: Path, output: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        ours = sorted(name for name in sys.modules if name.startswith("armillary.") or name in OF_TESTS)
+        ours = sorted(name for name in sys.modules if name.startswith("armillary.") or name in TEST_PACKAGES)
         context.set_forkserver_preload([*PRELOAD, *ours])
         self.process = context.Process(target=call, args=(function, folder, output, environment()))
         self.process.start()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from armillary.core.testing import RankFailed, World
 from armillary.core.testing.rank import groups_made
-from armillary.core.testing.world import FRESH
+from armillary.core.testing.world import MAX_CALLS
 
 
 def add_ranks(offset: int) -> int:
@@ -24,7 +24,7 @@ def process() -> int:
 
 
 def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
-    pids = [worlds(2).run(process)[0] for _ in range(3 * FRESH - 4)]
+    pids = [worlds(2).run(process)[0] for _ in range(3 * MAX_CALLS - 4)]
     assert 2 <= len(set(pids)) <= 4
 
 

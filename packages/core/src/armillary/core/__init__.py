@@ -1,6 +1,6 @@
-"""Mesh axes, sequence layouts and collectives on one axis: what every armillary package stands on.
+"""Mesh axes, sequence layouts and collectives on one axis: the base of every armillary package.
 
-What is not among these is imported from its module.
+Further functions are imported from their modules.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ __all__ = [
 ]
 
 
-_OF_DTENSORS = {
+_DTENSOR_MODULES = {
     "LogSumExpPartial": "logsumexp_partial",
     "distribute_sequence": "sequence",
     "gather_sequence": "sequence",
 }
-"""Where the names lie that take torch's DTensor, which takes seconds to import."""
+"""Modules of the names that need torch's DTensor, which takes seconds to import."""
 
 
 def __getattr__(name: str) -> object:
-    """Imports what takes DTensor when it is asked for."""
-    if name in _OF_DTENSORS:
-        return getattr(import_module(f"armillary.core.{_OF_DTENSORS[name]}"), name)
+    """Imports names that need DTensor at their first use."""
+    if name in _DTENSOR_MODULES:
+        return getattr(import_module(f"armillary.core.{_DTENSOR_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What people's files say, with one kind of error for all that may be wrong with them, and files that appear whole."""
+"""Files: parsing with one kind of error, errors with file names, and writes that are all or nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeGuard
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says; whatever is wrong with it is a ValueError."""
+    """Parses JSON. All errors are ValueErrors."""
     return _parsed(json.loads, text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What TOML says; whatever is wrong with it is a ValueError."""
+    """Parses TOML. All errors are ValueErrors."""
     return _parsed(tomllib.loads, text)
 
 
@@ -28,13 +28,13 @@ def _parsed(parser: Callable[[Any], Any], text: str | bytes) -> Any:
 
 
 def is_file_name(name: object) -> TypeGuard[str]:
-    """Tells names of files in a folder from text that leads elsewhere, such as "..", "a/b" or nothing at all."""
+    """Returns True for the name of a file in a folder, False for "..", "a/b" and other text."""
     return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Adds the path to an OSError that lacks it: a write to a full disk fails without a file name."""
+    """Context that adds the path to an OSError without a file name, as a write to a full disk raises."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def writing(path: Path) -> Generator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Replaces the file at `path`, once `write` has written a complete one beside it; returns `path`."""
+    """Replaces the file at `path` once `write` has written a complete one beside it; returns `path`."""
     partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         write(partial)

@@ -1,4 +1,4 @@
-"""Keeps Python from ending while gloo's threads still hold tensors."""
+"""Delays the end of Python while gloo's threads still hold tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 THREADS = Path("/proc/self/task")
 NAME = "pt_gloo_runloop"
-"""The name that torch gives the threads of a gloo group."""
+"""The name that torch gives to threads of a gloo group."""
 
 PAUSE, LIMIT = 0.01, 10.0
 """Seconds between two looks at the threads, and of waiting for them in all."""
@@ -20,9 +20,9 @@ def wait_for_gloo_threads() -> None:
     """Waits until the threads of all gloo groups sleep. Linux only.
 
     Such a thread drops the tensors of a collective only after it has woken the caller, and needs the GIL for that. If
-    Python ends meanwhile, a thread that asks for the GIL is ended, and torch's destructors cannot be unwound: the
-    process aborts with "terminate called without an active exception" (pytorch/pytorch#190489).
-    `destroy_process_group` stops no thread while anything refers to the group, such as a mesh.
+    Python ends meanwhile, a thread that requests the GIL is ended, and torch's destructors cannot be unwound: the
+    process aborts with "terminate called without an active exception" (pytorch/pytorch#190489). `destroy_process_group`
+    stops no thread while an object, such as a mesh, refers to the group.
 
     A thread whose collective waits for another rank sleeps too, so this never waits for other ranks.
     """

@@ -1,4 +1,4 @@
-"""Gradients over ranks: summed, as losses divided by the global count of tokens want them, and clipped by one norm."""
+"""Gradients over ranks: summed, for losses divided by the global number of tokens, and clipped by one norm."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,20 +14,20 @@ from armillary.core import compat
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Has FSDP2 (or DDP) sum gradients over ranks, where by itself it averages them.
+    """Makes FSDP2 or DDP sum gradients over ranks instead of averaging them.
 
-    Each rank's loss is the sum over its own tokens divided by the count of all ranks' tokens: a share of the loss,
-    whose gradient is a share of the gradient. Averaged over N ranks it would be 1/N of it. Call it once, after
-    `fully_shard` on every module (or after wrapping in DDP), on every rank. The mesh given to `fully_shard` must hold
-    all axes over which tokens are spread, the sequence's and the head axis too, as one dim, or as two for HSDP.
+    Each rank's loss is the sum over its own tokens divided by the number of all ranks' tokens. The gradients of these
+    losses sum to that of the whole loss; averaged over N ranks they would be 1/N of it. Call it once on every rank,
+    after `fully_shard` on every module (or after wrapping in DDP). The mesh given to `fully_shard` must contain all
+    axes over which tokens are spread, including the sequence and head axes, as one dim, or as two for HSDP.
 
     Raises:
-        ValueError: no module is under FSDP2, or a parameter that learns is under none; FSDP1; a DDP model that has a
-            communication hook already.
+        ValueError: no module is under FSDP2, or a trainable parameter is not; FSDP1; a DDP model that already has a
+            communication hook.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{type(model).__name__} is no model: give the nn.Module that has its parameters")
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # takes seconds, and not all need it
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # takes seconds to import
 
     if isinstance(model, DistributedDataParallel):
         _sum_in_ddp(model)
@@ -37,66 +37,70 @@ def sum_gradients(model: nn.Module) -> None:
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     outside = [name for name, p in model.named_parameters() if p.requires_grad and not compat.is_dtensor(p)]
     if not sharded or outside:
-        what = f"{outside[0]} is not" if sharded else f"no module of {type(model).__name__} is"
+        subject = f"{outside[0]} is not" if sharded else f"no module of {type(model).__name__} is"
         raise ValueError(
-            f"{what} under FSDP2, so that nothing would sum gradients over ranks: call fully_shard on the whole model "
-            "first, wrap it in DistributedDataParallel, or after each backward do dist.all_reduce(p.grad) for all "
-            "parameters"
+            f"{subject} under FSDP2, so that nothing would sum gradients over ranks: call fully_shard on the whole "
+            "model first, wrap it in DistributedDataParallel, or after each backward do dist.all_reduce(p.grad) for "
+            "all parameters"
         )
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other, and NCCL needs no scaling
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no average, and NCCL then needs no scaling
 
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scales all gradients down to a global norm of `limit`; returns the norm that they had, over all ranks.
+    """Scales all gradients down to a global norm of at most `limit`; returns their norm before, over all ranks.
 
     Parameters may be local tensors and DTensors, on one mesh or on several.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(gradients).to(gradients[0].dtype)
-    # Each rank scales what it holds, shares of sums too: torch 2.11 is wrong in place on a DTensor that is `Partial`.
+    # Each rank scales its local tensor, also of partial sums: in-place ops on `Partial` DTensors are wrong in torch
+    # 2.11.
     on_device = defaultdict[torch.device, list[Tensor]](list)
     for gradient in gradients:
         on_device[gradient.device].append(_local(gradient))
-    for device, parts in on_device.items():
-        compat.scale(parts, (limit / (norm + 1e-6)).clamp(max=1.0).to(device))  # torch adds as much to the norm
+    for device, tensors in on_device.items():
+        compat.scale(
+            tensors, (limit / (norm + 1e-6)).clamp(max=1.0).to(device)
+        )  # the epsilon of torch.nn.utils.clip_grad_norm_
     return norm
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of whole gradients of which each rank has a part: float64, with the same bits on every rank.
+    """Returns the norm of gradients over all ranks in float64, with the same bits on every rank.
 
-    Where bits differed, so would copies of a weight after a few steps. What several ranks have copies of counts once.
+    Different bits would make the copies of a weight differ after a few steps. Copies on several ranks count once.
     """
-    parts = defaultdict[int, list[Tensor]](list)
-    for held, copies in map(_held, gradients):
-        parts[copies].append(held)
-    total = torch.stack([get_total_norm(held).double().square() / copies for copies, held in parts.items()]).sum()
+    shards = defaultdict[int, list[Tensor]](list)
+    for shard, copies in map(_shard_and_copies, gradients):
+        shards[copies].append(shard)
+    # A shard that c ranks have copies of enters the all-reduced sum c times, so each of them adds 1 / c of it.
+    total = torch.stack([get_total_norm(group).double().square() / copies for copies, group in shards.items()]).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
-def _held(x: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a gradient, and how many ranks hold that.
+def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
+    """Returns this rank's shard of a gradient and the number of ranks with a copy of it.
 
-    Without sums that are pending: the norm of a sum does not follow from those of the shares.
+    Partial sums are reduced first: the norm of a sum does not follow from the norms of its addends.
     """
     if not compat.is_dtensor(x):
         return x, dist.get_world_size()
     if any(placement.is_partial() for placement in x.placements):
         from torch.distributed.tensor import Replicate
 
-        whole = [Replicate() if placement.is_partial() else placement for placement in x.placements]
-        x = x.redistribute(placements=whole)
+        reduced = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+        x = x.redistribute(placements=reduced)
     mesh = x.device_mesh
-    copied = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
-    return x.to_local(), prod(copied) * dist.get_world_size() // mesh.size()
+    replicas = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
+    return x.to_local(), prod(replicas) * dist.get_world_size() // mesh.size()
 
 
 def _local(x: Tensor) -> Tensor:
-    """What this rank holds of it, in the same memory."""
+    """Returns this rank's shard, in the same memory."""
     return x.to_local() if compat.is_dtensor(x) else x
 
 
@@ -108,7 +112,7 @@ def _sum_in_ddp(model: DistributedDataParallel) -> None:
 
 
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Where there is a hook, DDP divides nothing. It reads the annotations, which may not be text."""
+    """Sums a bucket: with a hook, DDP divides nothing. DDP reads the annotations, which may not be strings."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(_first)

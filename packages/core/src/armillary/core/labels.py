@@ -1,4 +1,4 @@
-"""Labels of tokens that may have several, each with a weight: what the branch points of a tree of tokens predict."""
+"""Labels of tokens with any number of weighted labels each, as the branch points of a token tree have."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from armillary.core.validation import check_tensor
 
 
 class LabelTriples:
-    """What tokens [B, T] predict: at each position any number of labels, each with a weight.
+    """The labels of tokens [B, T]: any number of labels at each position, each with a weight.
 
     Where a prompt with several completions is one row, depth first, the prompt's last token predicts the first token of
-    each completion: as many labels at one position. A label that several sequences share counts for all of them, by its
-    weight. A loss is the sum of weight times cross entropy, and its gradients at one position add up; divide by the sum
-    of all weights, over all ranks.
+    each completion: several labels at one position. The weight of a label that several sequences share counts all of
+    them. A loss is the sum of weight times cross entropy, whose gradients at one position add up; divide by the sum of
+    all weights, over all ranks.
 
-    Made on the host and sorted by position there, so that the labels of some tokens are found without waiting for a
-    device; `to` moves what is computed with.
+    Triples are sorted by position on the host, so that the labels of a chunk of tokens are found without waiting for a
+    device; `to` moves the tensors to compute with.
 
     Args:
-        positions: integers [M] on the CPU: b T + t for token t of row b, in any order and repeated as needed.
-        labels: integers [M] on the CPU, what the hidden state at the position predicts, from 0.
-        weights: numbers [M] on the CPU, finite and not below 0; kept in float64.
+        positions: integers [M] on the CPU: b T + t for token t of row b, in any order, with repetitions.
+        labels: integers [M] on the CPU, at least 0: the label that the hidden state at the position predicts.
+        weights: numbers [M] on the CPU, finite and at least 0; kept in float64.
         shape: (B, T), the tokens of this rank.
 
     Raises:
-        ValueError: tensors of other shapes, not on the CPU, positions out of range, labels below 0, other weights.
+        ValueError: tensors of other shapes or not on the CPU, positions out of range, labels below 0, invalid weights.
     """
 
     def __init__(self, positions: Tensor, labels: Tensor, weights: Tensor, shape: tuple[int, int]) -> None:
@@ -46,10 +46,10 @@ class LabelTriples:
         self.shape = (int(shape[0]), int(shape[1]))
         """(B, T)"""
         self.host = positions.long()[order]
-        """int64 [M], rising, on the CPU wherever the rest is."""
+        """int64 [M], rising, always on the CPU."""
         self.positions, self.labels, self.weights = self.host, labels.long()[order], weights.double()[order]
         self.largest = int(self.labels.max()) if len(order) else -1
-        """The largest label; -1 where there are none."""
+        """The largest label; -1 without labels."""
         self._check()
 
     def _check(self) -> None:
@@ -58,20 +58,20 @@ class LabelTriples:
         first, last, size = int(self.host[0]), int(self.host[-1]), self.shape[0] * self.shape[1]
         if first < 0 or last >= size:
             raise ValueError(f"positions run from {first} to {last}; {self.shape} tokens have 0 to {size - 1}")
-        if (least := int(self.labels.min())) < 0:
-            raise ValueError(f"label {least}: labels count from 0; leave out positions that predict nothing")
+        if (smallest := int(self.labels.min())) < 0:
+            raise ValueError(f"label {smallest}: labels count from 0; leave out positions that predict nothing")
         if not (self.weights.isfinite() & (self.weights >= 0)).all():
             raise ValueError(f"weights must be finite and at least 0; got {self.weights.min()} to {self.weights.max()}")
 
     def __len__(self) -> int:
-        """Labels, M."""
+        """Number of labels, M."""
         return len(self.host)
 
     def __repr__(self) -> str:
         return f"LabelTriples({len(self)} labels of {self.shape} tokens)"
 
     def to(self, device: torch.device) -> Self:
-        """The same with positions, labels and weights on a device; nothing waits for it."""
+        """Returns a copy with positions, labels and weights on a device, without waiting for the copies."""
         moved = copy(self)
         moved.positions, moved.labels, moved.weights = (
             to_device(x, device) for x in (self.positions, self.labels, self.weights)
@@ -79,12 +79,12 @@ class LabelTriples:
         return moved
 
     def row(self, i: int) -> LabelTriples:
-        """Those of row `i`, as row 0 of one. On the CPU."""
+        """Returns the labels of row `i` as a batch of one row. On the CPU."""
         tokens = self.shape[1]
-        part = self.within(i * tokens, (i + 1) * tokens)
-        return LabelTriples(self.host[part] - i * tokens, self.labels[part], self.weights[part], (1, tokens))
+        triples = self.within(i * tokens, (i + 1) * tokens)
+        return LabelTriples(self.host[triples] - i * tokens, self.labels[triples], self.weights[triples], (1, tokens))
 
     def within(self, first: int, stop: int) -> slice:
-        """Which of the triples have positions `first` to `stop - 1`."""
-        bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()  # of the host alone
+        """Returns the slice of the triples with positions `first` to `stop - 1`."""
+        bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()  # on the host, so nothing waits
         return slice(*bounds)

@@ -1,7 +1,7 @@
-"""Which global positions of a sequence each shard holds.
+"""Sequence layouts: the global positions that each shard of a sequence holds.
 
 A `SequenceLayout` is one immutable value that the loader, RoPE, the labels and attention all read, so that they cannot
-disagree. Contiguous, zigzag and striped are three constructors of it; any other partition works the same way.
+disagree. Contiguous, zigzag and striped are constructors of it; any other partition works the same way.
 
 Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped Attention (arXiv 2311.09431).
 """
@@ -31,8 +31,8 @@ class SequenceLayout:
     """A partition of positions 0..length-1 over shards, as the spans of each shard in local order.
 
     Args:
-        spans: for each shard, its runs of positions (step >= 1) in the order in which it holds them. Together they must
-            cover every position once, and no shard may be empty. Neighbouring runs are joined.
+        spans: for each shard, its runs of positions (step >= 1) in local order. Together they must cover every position
+            once, and no shard may be empty. Adjacent runs are joined.
 
     Raises:
         ValueError: positions missing or held twice, an empty shard, a step below 1, spans that are no ranges.
@@ -42,14 +42,14 @@ class SequenceLayout:
     __slots__ = ("_hash", "_sizes", "_spans", "text")
 
     text: str
-    """All of it in one string, such as "0:2,6:8;2:6": what `read` reads, and what a compiled graph depends on."""
+    """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self._spans = tuple(join_spans(shard) for shard in _shards_of(spans))
         self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
         self._hash = hash(self._spans)
         self._check()
-        self.text = ";".join(",".join(map(_short, shard)) for shard in self._spans)
+        self.text = ";".join(",".join(map(_span_text, shard)) for shard in self._spans)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SequenceLayout) and self._spans == other._spans)
@@ -71,34 +71,36 @@ class SequenceLayout:
             raise ValueError(f"no shard holds position {missing} of {max(span[-1] for span in runs) + 1}")
 
     def __repr__(self) -> str:
-        shown = "; ".join(", ".join(map(_short, spans)) for spans in self._spans[:8])
-        return f"SequenceLayout(length={self.length}, shards={self.shards}: {shown}{'; ...' * (self.shards > 8)})"
+        shards = "; ".join(", ".join(map(_span_text, spans)) for spans in self._spans[:8])
+        return f"SequenceLayout(length={self.length}, shards={self.shards}: {shards}{'; ...' * (self.shards > 8)})"
 
     # -- constructors ---------------------------------------------------------------------------------------------
 
     @classmethod
     def contiguous(cls, length: int, shards: int) -> SequenceLayout:
-        """Shard r holds chunk r. Sizes differ by one at most, larger ones first."""
+        """Shard r holds chunk r of `shards` chunks. Sizes differ by at most one, larger ones first."""
         length, shards = _sizes_of(length, shards)
         return cls([[chunk] for chunk in cut(range(length), shards)])
 
     @classmethod
     def zigzag(cls, length: int, shards: int) -> SequenceLayout:
-        """Of 2 * shards chunks, shard r holds chunks r and 2 * shards - 1 - r: equal work under a causal mask.
+        """Shard r holds chunks r and 2 * shards - 1 - r of 2 * shards chunks: equal work under a causal mask.
 
-        Sizes differ by one at most."""
+        Sizes differ by at most one.
+        """
         length, shards = _sizes_of(length, shards)
         chunks = cut(range(length), 2 * shards)
         return cls([[chunks[r], chunks[-1 - r]] for r in range(shards)])
 
     @classmethod
     def striped(cls, length: int, shards: int, stripe: int = 1) -> SequenceLayout:
-        """Position p lives on shard (p // stripe) % shards. Sizes differ by `stripe` at most."""
+        """Shard (p // stripe) % shards holds position p. Sizes differ by at most `stripe`."""
         if (stripe := integer("stripe", stripe)) < 1:
             raise ValueError(f"stripe must be at least 1; got {stripe}")
         length, shards = _sizes_of(length, shards)
         if stripe == 1:
             return cls([[range(r, length, shards)] for r in range(shards)])
+        # The first positions of each shard's stripes; the last stripe of the sequence may be cut short.
         starts = [range(r * stripe, length, shards * stripe) for r in range(shards)]
         return cls([[range(s, min(s + stripe, length)) for s in shard] for shard in starts])
 
@@ -132,10 +134,10 @@ class SequenceLayout:
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
-        """The layout whose `text` this is.
+        """Returns the layout with this `text`.
 
         Raises:
-            ValueError: text that is of no layout.
+            ValueError: text in another format, or of no valid layout.
         """
         try:
             shards = [[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")]
@@ -143,7 +145,7 @@ class SequenceLayout:
             raise ValueError(f'{text!r} is no layout\'s text, such as "0:2,6:8;2:6"') from None
         return cls(shards)
 
-    # -- what a shard holds ---------------------------------------------------------------------------------------
+    # -- shards ---------------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> int:
@@ -151,69 +153,74 @@ class SequenceLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each shard."""
+        """Number of tokens of each shard."""
         return self._sizes
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence, N."""
+        """Number of tokens of the sequence, N."""
         return sum(self.sizes)
 
     def spans(self, shard: int) -> Spans:
-        """The runs of positions that `shard` holds, in local order."""
+        """Returns the runs of positions of `shard`, in local order."""
         if not 0 <= integer("shard", shard) < self.shards:
             raise ValueError(f"shard {shard} is not one of the {self.shards} shards 0..{self.shards - 1}")
         return self._spans[shard]
 
     def positions(self, shard: int) -> Tensor:
-        """Global positions of the tokens of `shard`: a LongTensor [T] on the CPU."""
+        """Returns the global positions of the tokens of `shard`, a LongTensor [T] on the CPU."""
         return torch.cat([torch.arange(s.start, s.stop, s.step) for s in self.spans(shard)])
 
-    # -- moving between the whole sequence and its shards -----------------------------------------------------------
+    # -- between the sequence and its shards ------------------------------------------------------------------------
 
     def take(self, x: Tensor, shard: int, dim: int = 1) -> Tensor:
-        """The part of `x` that `shard` holds: N on `dim` becomes T. Differentiable; always a copy."""
+        """Returns the tokens of `x` that `shard` holds: N on `dim` becomes T. Differentiable; always a copy."""
         if _positions_on(x, dim) != self.length:
             raise ValueError(
                 f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} positions; the layout has {self.length}"
             )
         return x.index_select(dim, self.positions(shard).to(x.device))
 
-    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the shards' parts, in shard order: the inverse of `take`. Differentiable.
+    def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """Returns the tensor in sequence order from those of all shards: the inverse of `take`. Differentiable.
+
+        Args:
+            shards: one tensor for each shard, in shard order.
+            dim: dim of the tokens.
 
         Raises:
-            ValueError: parts that are no tensors, of other sizes than the shards, or unlike each other.
+            ValueError: values that are no tensors, sizes that differ from the layout's, or different dtypes or devices.
         """
-        if not isinstance(parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
-            raise ValueError(f"parts are a {type(parts).__name__}; a list with a tensor for each shard is needed")
-        sizes = tuple(_positions_on(part, dim) for part in parts)
+        if not isinstance(shards, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+            raise ValueError(f"shards are a {type(shards).__name__}; a list with a tensor for each shard is needed")
+        sizes = tuple(_positions_on(x, dim) for x in shards)
         if sizes != self.sizes:
-            raise ValueError(f"parts have {sizes} positions on dim {dim}; the shards have {self.sizes}")
-        kinds = dict.fromkeys(f"{part.ndim} dims in {part.dtype} on {part.device}" for part in parts)
+            raise ValueError(f"shards have {sizes} positions on dim {dim}; those of the layout have {self.sizes}")
+        kinds = dict.fromkeys(f"{x.ndim} dims in {x.dtype} on {x.device}" for x in shards)
         if len(kinds) > 1:
-            raise ValueError(f"parts are unlike each other: {'; '.join(kinds)}")
+            raise ValueError(f"shards are unlike each other: {'; '.join(kinds)}")
+        # Concatenated shards hold the token of position p at index order[p].
         order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
-        return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
+        return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
 
-    # -- layouts from layouts ---------------------------------------------------------------------------------------
+    # -- derived layouts --------------------------------------------------------------------------------------------
 
     def refine(self, n: int) -> SequenceLayout:
-        """Cuts each shard in `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
+        """Cuts each shard into `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
         return _refined(self, integer("n", n))
 
     def coarsen(self, n: int) -> SequenceLayout:
-        """Joins each `n` neighbouring shards into one: the inverse of `refine`."""
+        """Joins every `n` adjacent shards into one: the inverse of `refine`."""
         return _coarsened(self, integer("n", n))
 
 
-# Called by every attention call of every layer, on layouts that live as long as a run.
+# Every attention call of every layer derives the same layouts, so they are cached.
 @lru_cache(maxsize=256)
 def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
-    short = min(layout.sizes)
-    if n < 1 or short < n:
-        least = layout.shards * n
-        raise ValueError(f"cannot cut shards of {short} tokens in {n}; give at least {least} tokens in all")
+    smallest = min(layout.sizes)
+    if n < 1 or smallest < n:
+        needed = layout.shards * n
+        raise ValueError(f"cannot cut shards of {smallest} tokens in {n}; give at least {needed} tokens in all")
     return SequenceLayout([piece for shard in range(layout.shards) for piece in _cut_spans(layout.spans(shard), n)])
 
 
@@ -234,18 +241,19 @@ def attention_balance(
     mask: Sliced | None = None,
     of_keys: bool = False,
 ) -> float:
-    """What the most loaded shard has to attend to over what shards have in the mean, in (query, key) pairs: 1 is even.
+    """Returns the load of the most loaded shard over the mean load, in (query, key) pairs. 1 is even.
 
     Args:
+        layout: the layout to judge.
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
-        of_keys: count the pairs of a shard's keys, which it computes if queries travel, instead of its queries'.
+        of_keys: counts the pairs of a shard's keys instead of its queries, the shard's work when queries rotate.
     """
-    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_of(layout.length, causal, window, documents, mask)
     counts = [KeyCounts.of(mirrored(row) if flag("of_keys", of_keys) else row) for row in rows]
-    held = [layout.positions(shard).numpy() for shard in range(layout.shards)]
-    loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in held]
+    positions_by_shard = [layout.positions(shard).numpy() for shard in range(layout.shards)]
+    loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in positions_by_shard]
     return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
 
 
@@ -256,7 +264,7 @@ def _slices_of(
     documents: Sequence[int] | Sequence[Sequence[int]] | None,
     mask: Sliced | None,
 ) -> Sequence[Slices]:
-    """Of a mask, or of one in these terms: for each row of a batch that has its own."""
+    """Returns the slices of `mask`, or of the other arguments, for each row of a batch that has its own."""
     if mask is None:
         return mask_slices(length, causal, window, documents)
     if not (flag("causal", causal) and window is documents is None):
@@ -269,12 +277,13 @@ def _slices_of(
 
 
 def join_spans(spans: Iterable[range]) -> Spans:
-    """The same positions in the same order, in fewer runs: empty ones dropped, neighbours joined.
+    """Returns the same positions in the same order in fewer runs, without empty ones.
 
-    A run that ends where the next begins, one step on, becomes one with it."""
+    A run that starts one step after the end of the previous run is joined with it.
+    """
     joined: list[range] = []
     for span in spans:
-        if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"span {span!r}: a shard is a list of ranges, such as [range(0, 8), range(24, 32)]")
         if span.step < 1:
             raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
@@ -283,35 +292,37 @@ def join_spans(spans: Iterable[range]) -> Spans:
         if span[-1] > MAX_POSITION:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
-        if joined and (both := _continued(joined[-1], span)) is not None:
-            joined[-1] = both
+        if joined and (union := _continued(joined[-1], span)) is not None:
+            joined[-1] = union
         else:
             joined.append(span)
     return tuple(joined)
 
 
 def _continued(a: range, b: range) -> range | None:
-    """`a` and `b` as one run, or None where they are not."""
+    """Returns the run of `a` followed by `b`, or None if that is not one run."""
     step = a.step if len(a) > 1 else b.step
     same_step = len(b) == 1 or b.step == step
     return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
 
 
-def _short(span: range) -> str:
+def _span_text(span: range) -> str:
     return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
 
 
 def missing_position(runs: Sequence[range]) -> int | None:
-    """The first position from 0 to the last one of these runs that none of them holds. Takes as long as there are runs,
-    however long those are: all are looked at as runs of one step, and those of one remainder follow each other.
+    """Returns the smallest position, from 0 to the largest of the runs, that no run holds. None if there is none.
+
+    Takes time in proportion to the number of runs, not to their lengths.
 
     Raises:
-        ValueError: two of them hold the same position.
+        ValueError: two runs hold the same position.
     """
+    # Split into runs of one common step, positions of equal remainder follow each other without gaps.
     step = lcm(*(span.step for span in runs))
-    alike = sorted((part[0] % step, part[0], part[-1], i) for i, span in enumerate(runs) for part in _parts(span, step))
+    pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
     expected, missing = dict[int, int](), list[int]()
-    for remainder, first, last, i in alike:
+    for remainder, first, last, i in pieces:
         due = expected.get(remainder, remainder)
         if first < due:
             raise ValueError(f"{runs[i]} holds a position that another span of the layout holds too")
@@ -319,35 +330,35 @@ def missing_position(runs: Sequence[range]) -> int | None:
             missing.append(due)
         expected[remainder] = last + step
     end = max(span[-1] for span in runs)
-    empty = next((r for r in range(min(step, end + 1)) if r not in expected), None)
-    short = (due for due in expected.values() if due <= end)
-    return min((*missing, *short, *(() if empty is None else (empty,))), default=None)
+    absent_remainder = next((r for r in range(min(step, end + 1)) if r not in expected), None)
+    early_ends = (due for due in expected.values() if due <= end)
+    return min((*missing, *early_ends, *(() if absent_remainder is None else (absent_remainder,))), default=None)
 
 
-def _parts(span: range, step: int) -> Iterable[range]:
-    """The span as runs of a step that is a multiple of its own."""
+def _split(span: range, step: int) -> Iterable[range]:
+    """Returns the span as runs of `step`, a multiple of its own step."""
     times = step // span.step
     return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
 
 
 def cut(span: range, n: int) -> list[range]:
-    """`span` in `n` consecutive pieces whose sizes differ by one at most, larger ones first."""
-    base, more = divmod(len(span), n)
-    ends = list(accumulate((base + (i < more) for i in range(n)), initial=0))
+    """Returns `span` in `n` consecutive pieces whose sizes differ by at most one, larger ones first."""
+    base, larger = divmod(len(span), n)
+    ends = list(accumulate((base + (i < larger) for i in range(n)), initial=0))
     return [span[ends[i] : ends[i + 1]] for i in range(n)]
 
 
 def _cut_spans(spans: Spans, n: int) -> list[list[range]]:
-    """`spans`, taken as one run of tokens, in `n` consecutive pieces."""
+    """Returns `spans`, taken as one sequence of tokens, in `n` consecutive pieces."""
     starts = list(accumulate(map(len, spans), initial=0))
     return [
-        [s[max(0, piece.start - at) : max(0, piece.stop - at)] for s, at in zip(spans, starts, strict=False)]
+        [s[max(0, piece.start - start) : max(0, piece.stop - start)] for s, start in zip(spans, starts, strict=False)]
         for piece in cut(range(starts[-1]), n)
     ]
 
 
 def _sizes_of(length: int, shards: int) -> tuple[int, int]:
-    """(length, shards), checked."""
+    """Returns (length, shards) as integers. Raises ValueError unless every shard gets a token."""
     length, shards = integer("length", length), integer("shards", shards)
     if shards < 1:
         raise ValueError(f"a layout needs at least 1 shard; got {shards}")
@@ -370,7 +381,7 @@ def _shards_of(spans: Iterable[Iterable[range]]) -> list[list[range]]:
 
 
 def _positions_on(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{type(x).__name__}: a layout takes from tensors and joins tensors")
     if not -x.ndim <= integer("dim", dim) < x.ndim:
         raise ValueError(f"{tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")

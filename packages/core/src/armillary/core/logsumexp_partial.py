@@ -1,17 +1,17 @@
-"""`LogSumExpPartial`: the placement of attention over a part of the keys, which redistributing merges.
+"""`LogSumExpPartial`: the placement of attention over a subset of the keys, which `redistribute` merges.
 
     packed = pack_partial(out, lse)                                      # [B, N, H, D], [B, N, H] -> [B, N, H, D + 1]
     partial = DTensor.from_local(packed, mesh["ring"], [LogSumExpPartial()])
     out, lse = unpack_partial(partial.redistribute(placements=[Shard(1)]))
 
-Every rank of the axis has attended with the same queries to keys of its own. What they found is merged in rank order:
-out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row of which no rank has seen
-anything, all with lse = -inf, has out = 0 and lse = -inf.
+Every rank of the axis has attended with the same queries to its own keys. The results are merged in rank order:
+out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row for which every rank has
+lse = -inf, since no rank has visible keys for it, gets out = 0 and lse = -inf.
 
-Forward only. torch takes whatever is partial for a sum in backward, and would give gradients that are silently wrong,
-so what requires a gradient is refused; `merge_scatter` is the merge with a gradient. And no op knows such a placement:
-all are refused but `redistribute`, `full_tensor` and `to_local`. `clone` and `detach` too: torch would merge in some
-releases (2.15), and in others would not (2.11).
+Forward only. In backward torch treats everything partial as a sum, and would return gradients that are silently wrong,
+so tensors that require a gradient are refused; `merge_scatter` is the merge with a gradient. No op knows the placement
+either: all are refused except `redistribute`, `full_tensor` and `to_local`. This includes `clone` and `detach`, before
+which torch would merge in some releases (2.15) and not in others (2.11).
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from armillary.core.mesh import Axis
 from armillary.core.placements import chunk_sizes, describe
 from armillary.core.validation import check_tensor
 
-PACKED, APART = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
-"""Reductions of our own: torch lets "sum" through many ops, and merges what calls itself the same."""
+PACKED, SEPARATE = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
+"""Reductions of our own: torch lets "sum" pass through many ops, and merges placements with equal names."""
 
 
 class LogSumExpPartial(Partial):
-    """Attention over a part of the keys on each rank of an axis: the log-sum-exp merge is still to be done.
+    """Attention over each rank's own keys; the log-sum-exp merge over the ranks is pending.
 
-    Of a DTensor of (out, lse) packed along its last dim (`pack_partial`), in float32 or wider. `redistribute` to
-    `Replicate` merges everywhere, to `Shard` this rank's part alone; over several axes too, and where shards are
-    uneven. The last dim itself can be sharded over no axis. `Partial("logsumexp")` is torch's, and another placement.
+    For DTensors of (out, lse) packed along the last dim (`pack_partial`), in float32 or wider. `redistribute` to
+    `Replicate` merges everywhere, to `Shard` only this rank's shard; over several axes too, and for uneven shards. No
+    axis may shard the last dim. `Partial("logsumexp")` is torch's, and another placement.
 
     Args:
-        packed: False for `out` and `lse` as a DTensor each, as `merge_scatter` takes them. Apart they cannot be
+        packed: False for `out` and `lse` as separate DTensors, as `merge_scatter` takes them. These cannot be
             redistributed.
 
-    Bytes sent on an axis of C ranks: to `Shard`, those of the other ranks' parts, kind "reduce_scatter"; to
+    Bytes sent on an axis of C ranks: to `Shard`, those of the other ranks' shards, kind "reduce_scatter"; to
     `Replicate`, (C - 1) / C of the local tensor twice, kinds "reduce_scatter" and "all_gather".
 
     Raises:
-        ValueError: in `redistribute`, before any communication: of what requires a gradient, is in a dtype below
-            float32, or is or is to be sharded along the last dim. In every other op, with its name.
+        ValueError: in `redistribute`, before any communication: a tensor that requires a gradient, has a dtype below
+            float32, or is or would be sharded along the last dim. In every other op, with its name.
     """
 
     def __init__(self, packed: bool = True) -> None:
-        super().__init__(PACKED if packed else APART)
+        super().__init__(PACKED if packed else SEPARATE)
 
     def __new__(cls, packed: bool = True) -> LogSumExpPartial:
-        return super().__new__(cls, PACKED if packed else APART)
+        return super().__new__(cls, PACKED if packed else SEPARATE)
 
     @property
     def packed(self) -> bool:
-        """Whether out and lse are one tensor."""
+        """True if out and lse are one tensor."""
         return self.reduce_op == PACKED
 
     def __eq__(self, other: object) -> bool:
@@ -84,12 +84,13 @@ class LogSumExpPartial(Partial):
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         return repr(self), {"LogSumExpPartial": LogSumExpPartial}
 
-    # -- what torch calls in redistribute ----------------------------------------------------------------------------
+    # -- called by torch in redistribute -----------------------------------------------------------------------------
 
     def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         check_packed(tensor)
         axis, rows = Axis.on(mesh, mesh_dim), tensor.flatten(0, -2)
         sizes = chunk_sizes(len(rows), axis.size)
+        # All-reduce as reduce-scatter of rows, then all-gather: each row is merged once.
         merged = merge_parts(start_scatter_parts(rows, axis, sizes, 0).wait())
         return start_all_gather(merged, axis, sizes, 0).wait().view(tensor.shape)
 
@@ -103,12 +104,12 @@ class LogSumExpPartial(Partial):
 
 
 def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
-    """Attention over a part of the keys as one tensor: out [..., D] and lse [...] -> [..., D + 1].
+    """Packs attention over some keys into one tensor: out [..., D] and lse [...] -> [..., D + 1].
 
-    In the wider dtype of the two, float32 at least.
+    The dtype is the wider one of the two, and at least float32.
 
     Raises:
-        ValueError: shapes that do not fit, what is not floating, or what requires a gradient.
+        ValueError: shapes that do not fit, dtypes that are not floating, or tensors that require a gradient.
     """
     for name, x in (("out", out), ("lse", lse)):
         check_tensor(name, x)
@@ -124,21 +125,24 @@ def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def unpack_partial(packed: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """(out [..., D], lse [...]) from [..., D + 1], local or a DTensor that is merged; out in `dtype`, if given."""
+    """Returns (out [..., D], lse [...]) from [..., D + 1], local or a merged DTensor; out in `dtype` if given."""
     out, lse = packed[..., :-1], packed[..., -1]
     return (out if dtype is None else out.to(dtype)), lse
 
 
 def merge_parts(parts: Sequence[Tensor]) -> Tensor:
-    """The merge of packed attention over some keys each, in order. What saw nothing weighs nothing, even if NaN."""
-    merged, *others = (torch.where(part[..., -1:] == -torch.inf, _unseen(part), part) for part in parts)
-    for part in others:
+    """Merges packed attention over disjoint keys, in order.
+
+    A row without visible keys weighs nothing, even if it is NaN.
+    """
+    merged, *following = (torch.where(part[..., -1:] == -torch.inf, _unseen(part), part) for part in parts)
+    for part in following:
         merge_(merged[..., :-1], merged[..., -1], part[..., :-1], part[..., -1])
     return merged
 
 
 def _unseen(part: Tensor) -> Tensor:
-    """A row that saw nothing: out = 0 and lse = -inf."""
+    """Returns a row without visible keys: out = 0 and lse = -inf."""
     row = part.new_zeros(part.shape[-1])
     row[-1] = -torch.inf
     return row
@@ -149,29 +153,21 @@ def forward_only() -> str:
 
 
 def check_packed(x: Tensor) -> None:
-    """Refuses what is no (out, lse) packed along its last dim."""
+    """Raises ValueError unless `x` can be (out, lse) packed along its last dim."""
     if not x.is_floating_point() or x.dtype != accumulation_dtype(x.dtype) or x.ndim < 2 or x.shape[-1] < 2:
         raise ValueError(f"{tuple(x.shape)} in {x.dtype} is no packed (out, lse); pack_partial(out, lse) makes one")
 
 
 def check_op(op: object, placements: Sequence[Placement]) -> None:
-    """Refuses ops that know nothing of the merge that is pending.
-
-    Raises:
-        compat.OpRefused: a ValueError, naming the op.
-    """
-    found = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
-    if found is not None:
-        hint = "redistribute it first, to Replicate() or Shard(dim)" if found.packed else "merge_scatter takes it"
-        raise compat.OpRefused(f"{op} cannot be applied to a DTensor that is {found!r}: {hint}")
+    """Raises OpRefused, a ValueError with the op's name, if a placement is a pending merge, which no op knows."""
+    pending = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
+    if pending is not None:
+        hint = "redistribute it first, to Replicate() or Shard(dim)" if pending.packed else "merge_scatter takes it"
+        raise compat.OpRefused(f"{op} cannot be applied to a DTensor that is {pending!r}: {hint}")
 
 
 def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
-    """Refuses what would not be merged, or not as it should.
-
-    Raises:
-        ValueError: with the placements.
-    """
+    """Raises ValueError for redistributions of a pending merge that would be wrong."""
     pending = [p for p in x.placements if isinstance(p, LogSumExpPartial)]
     if not pending:
         return

@@ -1,9 +1,10 @@
-"""Which part of a sharded tensor a rank holds, computed without communication.
+"""The slices of a sharded tensor that a rank holds, computed without communication.
 
-FSDP2 cuts the part that tensor parallelism has left, and says so with a strided shard. torch (2.11 to 2.15) reads such
-placements from left to right in `distribute_tensor` and in the offsets of its checkpoints (DCP): where tensor
-parallelism cuts unevenly, that is not what the rank holds. Of 257 rows over 2 and then 4, the last ranks have 30 and
-32, and torch says 31 and 31. `full_tensor()` reads them as they are here.
+FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a strided shard. torch (2.11 to
+2.15) reads such placements from left to right in `distribute_tensor` and in the offsets of distributed checkpoints.
+That
+is wrong if tensor parallelism shards unevenly: of 257 rows over 2 and then 4 ranks, the last ranks hold 30 and 32, and
+torch computes 31 and 31. `full_tensor()` reads placements as this module does.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch.distributed.tensor import DTensor, Placement
 from armillary.core import compat
 
 Box = tuple[slice, ...]
+"""A slice for each dim."""
 
 
 def local_part(x: Tensor) -> tuple[Tensor, Box]:
-    """What this rank holds of x, and where that lies in the whole. It may be empty.
+    """Returns this rank's shard of x and its slices of the whole tensor. The shard may be empty.
 
     Raises:
-        ValueError: a `DTensor` whose placements say that a rank's part is no box of the whole.
+        ValueError: a DTensor whose shard is no box of the whole tensor.
     """
     if not isinstance(x, DTensor):
         return x, tuple(slice(0, size) for size in x.shape)
@@ -32,25 +34,26 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
         return local, tuple(slice(0, size) for size in local.shape)
     box = box_of(x.shape, x.device_mesh.shape, coordinate, x.placements)
     sizes = tuple(part.stop - part.start for part in box)
-    if 0 in sizes and not local.numel():  # of an empty part FSDP2 keeps no other size
+    if 0 in sizes and not local.numel():  # FSDP2 does not keep the other sizes of an empty shard
         return local, tuple(slice(0, size) for size in local.shape)
     if local.shape != sizes:
-        raise ValueError(f"a rank's part of a {tuple(x.shape)} with {x.placements} is {tuple(local.shape)}, not {box}")
+        raise ValueError(f"a rank's shard of a {tuple(x.shape)} with {x.placements} is {tuple(local.shape)}, not {box}")
     return local, box
 
 
 def box_of(
     shape: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> Box:
-    """What the rank at a coordinate holds: dims are cut by one mesh axis after the other, as torch.chunk cuts.
+    """Returns the slices of the rank at a coordinate: mesh axes cut each dim in turn, as torch.chunk cuts.
 
     Args:
-        shape: of the whole.
-        ranks: of each mesh axis.
+        shape: of the whole tensor.
+        ranks: number of ranks of each mesh axis.
+        coordinate: of the rank in the mesh.
         placements: on each mesh axis.
 
     Raises:
-        ValueError: placements by which a part is no box.
+        ValueError: placements by which a shard is no box.
     """
     box: list[slice] = []
     for dim, size in enumerate(shape):
@@ -63,18 +66,19 @@ def box_of(
 
 
 def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """The mesh axes that cut a dim, first to last.
+    """Returns the mesh axes that cut a dim, in the order in which they cut.
 
-    That is from left to right, but for a strided shard: FSDP2 cuts what tensor parallelism, to its right, has cut
-    already into `split_factor` parts.
+    That is from left to right, except for a strided shard: FSDP2 cuts the shards of tensor parallelism, to its right,
+    which has already cut the dim into `split_factor` parts.
     """
     order: list[int] = []
     for axis in reversed(range(len(ranks))):
         cut, parts = compat.shard(placements[axis])
         if cut is None or cut % dims != dim:
             continue
-        before = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == parts]
-        if not before:
+        # The axis cuts after those axes of the order whose ranks multiply to `parts`.
+        places = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == parts]
+        if not places:
             raise ValueError(f"{tuple(placements)}: {parts} parts along dim {dim} are cut by no axes to the right")
-        order.insert(before[0], axis)
+        order.insert(places[0], axis)
     return order

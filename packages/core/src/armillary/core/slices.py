@@ -1,8 +1,8 @@
-"""Who sees whom, as slices: bands on rectangles of positions. Arrays on the host; no tensors, no shards.
+"""Masks as slices: bands on rectangles of (query, key) positions, as host arrays.
 
 A slice is a row q0, q1, k0, k1, low, high of an int64 array [n, 6]: the query at i in q0..q1 - 1 sees the key at j in
-k0..k1 - 1 iff low <= j - i <= high, with -FAR and FAR for sides that are not bounded. The slices of a mask share no
-pair, so that whatever is counted or computed for each of them adds up.
+k0..k1 - 1 iff low <= j - i <= high, with -FAR and FAR for unbounded sides. The slices of a mask are disjoint, so counts
+and results of slices add up.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from numpy.typing import NDArray
 from armillary.core.validation import Window, boundaries_of, documents_of, flag, window_of
 
 FAR = 2**62
-"""Farther than any two positions are apart."""
+"""Larger than the distance of any two positions."""
 
 Integers = NDArray[np.int64]
 Slices = NDArray[np.int64]
 
 
 class Sliced(Protocol):
-    """What can say who sees whom: an attention mask."""
+    """An attention mask: anything that has slices."""
 
     def slices(self, length: int) -> Sequence[Slices]:
-        """Of each row of a batch that has its own, or of all rows alike: in a sequence of `length` tokens."""
+        """Returns the slices of each row of a batch that has its own, or of all rows alike, for `length` tokens."""
         ...
 
 
 def slice_array(slices: Iterable[Sequence[int | None]]) -> Slices:
-    """From rows q0, q1, k0, k1, low, high, where None stands for a side that is not bounded."""
+    """Returns the array of rows q0, q1, k0, k1, low, high, in which None is an unbounded side."""
     rows = [(*corners, -FAR if low is None else low, FAR if high is None else high) for *corners, low, high in slices]
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
 def document_slices(ends: Sequence[int], low: int | None = None, high: int | None = None) -> Slices:
-    """One slice for each document: its tokens see each other, within a band."""
+    """Returns one slice for each document: its tokens see each other, within a band."""
     bounds = np.asarray(ends, dtype=np.int64)
-    made = np.empty((len(bounds) - 1, 6), dtype=np.int64)
-    made[:, 0] = made[:, 2] = bounds[:-1]
-    made[:, 1] = made[:, 3] = bounds[1:]
-    return within_band(made, low, high, own=False)
+    slices = np.empty((len(bounds) - 1, 6), dtype=np.int64)
+    slices[:, 0] = slices[:, 2] = bounds[:-1]
+    slices[:, 1] = slices[:, 3] = bounds[1:]
+    return within_band(slices, low, high, own=False)
 
 
 def within_band(slices: Slices, low: int | None, high: int | None, own: bool = True) -> Slices:
-    """The slices cut to a band: what is visible in both.
+    """Returns the slices cut to a band.
 
     Args:
-        own: whether the slices have bands already.
+        own: False if the slices have no bands yet.
     """
     if own and low is None and high is None:
         return slices
@@ -66,7 +66,7 @@ def mask_slices(
     window: Sequence[int | None] | None = None,
     documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> list[Slices]:
-    """Of a mask in these terms: one array for each row of a batch that has documents of its own, or one for all.
+    """Returns one array for each row of a batch that has documents of its own, or one for all rows.
 
     Raises:
         ValueError: documents that do not rise from 0 to `length`, or a negative window.
@@ -80,7 +80,7 @@ def mask_slices(
 
 
 def band(causal: bool, window: Window | None) -> Window:
-    """The smallest and the largest `j - i` that are visible; None: not bounded."""
+    """Returns the smallest and the largest visible `j - i`; None: unbounded."""
     left, right = window or (None, None)
     if causal:
         right = 0 if right is None else min(right, 0)
@@ -88,29 +88,29 @@ def band(causal: bool, window: Window | None) -> Window:
 
 
 def mirrored(slices: Slices) -> Slices:
-    """Which queries a key is seen by: queries and keys in each other's place."""
+    """Returns the slices with queries and keys exchanged."""
     turned = slices[:, [2, 3, 0, 1, 5, 4]]
     turned[:, 4:] *= -1
     return turned
 
 
 def trimmed(slices: Slices) -> Slices:
-    """The same pairs, where every query and key of a slice sees something; slices without pairs are left out."""
+    """Returns slices of the same pairs in which every query and key has a visible partner, without empty slices."""
     q0, q1, k0, k1, low, high = slices.T
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
-    made = np.stack((q0, q1, k0, k1, low, high), axis=1)
-    return made[(q0 < q1) & (k0 < k1) & (low <= high)]
+    trimmed_slices = np.stack((q0, q1, k0, k1, low, high), axis=1)
+    return trimmed_slices[(q0 < q1) & (k0 < k1) & (low <= high)]
 
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """How many keys each query sees: a piecewise linear function of its position, and the sums of that.
+    """The number of keys that each query sees, a piecewise linear function of its position, and its sums.
 
     Args:
         starts: where pieces begin, rising.
         slopes, constants: from the start of piece n on, the query at i sees slopes[n] * i + constants[n] keys.
-        sums: what is to be taken from the sum over all positions before one, to leave the piece's own.
+        sums: subtracted from the sum of a piece's line over all positions before one, to get the sum of the function.
     """
 
     starts: Integers
@@ -120,13 +120,14 @@ class KeyCounts:
 
     @classmethod
     def of(cls, slices: Slices) -> KeyCounts:
-        """A query at i sees the keys from max(k0, i + low) to min(k1 - 1, i + high): each bound turns once."""
+        """A query at i sees the keys from max(k0, i + low) to min(k1 - 1, i + high): each bound has one bend."""
         q0, q1, k0, k1, low, high = trimmed(slices).T
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
         one = np.ones_like(q0)
         starts = np.concatenate((q0, until, since, q1))
         slopes = np.concatenate((one, -one, -one, one))
-        # FAR cancels out: where it is, a bound turns at once. Integers wrap around on the way, sums that fit are exact.
+        # FAR cancels out: an unbounded side bends at once. Integers may wrap around on the way; sums that fit are
+        # exact.
         constants = np.concatenate((high - k0 + 1, k1 - 1 - high, k0 - low, low - k1))
         order = np.argsort(starts, kind="stable")
         starts, slopes, constants = starts[order], slopes[order], constants[order]
@@ -135,17 +136,17 @@ class KeyCounts:
         return cls(starts, *(np.concatenate((none, x.cumsum())) for x in (slopes, constants, sums)))
 
     def at(self, positions: Integers) -> Integers:
-        """How many keys the queries at these positions see."""
+        """Returns the number of keys that the queries at these positions see."""
         piece = np.searchsorted(self.starts, positions, side="right")
         return self.slopes[piece] * positions + self.constants[piece]
 
     def before(self, positions: Integers) -> Integers:
-        """How many (query, key) pairs there are of all queries before each of these positions."""
+        """Returns the number of (query, key) pairs of all queries before each of these positions."""
         piece = np.searchsorted(self.starts, positions, side="right")
         triangle = positions * (positions - 1) // 2
         return self.slopes[piece] * triangle + self.constants[piece] * positions - self.sums[piece]
 
 
 def count_pairs(slices: Slices) -> int:
-    """Visible pairs of all queries."""
+    """Returns the number of visible pairs."""
     return int(KeyCounts.of(slices).before(slices[:, 1].max(initial=0, keepdims=True))[0])

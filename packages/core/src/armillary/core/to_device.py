@@ -1,4 +1,4 @@
-"""From the host's memory to a device's without waiting for what the device computes."""
+"""Copies from host to device memory that do not block the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. A GPU copies from pinned memory when it comes to it; the host goes on meanwhile."""
-    moved = device.type == "cuda" and x.device.type == "cpu"
-    return (x.pin_memory() if moved else x).to(device, non_blocking=True)
+    """Returns the tensor on a device. A GPU copies from pinned memory in stream order, while the host continues."""
+    pinned = device.type == "cuda" and x.device.type == "cpu"
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=True)

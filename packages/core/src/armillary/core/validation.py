@@ -1,7 +1,7 @@
-"""Arguments as the code behind them takes them: numbers and masks by value, whatever holds them; all else is refused.
+"""Argument validation: values are converted by value, whatever type holds them, and everything else is refused.
 
-Integers may come as numpy's, or in tensors without dims; sequences of them as tensors or arrays too. What only looks
-like one is refused, with its value and what would do: True for 1, 3.0 for 3, and any text.
+Integers may be numpy's, or tensors without dims; sequences may be tensors or arrays. Lookalikes are refused, with the
+value and the accepted ones: True for 1, 3.0 for 3, and any text.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
+"""(left, right) of a sliding window; None: unbounded on that side."""
 Boundaries = tuple[int, ...]
+"""Document boundaries 0, end of the first document, ..., N."""
 
 
 def integer(name: str, value: object, least: int | None = None) -> int:
-    """`value` as an int, no less than `least`.
+    """Returns `value` as an int of at least `least`.
 
     Raises:
         ValueError: with the name and the value.
     """
-    found = _index(value)
-    if found is None or (least is not None and found < least):
+    converted = _index(value)
+    if converted is None or (least is not None and converted < least):
         bound = "" if least is None else f" of at least {least}"
         raise ValueError(f"{name}={_shown(value)}: an integer{bound} is needed")
-    return found
+    return converted
 
 
 def flag(name: str, value: object) -> bool:
-    """`value` as a bool: True or False, numpy's too.
+    """Returns `value` as a bool: True or False, numpy's too.
 
     Raises:
         ValueError: with the name and the value.
@@ -56,30 +58,26 @@ def number(name: str, value: object, hint: str = "") -> float:
     if isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor)):
         try:
             converted = value if type(value) is float else float(value)
-        except OverflowError:  # of an integer that no float is near to
+        except OverflowError:  # an integer beyond the range of floats
             converted = math.inf
     if not -math.inf < converted < math.inf:
         raise ValueError(f"{name}={_shown(value)}: a finite number is needed{hint}")
     return converted
 
 
-def check_choice(name: str, value: object, known: Sequence[str]) -> str:
-    """`value`, which is one of some words.
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Returns `value`, one of `choices`.
 
     Raises:
-        ValueError: with the name, the value and the words.
+        ValueError: with the name, the value and the choices.
     """
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name}={_shown(value)}; known: {', '.join(known)}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={_shown(value)}; known: {', '.join(choices)}")
     return value
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Refuses what is no dense tensor.
-
-    Raises:
-        ValueError: with the name and its type.
-    """
+    """Raises ValueError, with the name and the type, unless `value` is a dense tensor."""
     if not isinstance(value, Tensor):
         hint = "; torch.as_tensor makes one of it" if hasattr(value, "__array__") else ""
         raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed{hint}")
@@ -92,29 +90,29 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def window_of(window: object) -> Window | None:
-    """(left, right) of an attention mask; None where both sides are unbounded.
+    """Returns (left, right) of an attention mask; None if both sides are unbounded.
 
     Raises:
-        ValueError: something else than two sides, each None or an integer of at least 0.
+        ValueError: not two sides that are each None or an integer of at least 0.
     """
     if window is None:
         return None
     sides = _listed(window)
-    found = [None if side is None else _index(side) for side in sides or ()]
-    wrong = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), found, strict=True))
-    if len(found) != 2 or wrong:
+    converted = [None if side is None else _index(side) for side in sides or ()]
+    invalid = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), converted, strict=True))
+    if len(converted) != 2 or invalid:
         raise ValueError(
             f"window {_shown(window)}: give (left, right), such as (4095, 0), each None or at least 0, an integer; "
             f"None is no bound"
         )
-    return None if found == [None, None] else (found[0], found[1])
+    return None if converted == [None, None] else (converted[0], converted[1])
 
 
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
-    """Returns document boundaries (0, end of the first, ..., N): those of all rows of a batch, or of each.
+    """Returns document boundaries (0, end of the first, ..., N): those of all rows of a batch, or of each row.
 
     Raises:
-        ValueError: boundaries that are no integers, do not rise from 0 (to `length`), or are of some rows only.
+        ValueError: boundaries that are not integers, or do not rise from 0 (to `length`).
     """
     if documents is None:
         return None
@@ -122,27 +120,33 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     if not values or set(map(type, values)) == {int}:
         return boundaries_of(documents if values is None else values, length)
     rows = [_listed(row) for row in values]
-    if any(row is None for row in rows):  # boundaries of all rows, or a mixture, which is refused as it is
+    if any(row is None for row in rows):  # boundaries of all rows; a mixture is refused with the whole value
         return boundaries_of(values, length)
     return tuple(boundaries_of(row, length) for row in rows)
 
 
 def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
-    """The boundaries of one row."""
+    """Returns the document boundaries of one row."""
     values = ends if isinstance(ends, (tuple, list)) else ()
-    found = [end if type(end) is int else _index(end) for end in cast("Sequence[object]", values)]
-    whole = [end for end in found if end is not None]
-    wrong = len(found) < 2 or len(whole) < len(found) or whole[0] != 0 or any(a >= b for a, b in pairwise(whole))
-    if wrong or length not in (None, whole[-1]):
-        wanted = "start at 0 and rise" if length is None else f"rise from 0 to the length {length}"
+    converted = [end if type(end) is int else _index(end) for end in cast("Sequence[object]", values)]
+    integers = [end for end in converted if end is not None]
+    invalid = (
+        len(converted) < 2
+        or len(integers) < len(converted)
+        or integers[0] != 0
+        or any(a >= b for a, b in pairwise(integers))
+    )
+    if invalid or length not in (None, integers[-1]):
+        requirement = "start at 0 and rise" if length is None else f"rise from 0 to the length {length}"
         raise ValueError(
-            f"document boundaries {_shown(ends)} must {wanted}: integers 0, end of the first, ..., N, or one list a row"
+            f"document boundaries {_shown(ends)} must {requirement}: integers 0, end of the first, "
+            "..., N, or one list a row"
         )
-    return tuple(whole)
+    return tuple(integers)
 
 
 def _index(value: object) -> int | None:
-    """The integer that it is; None if it is something else."""
+    """Returns `value` as an int, or None if it is not an integer."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool or getattr(value, "ndim", 0):
@@ -154,19 +158,19 @@ def _index(value: object) -> int | None:
 
 
 def _listed(values: object) -> Sequence[object] | None:
-    """What is in a sequence, an array or a tensor; None if it is none of these."""
+    """Returns the elements of a sequence, an array or a tensor; None for other values."""
     if isinstance(values, (tuple, list)):
         return cast("Sequence[object]", values)
     tolist = getattr(values, "tolist", None)
     if tolist is not None:
-        found = tolist()
-        return cast("list[object]", found) if isinstance(found, list) else None
-    plain = isinstance(values, Iterable) and not isinstance(values, (str, bytes, dict))
-    return list(cast("Iterable[object]", values)) if plain else None
+        elements = tolist()
+        return cast("list[object]", elements) if isinstance(elements, list) else None
+    iterable = isinstance(values, Iterable) and not isinstance(values, (str, bytes, dict))
+    return list(cast("Iterable[object]", values)) if iterable else None
 
 
 def _shown(value: object) -> str:
-    """A value for a message, in one line."""
+    """Formats a value for an error message, in one line."""
     text = f"tensor {value.tolist()}" if isinstance(value, Tensor) and value.numel() <= 8 else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 96 else f"{text[:93]}..."

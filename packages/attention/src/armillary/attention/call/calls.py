@@ -21,7 +21,7 @@ from armillary.attention.call.registered import register
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.compiled import alone
+from armillary.core.collectives.compiled import own_memory
 from armillary.core.collectives.merge import pivot
 from armillary.core.observe.ledger import phase
 
@@ -61,7 +61,7 @@ class AttentionCall:
                 saved_out, saved_lse = add_sinks(saved.out, saved.lse, sinks[heads.start : heads.stop])
                 out, lse = add_sinks(out, lse, sinks) if redistributed else (saved_out, saved_lse)
                 saved = saved._replace(out=saved_out, lse=saved_lse)
-            return [alone(x) for x in ((out, lse, *saved) if redistributed else (out, lse))]
+            return [own_memory(x) for x in ((out, lse, *saved) if redistributed else (out, lse))]
 
     def needs_lse(self, sinks: Tensor | None) -> bool:
         """Tells if the lse of the local tokens is among the results."""
@@ -78,7 +78,7 @@ class AttentionCall:
         """Returns [dq, dk, dv] in the dtypes of q, k and v."""
         with phase("backward"), outside_autocast(dout.device.type):
             grads = self.method.backward(dout, Saved(*saved), self.spec)
-        return [alone(dx.to(x.dtype)) for dx, x in zip(grads, saved, strict=False)]
+        return [own_memory(dx.to(x.dtype)) for dx, x in zip(grads, saved, strict=False)]
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""All ranks' tokens on every rank of an axis: asynchronous, on local tensors, without a gradient."""
+"""All-gather of tokens along one axis: asynchronous, on local tensors, without autograd."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from armillary.core.observe.trace import record, watched
 
 
 def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
-    """[B, T, ...], this rank's tokens -> [B, sum(sizes), ...], those of all ranks, in rank order.
+    """Starts to gather the tokens of all ranks, in rank order: [B, T, ...] -> [B, sum(sizes), ...].
 
     Args:
-        x: local; dim `dim` is `sizes[axis.rank]`. Must not be written to before `wait`.
-        sizes: tokens of each rank of the axis. Where they differ, every rank sends as many as the longest has.
-        dim: of the tokens.
+        x: local; its size on `dim` is `sizes[axis.rank]`. Must not be written to before `wait`.
+        axis: the axis to gather over, of C ranks.
+        sizes: tokens of each rank. Every rank sends max(sizes) tokens, the shorter ones padded.
+        dim: dim of the tokens.
 
-    Bytes sent: (C - 1) times those of `x` padded to max(sizes), C = axis.size; kind "all_gather".
+    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather".
     """
     check_tokens("x", x, dim, sizes[axis.rank], sizes)
     if axis.size == 1:
@@ -30,19 +31,20 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     sent = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
     buffer = x.new_empty((axis.size, *shape))
-    under_way = record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes, axis.size - 1)
+    traced = record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes, axis.size - 1)
     work = compat.all_gather_single(buffer.view(-1), sent.view(-1), axis.group)
 
     def assemble() -> Tensor:
+        # With no dims before the tokens and equal sizes, ranks' tokens lie one after another already.
         if prod(shape[:dim]) == 1 and min(sizes) == max(sizes):
             return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(buffer, sizes, strict=True)], dim)
 
-    return Collective(axis, (sent, buffer), watched([work], under_way), assemble)
+    return Collective(axis, (sent, buffer), watched([work], traced), assemble)
 
 
 def _padded(x: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """`x` at the beginning of a tensor of `shape`; the rest is not written."""
+    """Returns `x` at the beginning of a tensor of `shape`, whose remainder is uninitialized."""
     padded = x.new_empty(shape)
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)
     return padded

@@ -1,7 +1,7 @@
-"""Turning sequence shards into head shards and back, along one axis (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
+"""All-to-all between sequence shards and head shards along one axis (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
-Heads are given as one range per rank, so that nothing needs to divide anything: ranks may work on different numbers of
-heads, and ranges may overlap, as those of key/value heads do when there are fewer of them than ranks.
+Heads are one range per rank, so nothing needs to be divisible: ranks may work on different numbers of heads, and ranges
+may overlap, as those of key/value heads do when there are fewer of them than ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from armillary.core.mesh import Axis
 
 
 class PackedHeads(NamedTuple):
-    """Heads [B, T, H, D] of this rank's tokens, copied in the order of sending: what they were cut from may go.
+    """Heads [B, T, H, D] of this rank's tokens, copied in the order of sending. The source tensor may be freed.
 
     Args:
-        flat: the heads [B, T, h, D] for each rank, one after another. With one rank no copy, [B, T, H, D].
+        flat: the heads [B, T, h, D] for each rank, one after another. On an axis of one rank a view, [B, T, H, D].
         batch, tokens, dim: B, T, D.
         counts: h of each rank.
     """
@@ -35,13 +35,13 @@ class PackedHeads(NamedTuple):
 
     @classmethod
     def cut(cls, x: Tensor, heads: Sequence[range]) -> PackedHeads:
-        """The heads of `x` [B, T, H, D] that each rank works on."""
+        """Packs the heads of `x` [B, T, H, D] that each rank works on."""
         batch, tokens, count, dim = x.shape
-        counts, each = _even(tuple(heads), count)
+        counts, per_rank = _even(tuple(heads), count)
         if len(counts) == 1:
             flat = x
-        elif each:  # in one piece: such a copy costs the host a tenth of what one for each rank does
-            flat = x.view(batch, tokens, len(counts), each, dim).permute(2, 0, 1, 3, 4)
+        elif per_rank:  # one strided copy, which costs the host a tenth of one copy per rank
+            flat = x.view(batch, tokens, len(counts), per_rank, dim).permute(2, 0, 1, 3, 4)
             flat = flat.clone(memory_format=torch.contiguous_format)
         else:
             flat = pack([x[:, :, part.start : part.stop] for part in heads])
@@ -50,19 +50,23 @@ class PackedHeads(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _even(heads: tuple[range, ...], count: int | None = None) -> tuple[tuple[int, ...], int]:
-    """(heads of each rank, how many all have where these are side by side and all of `count` heads; else 0)."""
-    counts, each = tuple(map(len, heads)), len(heads[0])
-    even = all(part == range(rank * each, (rank + 1) * each) for rank, part in enumerate(heads))
-    return counts, each if even and count in (None, each * len(heads)) else 0
+    """Returns (number of heads of each rank, that number if it is equal and the ranges tile the heads; else 0).
+
+    Args:
+        count: number of heads that the ranges must tile; None accepts any number.
+    """
+    counts, first = tuple(map(len, heads)), len(heads[0])
+    even = all(part == range(rank * first, (rank + 1) * first) for rank, part in enumerate(heads))
+    return counts, first if even and count in (None, first * len(heads)) else 0
 
 
 def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
-    """[B, T, H, D], all heads of this rank's tokens -> [B, sum(sizes), h, D], this rank's heads of all tokens.
+    """Starts the exchange of tokens for heads: [B, T, H, D] -> [B, sum(sizes), h, D], this rank's heads of all tokens.
 
     Args:
-        x: local; T is `sizes[axis.rank]`.
-        sizes: tokens of each rank of the axis; the result holds them in rank order.
-        heads: the heads that each rank of the axis works on; h is `len(heads[axis.rank])`.
+        x: local, with all heads of this rank's tokens; T is `sizes[axis.rank]`.
+        sizes: tokens of each rank of the axis; the result has them in rank order.
+        heads: the heads that each rank works on; h is `len(heads[axis.rank])`.
 
     Bytes sent: B T D e for every head of every other rank, kind "all_to_all".
     """
@@ -70,29 +74,29 @@ def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 
 
 def start_packed_to_head(packed: PackedHeads, axis: Axis, sizes: Sequence[int]) -> Collective[Tensor]:
-    """As `start_seq_to_head`, from heads that are packed already."""
+    """Starts `start_seq_to_head` from heads that are already packed."""
     flat, batch, tokens, dim, counts = packed
     if axis.size == 1:
         return Collective(axis, (flat,), (), lambda: flat)
-    head, mine = batch * tokens * dim, counts[axis.rank]
-    token = batch * mine * dim
+    head, own_heads = batch * tokens * dim, counts[axis.rank]
+    token = batch * own_heads * dim
     send, receive = [head * count for count in counts], [token * size for size in sizes]
     sent, buffer, works = start_parts(axis, flat, send, receive, "all_to_all")
 
     def assemble() -> Tensor:
-        if batch == 1:  # then they lie one after another already
-            return buffer.view(1, sum(sizes), mine, dim)
+        if batch == 1:  # the tokens of all ranks lie one after another
+            return buffer.view(1, sum(sizes), own_heads, dim)
         parts = zip(buffer.split_with_sizes(receive), sizes, strict=True)
-        return torch.cat([part.view(batch, size, mine, dim) for part, size in parts], dim=1)
+        return torch.cat([part.view(batch, size, own_heads, dim) for part, size in parts], dim=1)
 
     return Collective(axis, (sent,), works, assemble)
 
 
 def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
-    """[B, sum(sizes), h, D], this rank's heads of all tokens -> [B, T, H, D], all heads of this rank's tokens.
+    """Starts the exchange of heads for tokens: [B, sum(sizes), h, D] -> [B, T, H, D], all heads of this rank's tokens.
 
-    The inverse of `start_seq_to_head`, and its transpose: a head that several ranks worked on is summed, in float32 at
-    least and in rank order. Arguments as there.
+    The inverse of `start_seq_to_head`, and its transpose: a head that several ranks worked on is summed in rank order,
+    in float32 or wider. The arguments are the same.
 
     Bytes sent: B h D e for every token of every other rank, kind "all_to_all".
     """
@@ -103,24 +107,24 @@ def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 def start_head_to_parts(
     x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]
 ) -> Collective[tuple[Tensor, ...]]:
-    """As `start_head_to_seq`, but gives heads [B, T, h, D] in rank order instead of putting them together.
+    """Starts `start_head_to_seq` without joining the heads: returns [B, T, h, D] of each rank, in rank order.
 
-    One part for each rank; where all have one head, one with all of them, a view.
+    Where every rank has one head, returns a single view with all heads.
     """
     if axis.size == 1:
         return Collective(axis, (x,), (), lambda: (x,))
-    batch, _, mine, dim = x.shape
-    counts, each = _even(tuple(heads))
+    batch, _, own_heads, dim = x.shape
+    counts, per_rank = _even(tuple(heads))
     packed = x.contiguous() if batch == 1 else pack(x.split_with_sizes(list(sizes), 1))
-    token, shape = batch * mine * dim, (batch, sizes[axis.rank])
+    token, shape = batch * own_heads * dim, (batch, sizes[axis.rank])
     receive = [batch * shape[1] * dim * count for count in counts]
     sent, buffer, works = start_parts(axis, packed, [token * size for size in sizes], receive, "all_to_all")
 
     def assemble() -> tuple[Tensor, ...]:
-        if each == 1:
+        if per_rank == 1:
             return (buffer.view(len(counts), *shape, dim).permute(1, 2, 0, 3),)
-        if each:
-            return buffer.view(len(counts), *shape, each, dim).unbind(0)
+        if per_rank:
+            return buffer.view(len(counts), *shape, per_rank, dim).unbind(0)
         parts = zip(buffer.split_with_sizes(receive), counts, strict=True)
         return tuple(part.view(*shape, count, dim) for part, count in parts)
 
@@ -128,14 +132,14 @@ def start_head_to_parts(
 
 
 def _sum_heads(received: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
-    """Puts each rank's heads in their places; where several hold one head, adds."""
+    """Joins the heads of all ranks in head order. Heads of several ranks are summed."""
     if len(received) == 1:
         return received[0]
     count = max(part.stop for part in heads)
     if sum(map(len, heads)) == count:
         return torch.cat(list(received), dim=2)
     first = received[0]
-    whole = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
-    for part, place in zip(received, heads, strict=True):
-        whole[:, :, place.start : place.stop] += part
-    return whole.to(first.dtype)
+    total = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
+    for part, rank_heads in zip(received, heads, strict=True):
+        total[:, :, rank_heads.start : rank_heads.stop] += part
+    return total.to(first.dtype)

@@ -1,4 +1,4 @@
-"""Collectives as functions that autograd knows, on local tensors: linear ones, and the merge of partial attention."""
+"""Differentiable collectives on local tensors: linear ones, and the merge of partial attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[..., Collective[Tensor]]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear collective; its gradient is its adjoint, whose gradient is it again."""
+    """A linear collective. Its gradient is its adjoint, whose gradient is the collective again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
@@ -35,17 +35,19 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
-    """`start(x, *call).wait()`, differentiable: `adjoint` is its transpose."""
+    """Returns `start(x, *call).wait()`, differentiable; `adjoint` starts the transposed collective."""
     return cast(Tensor, _Linear.apply(x, start, adjoint, *call))
 
 
 class _MergeScatter(torch.autograd.Function):
-    """With d(out) and d(lse) of the merged result, rank r's gradients are
+    """The merge of WallFacer's step 4, with its gradient.
+
+    With d(out) and d(lse) of the merged result, the gradients of rank r are
 
         d(out_r) = w_r d(out)
         d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
 
-    so that what each rank needs of every other are d(out), lse, and one more number for each row.
+    so each rank needs from every other d(out), lse, and one more number for each row.
     """
 
     @staticmethod
@@ -59,17 +61,19 @@ class _MergeScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dout, dlse), (out, lse, merged, total), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
+        # The two numbers of each row: lse, and d(lse) - d(out) . out.
         rows = torch.stack([total, dlse - (dout.to(lse.dtype) * merged).sum(-1)], dim=-1)
         with phase("backward"):
-            moving = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
-        dout, rows = moving[0].wait(), moving[1].wait()
+            gathering = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
+        dout, rows = gathering[0].wait(), gathering[1].wait()
+        # w_r of every row, 0 where no rank has visible keys.
         weight = (lse - pivot(rows[..., 0])).exp()
         dlse = weight * ((dout.to(lse.dtype) * out).sum(-1) + rows[..., 1])
         return (weight.unsqueeze(-1) * dout).to(out.dtype), dlse, None, None
 
 
 def merge(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`start_merge_scatter(...).wait()`, differentiable."""
+    """Returns `start_merge_scatter(...).wait()`, differentiable."""
     check_partial(out, lse, sizes)
     if axis.size == 1:
         return out, lse
@@ -83,12 +87,12 @@ def check_dims(x: Tensor) -> None:
 
 
 def check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
-    """One run of heads for each rank, in order, with no gap between them; together 0..count - 1."""
-    wanted = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
+    """Raises ValueError unless `heads` has one range for each rank, in order and without gaps, from 0 to `count`."""
+    requirement = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
     if len(heads) != axis.size or not all(isinstance(part, range) for part in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"heads {list(heads)}: {wanted} is needed")
+        raise ValueError(f"heads {list(heads)}: {requirement} is needed")
     ordered = all(a.start <= b.start <= a.stop <= b.stop for a, b in pairwise(heads))
     if not ordered or heads[0].start != 0 or any(part.step != 1 or part.stop < part.start for part in heads):
-        raise ValueError(f"heads {list(heads)}: {wanted}, from 0 on, in order and without gaps, is needed")
+        raise ValueError(f"heads {list(heads)}: {requirement}, from 0 on, in order and without gaps, is needed")
     if count is not None and heads[-1].stop != count:
         raise ValueError(f"heads {list(heads)} end at {heads[-1].stop}; there are {count} heads")

@@ -1,4 +1,4 @@
-"""What the collectives share: one that is under way, and the all-to-all of uneven parts that most of them are."""
+"""A collective in flight, and the all-to-all of uneven parts that most collectives here are built on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Collective(Generic[R]):
-    """A collective under way. Hold it until `wait` has returned: it keeps the buffers alive."""
+    """A collective in flight. It keeps the buffers alive, so hold it until `wait` has returned."""
 
     axis: Axis
     buffers: tuple[Tensor, ...]
@@ -28,10 +28,10 @@ class Collective(Generic[R]):
     assemble: Callable[[], R]
 
     def wait(self) -> R:
-        """What the collective gives. On CUDA the current stream waits, not the host.
+        """Returns the result. On CUDA the current stream waits, not the host.
 
         Raises:
-            TimeoutError: the axis' timeout passed, or a rank of the axis is gone.
+            TimeoutError: the axis' time-out passed, or a rank of the axis is lost.
         """
         if self.works:
             finish(self.works, self.axis, lambda: f"for all of its ranks {self.axis.ranks()}")
@@ -39,7 +39,7 @@ class Collective(Generic[R]):
 
 
 class PartsInFlight(NamedTuple):
-    """An all-to-all of parts under way: what is sent, the flat buffer that fills in rank order, and the work."""
+    """An all-to-all of parts in flight: the sent tensor, the flat receive buffer in rank order, and the works."""
 
     sent: Tensor
     buffer: Tensor
@@ -47,33 +47,34 @@ class PartsInFlight(NamedTuple):
 
 
 def start_parts(axis: Axis, packed: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> PartsInFlight:
-    """Starts sending send[w] elements to rank w of the axis, and receiving receive[w] from it.
+    """Starts to send send[w] elements to each rank w of the axis and to receive receive[w] elements from it.
 
     Args:
-        packed: contiguous; the parts one after another, as `pack` has them.
-        kind: as which the bytes are counted: those of the parts for other ranks.
+        packed: contiguous; the parts one after another, as `pack` returns them.
+        kind: the kind under which the ledger counts the bytes for other ranks.
     """
-    buffer, mine = packed.new_empty(sum(receive)), send[axis.rank]
-    others = len(send) - send.count(0) - (mine > 0)
-    under_way = record(axis.name, kind, packed.nbytes - mine * packed.itemsize, others)
+    buffer, kept = packed.new_empty(sum(receive)), send[axis.rank]
+    messages = len(send) - send.count(0) - (kept > 0)
+    traced = record(axis.name, kind, packed.nbytes - kept * packed.itemsize, messages)
     work = dist.all_to_all_single(buffer, packed.view(-1), list(receive), list(send), group=axis.group, async_op=True)
     works = (cast(dist.Work, work),)
-    return PartsInFlight(packed, buffer, works if under_way is None else watched(works, under_way))
+    return PartsInFlight(packed, buffer, works if traced is None else watched(works, traced))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, copied one after another: along a dim in front of theirs where all have one shape, else flat."""
+    """Copies the parts one after another: stacked on a new first dim if they have one shape, else flat."""
     if all(part.shape == parts[0].shape for part in parts):
         flat = parts[0].new_empty((len(parts), *parts[0].shape))
-        return torch.stack(list(parts), out=flat)  # left to itself, stack takes over strides that all parts have
+        return torch.stack(list(parts), out=flat)  # without `out`, stack keeps strides that all parts share
     sizes = [part.numel() for part in parts]
     flat = parts[0].new_empty(sum(sizes))
-    for into, part in zip(flat.split(sizes), parts, strict=True):
-        into.view(part.shape).copy_(part)
+    for target, part in zip(flat.split(sizes), parts, strict=True):
+        target.view(part.shape).copy_(part)
     return flat
 
 
 def tokens_on(x: Tensor, dim: int) -> int:
+    """Returns the size of `dim`. Raises ValueError for values that are no tensors, and unknown dims."""
     check_tensor("x", x)
     if not 0 <= integer("dim", dim) < x.ndim:
         raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")

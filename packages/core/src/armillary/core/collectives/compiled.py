@@ -1,6 +1,6 @@
-"""Gathering and scattering tokens inside `torch.compile`: opaque ops, each the other's gradient, without a graph break.
+"""Gathering and scattering tokens inside `torch.compile` without a graph break: opaque ops, each the other's gradient.
 
-Ops take tensors, numbers and strings only, so the axis goes in as its name and its group's, and is found again.
+Ops take only tensors, numbers and strings, so the axis is passed as its name and its group's name and looked up again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from armillary.core.observe.ledger import phase
 
 
 def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
-    """`start_all_gather(...).wait()`, differentiable and traceable."""
+    """Returns `start_all_gather(...).wait()`, differentiable and traceable."""
     if axis.size == 1:
         return x
     return _all_gather(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Tensor:
-    """`start_reduce_scatter(...).wait()`, differentiable and traceable."""
+    """Returns `start_reduce_scatter(...).wait()`, differentiable and traceable."""
     if axis.size == 1:
         return x
     return _reduce_scatter(x, axis.name, axis.group.group_name, list(sizes), axis.rank, dim, False)
@@ -37,12 +37,12 @@ def reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int) -> Ten
 
 def _gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
-        return alone(start_all_gather(x, axis_of(name, group, x), sizes, dim).wait())
+        return own_memory(start_all_gather(x, axis_of(name, group, x), sizes, dim).wait())
 
 
 def _scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     with phase("backward") if backward else nullcontext():
-        return alone(start_reduce_scatter(x, axis_of(name, group, x), sizes, dim).wait())
+        return own_memory(start_reduce_scatter(x, axis_of(name, group, x), sizes, dim).wait())
 
 
 def _gather_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
@@ -53,8 +53,8 @@ def _scatter_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int,
     return x.new_empty((*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]))
 
 
-class _Moved(torch.autograd.Function):
-    """One of the two ops, whose gradient is the other."""
+class _TracedCollective(torch.autograd.Function):
+    """One of the two ops; the other is its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: OpOverload, adjoint: OpOverload, *call: Any) -> Tensor:
@@ -68,11 +68,11 @@ class _Moved(torch.autograd.Function):
 
 
 def _gather_differentiably(x: Tensor, *call: Any) -> Tensor:
-    return cast(Tensor, cast(Any, _Moved).apply(x, _all_gather, _reduce_scatter, *call))
+    return cast(Tensor, cast(Any, _TracedCollective).apply(x, _all_gather, _reduce_scatter, *call))
 
 
 def _scatter_differentiably(x: Tensor, *call: Any) -> Tensor:
-    return cast(Tensor, cast(Any, _Moved).apply(x, _reduce_scatter, _all_gather, *call))
+    return cast(Tensor, cast(Any, _TracedCollective).apply(x, _reduce_scatter, _all_gather, *call))
 
 
 CALL = "Tensor x, str name, str group, SymInt[] sizes, SymInt rank, SymInt dim, bool backward"
@@ -83,17 +83,18 @@ _reduce_scatter = compat.define_op(
 
 
 def axis_of(name: str, group: str, x: Tensor) -> Axis:
-    """The axis whose group has this name, for tensors like `x`."""
-    found = compat.group_named(group)
+    """Returns the axis with this name and group name, for tensors on the device of `x`."""
+    process_group = compat.group_named(group)
     device = x.device.type
-    return Axis(name, dist.get_rank(found), found.size(), found, compat.host_timeout(found, device), device)
+    timeout = compat.host_timeout(process_group, device)
+    return Axis(name, dist.get_rank(process_group), process_group.size(), process_group, timeout, device)
 
 
-def alone(x: Tensor) -> Tensor:
-    """`x`, contiguous and in memory of its own, as an op's results must be: those that came in one buffer are not.
+def own_memory(x: Tensor) -> Tensor:
+    """Returns `x`, contiguous and in memory of its own, as results of ops must be; copies views of a larger buffer.
 
-    And no view, so that its user may write to it.
+    The result is not a view, so that it may be written to.
     """
-    whole = x.untyped_storage().nbytes() == x.nbytes
-    found = x.contiguous() if whole else x.clone(memory_format=torch.contiguous_format)
-    return compat.no_view(found) if found._is_view() else found
+    fills_storage = x.untyped_storage().nbytes() == x.nbytes
+    result = x.contiguous() if fills_storage else x.clone(memory_format=torch.contiguous_format)
+    return compat.no_view(result) if result._is_view() else result

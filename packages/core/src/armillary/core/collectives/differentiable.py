@@ -1,4 +1,4 @@
-"""Collectives along one axis that attention is made of, each with its gradient.
+"""The differentiable collectives along one axis that attention is made of.
 
     seq_to_head    [B, T, H, D] -> [B, N, h, D]      all tokens of some heads; adjoint: head_to_seq
     head_to_seq    [B, N, h, D] -> [B, T, H, D]      all heads of some tokens; adjoint: seq_to_head
@@ -6,26 +6,25 @@
     reduce_scatter [B, N, ...]  -> [B, T, ...]       own tokens of the sum; adjoint: all_gather
     merge_scatter  [B, N, H, D] -> [B, T, H, D]      own tokens of partial attention, merged by log-sum-exp
 
-On DTensors they are redistributions on that axis, as torch's `redistribute` is: the same placements, values and
-gradients where it has the same one.
+N is the number of tokens of the whole axis, T that of this rank. On DTensors these are redistributions on the axis,
+with the placements, values and gradients of torch's `redistribute` where torch has the same one:
 
-                   before                           after          gradient that comes in    that goes back
+                   before                           after          incoming gradient         returned gradient
     seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
     head_to_seq    Shard(2)                         Shard(1)       Shard(1)                  Shard(2)
     all_gather     Shard(dim)                       Replicate()    Replicate() or Partial()  Shard(dim)
     reduce_scatter Partial()                        Shard(dim)     Shard(dim)                Replicate()
     merge_scatter  LogSumExpPartial(packed=False)   Shard(1)       Shard(1)                  Replicate()
 
-Other axes of their mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the dim
-of the tokens too. Shards are those that DTensor cuts, of which the last may be shorter or empty; for others pass local
+Other axes of the mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the dim of
+the tokens too. Shards have DTensor's sizes, of which the last may be smaller or empty. For other sizes pass local
 tensors and `sizes`.
 
-N are the tokens of the whole axis, T those of this rank. The functions take local tensors and a mesh axis, or DTensors
-over a mesh with that axis, and wait. `start_all_gather`, `start_reduce_scatter` and `start_merge_scatter` return at
-once, for local tensors and without a gradient, as `start_seq_to_head` and `start_head_to_seq` do: what methods are
-built of.
+These functions wait for their result. Methods are built on `start_all_gather`, `start_reduce_scatter`,
+`start_merge_scatter`, `start_seq_to_head` and `start_head_to_seq`, which return at once, for local tensors and without
+a gradient.
 
-All ranks of an axis must call the same primitives in the same order, and their backward passes too.
+All ranks of an axis must call the same collectives in the same order, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -52,21 +51,21 @@ from armillary.core.validation import integer
 def seq_to_head(
     x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, heads: Sequence[range] | None = None
 ) -> Tensor:
-    """[B, T, H, D], all heads of this rank's tokens -> [B, N, h, D], this rank's heads of all tokens. Differentiable.
+    """Exchanges tokens for heads: [B, T, H, D] -> [B, N, h, D], this rank's heads of all tokens. Differentiable.
 
-    Where ranges of heads overlap, a head goes to each rank that has it, and its gradient is the sum of theirs.
+    If the ranges of heads overlap, a head is sent to every rank that has it, and its gradients are summed.
 
     Args:
-        x: local; or a DTensor, of which this is the redistribution from `Shard(1)` on the axis to `Shard(2)`, and its
-            gradient that from `Shard(2)` to `Shard(1)`. Where an axis inside this one (tp) shards the heads too, it is
-            the redistribution within each of that axis' ranks: the global view of the result has its heads in the order
-            in which the ranks hold them, and `head_to_seq` puts them back.
+        x: local; or a DTensor, redistributed from `Shard(1)` on the axis to `Shard(2)`, and its gradient from
+            `Shard(2)` to `Shard(1)`. If an axis inside this one (tp) shards the heads too, the redistribution happens
+            within each of that axis' ranks: the global view of the result has its heads in rank order, and
+            `head_to_seq` restores them.
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`.
-        sizes: tokens of each rank; as many as this one's unless given.
-        heads: which heads each rank gets, in order, together all of them; as torch.tensor_split cuts them unless given
-            (a DTensor: as DTensor does).
+        sizes: tokens of each rank; by default equal ones.
+        heads: the heads of each rank, in order, together all heads; by default those of torch.tensor_split (for a
+            DTensor: DTensor's own).
 
-    Bytes sent: B T D e for every head of every other rank, kind "all_to_all"; backward as `head_to_seq` forward.
+    Bytes sent: B T D e for every head of every other rank, kind "all_to_all"; backward those of `head_to_seq`.
 
     Raises:
         ValueError: sizes, heads or placements do not fit. Raised before any communication.
@@ -85,19 +84,19 @@ def seq_to_head(
 def head_to_seq(
     x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, heads: Sequence[range] | None = None
 ) -> Tensor:
-    """[B, N, h, D], this rank's heads of all tokens -> [B, T, H, D], all heads of this rank's tokens. Differentiable.
+    """Exchanges heads for tokens: [B, N, h, D] -> [B, T, H, D], all heads of this rank's tokens. Differentiable.
 
-    The inverse of `seq_to_head` where heads do not overlap, and its transpose always: a head of several ranks is
-    summed, in float32 at least and in rank order, and its gradient goes to all of them.
+    The inverse of `seq_to_head` if heads do not overlap, and always its transpose: a head of several ranks is summed in
+    rank order, in float32 or wider, and its gradient is sent to all of them.
 
     Args:
-        x: local; or a DTensor, of which this is the redistribution from `Shard(2)` on the axis to `Shard(1)`, and its
-            gradient that from `Shard(1)` to `Shard(2)`; with heads as `seq_to_head` returns them.
+        x: local; or a DTensor, redistributed from `Shard(2)` on the axis to `Shard(1)`, and its gradient from
+            `Shard(1)` to `Shard(2)`; with heads in the order of `seq_to_head`.
         axis: a 1-D mesh of U ranks.
-        sizes: tokens of each rank; N / U unless given.
-        heads: which heads each rank has, in order, together all of them; h each unless given.
+        sizes: tokens of each rank; by default N / U.
+        heads: the heads of each rank, in order, together all heads; by default h each.
 
-    Bytes sent: B h D e for every token of every other rank, kind "all_to_all"; backward as `seq_to_head` forward.
+    Bytes sent: B h D e for every token of every other rank, kind "all_to_all"; backward those of `seq_to_head`.
 
     Raises:
         ValueError: sizes, heads or placements do not fit. Raised before any communication.
@@ -116,20 +115,19 @@ def head_to_seq(
 
 
 def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
-    """[B, T, ...], this rank's tokens -> [B, N, ...], those of all ranks, in rank order. Differentiable.
+    """Gathers the tokens of all ranks, in rank order: [B, T, ...] -> [B, N, ...]. Differentiable.
 
-    The gradient of a token is the sum over ranks, as by `reduce_scatter`.
+    The gradient of a token is summed over ranks, as in `reduce_scatter`.
 
     Args:
-        x: local; or a DTensor, of which this is the redistribution from `Shard(dim)` on the axis to `Replicate()`. Its
-            gradient is that from `Replicate()` to `Shard(dim)`, for which nothing is sent, every rank having all of it;
-            or that from `Partial()`, where ranks have shares of it.
+        x: local; or a DTensor, redistributed from `Shard(dim)` on the axis to `Replicate()`. Its gradient is
+            redistributed to `Shard(dim)` from `Replicate()` without communication, because every rank has all of it, or
+            from `Partial()`.
         axis: a 1-D mesh of C ranks.
-        sizes: tokens of each rank; as many as this one's unless given.
-        dim: of the tokens.
+        sizes: tokens of each rank; by default equal ones.
+        dim: dim of the tokens.
 
-    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather"; backward as `reduce_scatter`
-    forward.
+    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather"; backward those of `reduce_scatter`.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
@@ -144,18 +142,18 @@ def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
 
 
 def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
-    """[B, N, ...] on every rank -> [B, T, ...], this rank's tokens of the sum over ranks. Differentiable.
+    """Sums over ranks and scatters: [B, N, ...] on every rank -> [B, T, ...], this rank's tokens. Differentiable.
 
-    The transpose of `all_gather`. Sums in rank order and in float32 at least.
+    The transpose of `all_gather`. Adds in rank order, in float32 or wider.
 
     Args:
-        x: local; or a DTensor, of which this is the redistribution from `Partial()` on the axis to `Shard(dim)`, and
-            its gradient that from `Shard(dim)` to `Replicate()`: of each rank's share, the same on all of them.
+        x: local; or a DTensor, redistributed from `Partial()` on the axis to `Shard(dim)`, and its gradient from
+            `Shard(dim)` to `Replicate()`: the gradient of each rank's addend, the same on all of them.
         axis: a 1-D mesh of C ranks.
-        sizes: tokens of each rank; N / C unless given.
-        dim: of the tokens.
+        sizes: tokens of each rank; by default N / C.
+        dim: dim of the tokens.
 
-    Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter"; backward as `all_gather` forward.
+    Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter"; backward those of `all_gather`.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
@@ -172,25 +170,24 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
 def merge_scatter(
     out: Tensor, lse: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over each rank's keys -> attention over all keys, for this rank's tokens. Differentiable in both.
+    """Merges attention over each rank's keys into attention over all keys, for this rank's tokens. Differentiable.
 
-    Every rank of the axis has attended with the same N queries to keys of its own. The log-sum-exp merge of what they
-    found is scattered: out = sum_r w_r out_r, with w_r = exp(lse_r - lse) and lse = log sum_r exp(lse_r). A row that
-    saw nothing has out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer (arXiv 2407.00611).
+    Every rank of the axis has attended with the same N queries to its own keys. The log-sum-exp merge is scattered:
+    out = sum_r w_r out_r, with w_r = exp(lse_r - lse) and lse = log sum_r exp(lse_r). A row without visible keys has
+    out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer (arXiv 2407.00611).
 
     Args:
-        out: [B, N, H, Dv], local; or a DTensor, of which this is the redistribution from
-            `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`, as torch's is of both packed in one. Its
-            gradient, of each rank's own part, comes back as `Replicate`, which is what torch calls the gradients of all
-            that is partial.
-        lse: [B, N, H], float32 (float64 if `out` is); likewise.
+        out: [B, N, H, Dv], local; or a DTensor, redistributed from `LogSumExpPartial(packed=False)` on the axis to
+            `Shard(1)`, as torch's `redistribute` does for both packed in one. The gradient of each rank's own addend is
+            `Replicate`, torch's convention for gradients of partial tensors.
+        lse: [B, N, H], float32 (float64 if `out` is); local or a DTensor like `out`.
         axis: a 1-D mesh of C ranks.
-        sizes: tokens of each rank; N / C unless given.
+        sizes: tokens of each rank; by default N / C.
 
     Returns:
-        (out [B, T, H, Dv], lse [B, T, H]), in the dtypes that came in.
+        (out [B, T, H, Dv], lse [B, T, H]), in the dtypes of the inputs.
 
-    Bytes sent, for T tokens on each rank: (C - 1) (B T H Dv e + 4 B T H), kind "reduce_scatter"; backward
+    Bytes sent, with T tokens on each rank: (C - 1) (B T H Dv e + 4 B T H), kind "reduce_scatter"; backward
     (C - 1) (B T H Dv e + 8 B T H), kind "all_gather". In float64 8 and 16.
 
     Raises:
@@ -205,7 +202,7 @@ def merge_scatter(
 
 
 def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int]:
-    """Tokens of each rank: as given, or `tokens` in equal parts."""
+    """Returns the tokens of each rank: `sizes`, checked, or equal shares of `tokens`."""
     if sizes is None:
         if tokens % axis.size:
             raise ValueError(
@@ -219,7 +216,7 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
 
 
 def dtensors() -> ModuleType:
-    """The same functions for DTensors, imported where there are some: torch's DTensor takes seconds to import."""
+    """Returns the module with these functions for DTensors. DTensor takes seconds to import."""
     from armillary.core.collectives import dtensors
 
     return dtensors

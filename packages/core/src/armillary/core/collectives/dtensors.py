@@ -1,4 +1,4 @@
-"""Collectives on DTensors: placements are checked, the work is done on local tensors, results say how they lie."""
+"""The collectives on DTensors: check placements, run on local tensors, return DTensors with explicit placements."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ from armillary.core.observe.ledger import phase
 from armillary.core.placements import (
     check_chunks,
     check_innermost,
-    check_others,
+    check_other_axes,
     check_placement,
     chunk_sizes,
     describe,
     dtensor_like,
-    held_length,
     local_of,
     mesh_dim,
+    outer_length,
 )
 
 
 def seq_to_head(x: DTensor, axis: Axis, sizes: Sequence[int] | None, heads: Sequence[range] | None) -> DTensor:
-    """From `Shard(1)` on the axis to `Shard(2)`."""
-    return _turned(x, axis, Shard(1), Shard(2), sizes, heads)
+    """Redistributes from `Shard(1)` on the axis to `Shard(2)`."""
+    return _exchanged(x, axis, Shard(1), Shard(2), sizes, heads)
 
 
 def head_to_seq(x: DTensor, axis: Axis, sizes: Sequence[int] | None, heads: Sequence[range] | None) -> DTensor:
-    """From `Shard(2)` on the axis to `Shard(1)`."""
-    return _turned(x, axis, Shard(2), Shard(1), sizes, heads)
+    """Redistributes from `Shard(2)` on the axis to `Shard(1)`."""
+    return _exchanged(x, axis, Shard(2), Shard(1), sizes, heads)
 
 
 def all_gather(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int) -> Tensor:
-    """From `Shard(dim)` on the axis to `Replicate`."""
-    place, sizes = _tokens("x", x, axis, Shard(dim), dim, sizes)
-    return cast(Tensor, _AllGather.apply(x, axis, sizes, dim, place))
+    """Redistributes from `Shard(dim)` on the axis to `Replicate()`."""
+    axis_dim, sizes = _tokens("x", x, axis, Shard(dim), dim, sizes)
+    return cast(Tensor, _AllGather.apply(x, axis, sizes, dim, axis_dim))
 
 
 def reduce_scatter(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int) -> DTensor:
-    """From `Partial()` on the axis to `Shard(dim)`."""
-    place, sizes = _tokens("x", x, axis, Partial(), dim, sizes)
+    """Redistributes from `Partial()` on the axis to `Shard(dim)`."""
+    axis_dim, sizes = _tokens("x", x, axis, Partial(), dim, sizes)
     local = linear(local_of(x), start_reduce_scatter, start_all_gather, axis, sizes, dim)
-    return dtensor_like(x, local, x.shape, {place: Shard(dim)})
+    return dtensor_like(x, local, x.shape, {axis_dim: Shard(dim)})
 
 
 def merge_scatter(out: DTensor, lse: DTensor, axis: Axis, sizes: Sequence[int] | None) -> tuple[DTensor, DTensor]:
-    """From `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`, both."""
+    """Redistributes both from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`."""
     if out.device_mesh != lse.device_mesh or out.placements != lse.placements:
         raise ValueError(f"out is {describe(out)}, lse {describe(lse)}; both must be placed alike")
-    place, sizes = _tokens("out", out, axis, LogSumExpPartial(packed=False), 1, sizes)
+    axis_dim, sizes = _tokens("out", out, axis, LogSumExpPartial(packed=False), 1, sizes)
     parts = merge(local_of(out), local_of(lse), axis, sizes)
-    shard: dict[int, Placement] = {place: Shard(1)}
+    shard: dict[int, Placement] = {axis_dim: Shard(1)}
     return dtensor_like(out, parts[0], out.shape, shard), dtensor_like(lse, parts[1], lse.shape, shard)
 
 
@@ -80,59 +80,64 @@ def on_local_tokens(
 
 
 class _AllGather(torch.autograd.Function):
-    """`all_gather` of a DTensor, whose gradient says itself whether it is still to be summed over the axis."""
+    """`all_gather` of a DTensor. The gradient itself says whether it is still to be summed over the axis."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, place: int) -> DTensor:
-        ctx.call, ctx.placements = (axis, sizes, dim, place), x.placements
+    def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, axis_dim: int) -> DTensor:
+        ctx.call, ctx.placements = (axis, sizes, dim, axis_dim), x.placements
         local = start_all_gather(x.to_local(), axis, sizes, dim).wait()
-        return dtensor_like(x, local, x.shape, {place: Replicate()})
+        return dtensor_like(x, local, x.shape, {axis_dim: Replicate()})
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,), (axis, sizes, dim, place) = grads, ctx.call
-        wanted = list(ctx.placements)
-        if grad.placements[place] == Partial():
-            wanted[place] = Partial()
-        local = grad.redistribute(placements=wanted).to_local()
-        if wanted[place] == Partial():
+        (grad,), (axis, sizes, dim, axis_dim) = grads, ctx.call
+        # Every axis but this one is redistributed by torch; a sum over this axis is ours, so that the ledger counts it.
+        target = list(ctx.placements)
+        if grad.placements[axis_dim] == Partial():
+            target[axis_dim] = Partial()
+        local = grad.redistribute(placements=target).to_local()
+        if target[axis_dim] == Partial():
             with phase("backward"):
                 local = start_reduce_scatter(local, axis, sizes, dim).wait()
         return dtensor_like(grad, local, grad.shape, dict(enumerate(ctx.placements))), None, None, None, None
 
 
-def _turned(
+def _exchanged(
     x: DTensor, axis: Axis, before: Shard, after: Shard, sizes: Sequence[int] | None, heads: Sequence[range] | None
 ) -> DTensor:
-    """Either all-to-all: from `before` on the axis to `after`."""
+    """Runs either all-to-all: from `before` on the axis to `after`."""
     check_dims(x)
-    place = mesh_dim(x, axis)
-    check_placement("x", x, place, before)
-    check_others("x", x, place)
-    check_innermost("x", x, place, 1)
-    tokens = chunk_sizes(held_length(x, 1, place), axis.size)
+    axis_dim = mesh_dim(x, axis)
+    check_placement("x", x, axis_dim, before)
+    check_other_axes("x", x, axis_dim)
+    check_innermost("x", x, axis_dim, 1)
+    tokens = chunk_sizes(outer_length(x, 1, axis_dim), axis.size)
     check_chunks("sizes", tokens if sizes is None else sizes, tokens, axis.name)
-    ranges = _heads(x, axis, place)
-    found = ranges if heads is None else heads
-    check_chunks("heads", [len(part) for part in found], [len(part) for part in ranges], axis.name)
-    check_heads(found, axis, ranges[-1].stop)
+    ranges = _heads(x, axis, axis_dim)
+    head_ranges = ranges if heads is None else heads
+    check_chunks("heads", [len(part) for part in head_ranges], [len(part) for part in ranges], axis.name)
+    check_heads(head_ranges, axis, ranges[-1].stop)
     starts = start_seq_to_head, start_head_to_seq
     local = linear(local_of(x), *(starts if before == Shard(1) else starts[::-1]), axis, tokens, ranges)
-    return dtensor_like(x, local, x.shape, {place: after})
+    return dtensor_like(x, local, x.shape, {axis_dim: after})
 
 
-def _heads(x: DTensor, axis: Axis, place: int) -> tuple[range, ...]:
-    """The heads of each rank of the axis, numbered from the first that this rank's column of the mesh holds."""
-    held = held_length(x, 2, place)
-    within = prod(x.device_mesh.size(i) for i in range(place + 1, x.device_mesh.ndim) if x.placements[i] == Shard(2))
-    if within > 1 and held % (within * axis.size):
+def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
+    """Returns the heads of each rank of the axis, counted from the first head of this rank's column of the mesh."""
+    outer_heads = outer_length(x, 2, axis_dim)
+    inner_ranks = prod(
+        x.device_mesh.size(i) for i in range(axis_dim + 1, x.device_mesh.ndim) if x.placements[i] == Shard(2)
+    )
+    if inner_ranks > 1 and outer_heads % (inner_ranks * axis.size):
         raise ValueError(
-            f"{held} heads of {describe(x)} cannot be cut evenly over {axis.size} ranks of axis {axis.name!r} and "
-            f"{within} within; give a number of heads that {axis.size * within} divides, or pass local tensors"
+            f"{outer_heads} heads of {describe(x)} cannot be cut evenly over {axis.size} ranks of axis {axis.name!r} "
+            f"and {inner_ranks} inside it; give a number of heads that {axis.size * inner_ranks} divides, or pass "
+            "local tensors"
         )
     ends = [0]
-    for size in chunk_sizes(held // within, axis.size):
+    # Ranks inside the axis have cut their heads before it, so this axis cuts what each of them holds.
+    for size in chunk_sizes(outer_heads // inner_ranks, axis.size):
         ends.append(ends[-1] + size)
     return tuple(range(a, b) for a, b in pairwise(ends))
 
@@ -140,12 +145,12 @@ def _heads(x: DTensor, axis: Axis, place: int) -> tuple[range, ...]:
 def _tokens(
     name: str, x: DTensor, axis: Axis, placement: Placement, dim: int, sizes: Sequence[int] | None
 ) -> tuple[int, tuple[int, ...]]:
-    """(the dim of the mesh that is the axis, the tokens of each of its ranks), with the placements of `x` checked."""
+    """Returns (mesh dim of the axis, tokens of each of its ranks), after checks of x's placements."""
     tokens_on(x, dim)
-    place = mesh_dim(x, axis)
-    check_placement(name, x, place, placement)
-    check_others(name, x, place)
-    check_innermost(name, x, place, dim)
-    expected = chunk_sizes(held_length(x, dim, place), axis.size)
+    axis_dim = mesh_dim(x, axis)
+    check_placement(name, x, axis_dim, placement)
+    check_other_axes(name, x, axis_dim)
+    check_innermost(name, x, axis_dim, dim)
+    expected = chunk_sizes(outer_length(x, dim, axis_dim), axis.size)
     check_chunks("sizes", expected if sizes is None else sizes, expected, axis.name)
-    return place, expected
+    return axis_dim, expected

@@ -1,4 +1,4 @@
-"""`merge_` as one Triton kernel, which reads and writes each element once. Imported by `merge` where it is used."""
+"""`merge_` as one Triton kernel that reads and writes each element once. Imported at its first use on CUDA."""
 
 # pyright: basic
 # Triton has no types, and compiles a kernel's body, which takes no annotations, itself.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 1024
+MAX_WIDTH = 1024
 """Elements of a row that a program holds at a time."""
 ELEMENTS = 4096
 """Elements that a program holds at a time, over its rows: 32 for each thread of four warps."""
@@ -43,7 +43,9 @@ def _merge_rows(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32 bits: dividing those of 64 takes as long as the memory
+    row = tl.program_id(0) * ROWS + tl.arange(
+        0, ROWS
+    )  # 32 bits: 64-bit divisions would take as long as the memory traffic
     inside = row < rows
     head, token, batch = row % heads, row // heads % tokens, row // heads // tokens
     head, token, batch = head.to(tl.int64), token.to(tl.int64), batch.to(tl.int64)  # 2^31 elements are 8 GB of float32
@@ -52,11 +54,11 @@ def _merge_rows(
     before = tl.load(lse_at, mask=inside, other=0.0)
     added = tl.load(part_lse_at, mask=inside, other=0.0)
 
-    # weight = sigmoid(added - before) and log(e^before + e^added), both of one exponential that cannot overflow.
+    # weight = sigmoid(added - before) and total = log(e^before + e^added), from one exponential that cannot overflow.
     gap = added - before
     decay = tl.exp(-tl.abs(gap))
     weight = tl.where(gap >= 0, 1.0, decay) / (1.0 + decay)
-    weight = tl.where(weight == weight, weight, 0.0)  # -inf - -inf is no number: neither has seen anything
+    weight = tl.where(weight == weight, weight, 0.0)  # -inf - -inf is NaN: neither part has visible keys
     larger = tl.where(before > added, before, added)
     total = larger + tl.log(1.0 + tl.where(before == added, 1.0, decay))
 
@@ -64,30 +66,32 @@ def _merge_rows(
     part_at = part_out + batch * part_batch + token * part_token + head * part_head
     for start in range(0, dim, WIDTH):
         column = (start + tl.arange(0, WIDTH)).to(tl.int64)
-        here = inside[:, None] & (column < dim)[None, :]
-        old = tl.load(out_at[:, None] + column[None, :] * out_dim, mask=here, other=0.0)
-        new = tl.load(part_at[:, None] + column[None, :] * part_dim, mask=here, other=0.0).to(old.dtype)
-        share = weight[:, None]
-        merged = tl.where(share < 0.5, old + share * (new - old), new - (new - old) * (1.0 - share))  # as torch.lerp
-        tl.store(out_at[:, None] + column[None, :] * out_dim, merged, mask=here)
-    tl.debug_barrier()  # threads that share a row have each read its lse, which one of them replaces
+        valid = inside[:, None] & (column < dim)[None, :]
+        old = tl.load(out_at[:, None] + column[None, :] * out_dim, mask=valid, other=0.0)
+        new = tl.load(part_at[:, None] + column[None, :] * part_dim, mask=valid, other=0.0).to(old.dtype)
+        row_weight = weight[:, None]
+        merged = tl.where(
+            row_weight < 0.5, old + row_weight * (new - old), new - (new - old) * (1.0 - row_weight)
+        )  # torch.lerp's formula
+        tl.store(out_at[:, None] + column[None, :] * out_dim, merged, mask=valid)
+    tl.debug_barrier()  # all threads of a row have read its lse before one of them overwrites it
     tl.store(lse_at, total, mask=inside)
 
 
 def fused_merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merges (part_out, part_lse) into (out, lse), in place; arguments as of `merge_` that `fuses`, with any strides.
+    """Merges (part_out, part_lse) into (out, lse), in place and for any strides; for arguments that `fuses` accepts.
 
     Args:
-        out, lse: elements do not share memory.
+        out, lse: no two elements may share memory.
     """
     if out.numel() == 0:
         return
     batch, tokens, heads = (1,) * (3 - lse.ndim) + tuple(lse.shape)
     rows, dim = batch * tokens * heads, out.shape[-1]
-    width = min(triton.next_power_of_2(dim), WIDEST)
+    width = min(triton.next_power_of_2(dim), MAX_WIDTH)
     per_program = max(1, ELEMENTS // width)
     strides = (*_strides(out, 4), *_strides(lse, 3), *_strides(part_out, 4), *_strides(part_lse, 3))
-    with torch.cuda.device_of(out):  # Triton launches on the current device, whatever the tensors'
+    with torch.cuda.device_of(out):  # Triton launches on the current device, not that of the tensors
         _merge_rows[triton.cdiv(rows, per_program),](
             out,
             lse,
@@ -105,5 +109,5 @@ def fused_merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
 
 
 def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
-    """Strides of x as a tensor of so many dims, the first ones of size 1."""
+    """Returns the strides of x as a tensor of `dims` dims, with missing leading dims of size 1."""
     return (0,) * (dims - x.ndim) + x.stride()

@@ -1,9 +1,10 @@
-"""Interleaved shards of tokens: of T tokens, rank r of the R on an axis has r, r + R, r + 2R, ...
+"""Interleaved shards of tokens: rank r of the R ranks on an axis holds tokens r, r + R, r + 2R, ... of T.
 
-So some consecutive tokens, of a multiple of R, are some consecutive tokens of every rank: what is done piece by piece
-can be gathered and summed piece by piece too. Tensor parallelism keeps its residual stream like this.
+Consecutive tokens, in multiples of R, are consecutive tokens of every rank, so work on chunks of tokens can gather and
+sum chunk by chunk. Tensor parallelism keeps its residual stream in this form.
 
-Every rank has n = ceil(T / R) tokens. Where R does not divide T, some ranks' last one is padding: zeros, at first.
+Every rank has n = ceil(T / R) tokens. Where R does not divide T, the last token of some ranks is padding, initially
+zero.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from armillary.core.mesh import Axis
 
 
 def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """[B, n, ...], this rank's tokens -> [B, n R, ...], those of all ranks. Differentiable: sums over the ranks.
+    """Gathers the tokens of all ranks: [B, n, ...] -> [B, n R, ...]. Differentiable: the gradient is summed over ranks.
 
-    Bytes sent: (R - 1) times those of `x`, kind "all_gather"; backward as `reduce_scatter_interleaved` forward.
+    Bytes sent: (R - 1) times those of `x`, kind "all_gather"; backward those of `reduce_scatter_interleaved`.
     """
     return all_gather(x.unsqueeze(2), axis, dim=2).flatten(1, 2)
 
 
 def reduce_scatter_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """[B, T, ...] on every rank -> [B, n, ...], this rank's tokens of the sum over ranks. Differentiable: gathers.
+    """Sums over ranks and scatters: [B, T, ...] -> [B, n, ...], this rank's tokens. Differentiable by a gather.
 
-    Sums in rank order and in float32 at least.
+    Adds in rank order, in float32 or wider.
 
-    Bytes sent: (R - 1) / R times those of `x`, padded, kind "reduce_scatter"; backward as `all_gather_interleaved`
-    forward.
+    Bytes sent: (R - 1) / R times those of the padded `x`, kind "reduce_scatter"; backward those of
+    `all_gather_interleaved`.
     """
     along = Axis.of(axis)
     return reduce_scatter(pad_to_multiple(x, along.size).unflatten(1, (-1, along.size)), axis, dim=2).squeeze(2)
 
 
 def interleaved_shard(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """[B, T, ...], the same on every rank -> [B, n, ...], this rank's tokens of it. Sends nothing."""
+    """Returns this rank's tokens [B, n, ...] of [B, T, ...], the same on every rank. Communicates nothing."""
     along = Axis.of(axis)
     return pad_to_multiple(x, along.size)[:, along.rank :: along.size]
 
 
 def pad_to_multiple(x: Tensor, multiple: int, value: float = 0) -> Tensor:
-    """x [B, T, ...] with `value` behind its tokens, up to a multiple of so many; itself if it has that."""
+    """Returns x [B, T, ...] padded with `value` to a multiple of tokens; x itself if T is one already."""
     missing = -x.shape[1] % multiple
     return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing), value=value) if missing else x

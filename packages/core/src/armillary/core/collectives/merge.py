@@ -1,4 +1,4 @@
-"""Merging attention over some keys with attention over others by log-sum-exp, here and over the ranks of an axis."""
+"""The log-sum-exp merge of attention over disjoint keys: locally, and over the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from armillary.core.collectives.collective import Collective, check_tokens
 from armillary.core.collectives.reduce_scatter import start_scatter
 from armillary.core.mesh import Axis
 
-MOST_DIMS = 4
-"""Of `out` in the fused kernel: [B, T, H, Dv], of which any but the last may be left out."""
-MOST_ROWS = 2**31 - 2**16
-"""Of `lse` in the fused kernel, which numbers them in 32 bits."""
+MAX_DIMS = 4
+"""Largest number of dims of `out` in the fused kernel: [B, T, H, Dv]."""
+MAX_ROWS = 2**31 - 2**16
+"""Largest number of rows of `lse` in the fused kernel, which numbers them in 32 bits."""
 
 
 def start_merge_scatter(
     out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]
 ) -> Collective[tuple[Tensor, Tensor]]:
-    """Attention over each rank's keys -> attention over all keys, for this rank's tokens: a reduce-scatter by `merge_`.
+    """Starts a reduce-scatter by `merge_`: from attention over each rank's keys to attention over all keys.
 
-    Merges in rank order, in float32 (float64 for float64). A row that no rank has seen anything for has out = 0 and
-    lse = -inf, as it must have in what comes in.
+    The result has this rank's tokens. Merges in rank order, in float32 (float64 for float64). A row without visible
+    keys has out = 0 and lse = -inf, in the input and in the result.
 
     Args:
         out: [B, sum(sizes), H, Dv], local. Must not be written to before `wait`.
-        lse: [B, sum(sizes), H], in the accumulation dtype; likewise.
+        lse: [B, sum(sizes), H], in the accumulation dtype. Must not be written to before `wait`.
+        axis: the axis whose ranks hold the keys, of C ranks.
         sizes: tokens of each rank of the axis.
 
     Returns:
-        (out [B, T, H, Dv], lse [B, T, H]), in the dtypes that came in.
+        (out [B, T, H, Dv], lse [B, T, H]), in the dtypes of the inputs.
 
-    Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter". Where sizes are equal, with T tokens on
-    each of C ranks: (C - 1) (B T H Dv e + 4 B T H), or 8 in float64.
+    Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter". With T tokens on every rank:
+    (C - 1) (B T H Dv e + 4 B T H), or 8 instead of 4 in float64.
     """
     check_partial(out, lse, sizes)
-    sent_out, outs, works = start_scatter(out, axis, sizes, 1)
-    sent_lse, lses, more = start_scatter(lse, axis, sizes, 1)
+    sent_out, outs, out_works = start_scatter(out, axis, sizes, 1)
+    sent_lse, lses, lse_works = start_scatter(lse, axis, sizes, 1)
 
     def assemble() -> tuple[Tensor, Tensor]:
         if axis.size == 1:
@@ -53,18 +54,18 @@ def start_merge_scatter(
             merge_(merged, total, part, part_lse)
         return merged.to(out.dtype), total
 
-    return Collective(axis, (sent_out, *outs, sent_lse, *lses), (*works, *more), assemble)
+    return Collective(axis, (sent_out, *outs, sent_lse, *lses), (*out_works, *lse_works), assemble)
 
 
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merges attention over some keys into that over others, in place: (out, lse) take in (part_out, part_lse).
+    """Merges attention over some keys, (part_out, part_lse), into attention over other keys, (out, lse), in place.
 
-    out [..., Dv] and lse [...] are accumulators. A row that has seen nothing, with lse = -inf, weighs nothing.
+    out [..., Dv] and lse [...] are accumulators. A row with lse = -inf weighs nothing.
 
-    On CUDA one Triton kernel, where there is one: 10 bytes an element of a partial result in 16 bits, where torch's ops
+    On CUDA this is one Triton kernel if Triton is available: 10 bytes per element of a 16-bit part, where torch's ops
     move 18.
     """
-    if not torch.compiler.is_compiling():  # a compiler fuses the ops by itself
+    if not torch.compiler.is_compiling():  # inductor fuses the ops by itself
         kernel = fused_kernel(out.device.type)
         if kernel is not None and fuses(out, lse, part_out, part_lse):
             kernel(out, lse, part_out, part_lse)
@@ -77,14 +78,14 @@ MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @cache
 def fused_kernel(device_type: str) -> MergeKernel | None:
-    """The fused kernel for tensors of a type of device; None where Triton is not installed, or compiles nothing."""
+    """Returns the fused kernel for a device type; None without Triton, or if Triton cannot compile it."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     try:
         from armillary.core.collectives.fused_merge import fused_merge_
 
         fused_merge_(*(torch.zeros(shape, device=device_type) for shape in ((1, 1), 1, (1, 1), 1)))
-    except Exception as error:  # no C compiler, no driver that Triton knows, an older GPU: whatever it raises
+    except Exception as error:  # no C compiler, an unknown driver or an old GPU: Triton raises anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warn(f"partial attention is merged by several kernels: Triton does not compile one ({reason})", stacklevel=3)
         return None
@@ -92,18 +93,18 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
 
 
 def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
-    """Whether the fused kernel takes these: plain tensors that nothing differentiates, in the dtypes of attention."""
+    """Returns True if the fused kernel takes these: plain tensors without a gradient, in the dtypes of attention."""
     tensors = (out, lse, part_out, part_lse)
-    plain = all(type(x) is Tensor for x in tensors) and not compat.transforms_on()  # no fake ones, no DTensors
+    are_plain = all(type(x) is Tensor for x in tensors) and not compat.transforms_on()  # no fake tensors, no DTensors
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     shapes = part_out.shape == out.shape and lse.shape == part_lse.shape == out.shape[:-1]
     dtypes = out.dtype == lse.dtype == part_lse.dtype == accumulation_dtype(out.dtype) and part_out.is_floating_point()
-    return plain and not differentiated and shapes and dtypes and out.ndim <= MOST_DIMS and lse.numel() <= MOST_ROWS
+    return are_plain and not differentiated and shapes and dtypes and out.ndim <= MAX_DIMS and lse.numel() <= MAX_ROWS
 
 
 def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """`merge_` by torch's ops, on any device."""
-    weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # -inf - -inf is no number: neither has seen anything
+    """Computes `merge_` with torch's ops, on any device."""
+    weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # -inf - -inf is NaN: neither part has visible keys
     torch.logaddexp(lse, part_lse, out=lse)
     out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
 
@@ -118,5 +119,5 @@ def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
 
 
 def pivot(lse: Tensor) -> Tensor:
-    """`lse`, but 0 where nothing was seen: then weights exp(-inf - pivot) are 0 and not NaN."""
+    """Returns `lse` with 0 in place of -inf, so that weights exp(-inf - pivot) are 0 and not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0)

@@ -1,4 +1,4 @@
-"""Own tokens of what all ranks of an axis have, summed or apart: asynchronous, on local tensors, without a gradient."""
+"""Reduce-scatter of tokens along one axis, summed or unsummed: asynchronous, on local tensors, without autograd."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from armillary.core.mesh import Axis
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
-    """[B, sum(sizes), ...] on every rank -> [B, T, ...], this rank's tokens of the sum over all ranks.
+    """Starts to sum over all ranks: [B, sum(sizes), ...] on every rank -> [B, T, ...], the sum of this rank's tokens.
 
-    The transpose of `start_all_gather`, with its arguments. Each rank adds what the others send it, in rank order and
-    in float32 at least: the same bits on every run, and one rounding to the dtype of `x`.
+    The transpose of `start_all_gather`, with the same arguments. Each rank adds the received tokens in rank order, in
+    float32 or wider: the same bits on every run, and one rounding to the dtype of `x`.
 
     Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
     """
@@ -38,9 +38,9 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
 
 
 def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
-    """[B, sum(sizes), ...] on every rank -> this rank's tokens [B, T, ...] as each rank has them, in rank order.
+    """Starts the same exchange unsummed: the result is this rank's tokens [B, T, ...] of each rank, in rank order.
 
-    For sums of a caller's own, such as those of exponentials. Arguments and bytes are those of `start_reduce_scatter`.
+    For reductions other than sums, such as log-sum-exp. Arguments and bytes are those of `start_reduce_scatter`.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
     sent, parts, works = start_scatter(x, axis, sizes, dim)
@@ -50,9 +50,9 @@ def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 
 def start_scatter(
     x: Tensor, axis: Axis, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
-    """Starts sending each rank its tokens of `x`: what is sent, what each rank sends to this one, and the work.
+    """Starts to send each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works).
 
-    An all-to-all, because a reduce-scatter of the backend's adds in an order and a precision of its own.
+    An all-to-all, because a backend's reduce-scatter adds in an order and a precision of its own.
     """
     if axis.size == 1:
         return x, (x,), ()

@@ -1,4 +1,4 @@
-"""Taking down when something happens, on the host or on the device, without making anybody wait."""
+"""Clocks of traces: they record instants on the host or the device without making either wait."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Instant = TypeVar("Instant")
 
 
 class Clock(Protocol[Instant]):
-    """Takes down instants now, and says later when they were."""
+    """Records instants now and converts them to times later."""
 
     def now(self) -> Instant: ...
 
     def microseconds(self, instant: Instant) -> float:
-        """Since the clock was made."""
+        """Returns the time of an instant since the clock was made."""
         ...
 
 
 class HostClock:
-    """When the host does things."""
+    """Instants of the host."""
 
     def __init__(self) -> None:
         self.origin = self.now()
@@ -34,7 +34,7 @@ class HostClock:
 
 
 class CudaClock:
-    """When the current stream gets there. The host waits for nothing before the times are asked for."""
+    """Instants of the current stream, as CUDA events. The host waits only when a time is read."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

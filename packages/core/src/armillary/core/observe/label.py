@@ -1,4 +1,4 @@
-"""Naming what is being computed, so that profiles and memory accounts can say it."""
+"""Labels of computations, for profiles, traces and memory accounts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from armillary.core.observe.trace import span
 
 
 class Label(NamedTuple):
-    """What is being computed, and whether what it allocates lies in the host's memory instead of the device's."""
+    """The name of a computation.
+
+    Args:
+        name: such as "attention".
+        host: True if the tensors that it allocates lie in host memory.
+    """
 
     name: str
     host: bool = False
@@ -25,13 +30,15 @@ _current: ContextVar[Label | None] = ContextVar("label", default=None)
 
 @contextmanager
 def label(name: str, *, host: bool = False) -> Generator[None]:
-    """Names what this thread computes meanwhile, such as "attention" or "mlp"; the innermost name counts.
+    """Context that labels the computations of this thread, such as "attention" or "mlp". The innermost label counts.
 
-    It shows in a torch profile and a `Trace` too. A backward pass does not inherit it: name that where it is written.
+    The label appears in a torch profile and in a `Trace`. A backward pass does not inherit it: label it where it is
+    written.
 
     Args:
-        host: whether new tensors are kept in the host's memory (offloaded checkpoints, say). To be told, because a
-            simulation has no device to tell it by.
+        name: the label.
+        host: True if new tensors lie in host memory, as those of offloaded checkpoints do. A simulation without devices
+            cannot tell by itself.
     """
     if torch.compiler.is_compiling():
         yield
@@ -46,5 +53,5 @@ def label(name: str, *, host: bool = False) -> Generator[None]:
 
 
 def current_label() -> Label | None:
-    """The innermost label on this thread."""
+    """Returns the innermost label of this thread."""
     return _current.get()

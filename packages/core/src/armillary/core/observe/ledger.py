@@ -1,4 +1,4 @@
-"""Counting the bytes that this rank sends."""
+"""The byte ledger: counts the bytes that this rank sends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 PHASES = ("forward", "backward")
 EXACT, UNITS = 15, 11
 NUMBERS = EXACT + 1 + UNITS
-"""Widths of the table's columns: exact bytes, bytes with a unit, both."""
+"""Widths of columns of the table: exact bytes, bytes with a unit, and both together."""
 
 _phase: ContextVar[str] = ContextVar("phase", default="forward")
 
 
 @dataclass
 class CommLedger:
-    """While it is open, counts the bytes that this process sends through the primitives of `armillary.core`.
+    """Counts the bytes that this process sends through the primitives of `armillary.core` while it is open.
 
         with CommLedger() as ledger:
             attend(q, k, v, mask=mask, layout=layout).backward(dout)
@@ -38,14 +38,14 @@ class CommLedger:
     ulysses  all_to_all           65,536  64.000 KiB           65,536  64.000 KiB          131,072 128.000 KiB         8
     total                        114,688 112.000 KiB          188,416 184.000 KiB          303,104 296.000 KiB        17
 
-    It sees every thread of the process, because autograd runs backward passes on threads of its own. Bytes that a rank
-    keeps for itself are not counted. Ledgers nest; each counts for itself.
+    It counts in all threads of the process, because autograd runs backward passes on threads of its own. Bytes that a
+    rank keeps for itself do not count. Ledgers may be nested; each counts everything.
     """
 
     entries: Counter[Key] = field(default_factory=Counter[Key])
     """Bytes by (axis, kind, phase)."""
     sends: Counter[Key] = field(default_factory=Counter[Key])
-    """Messages, likewise."""
+    """Messages by (axis, kind, phase)."""
 
     opened: ClassVar[list[CommLedger]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -60,23 +60,23 @@ class CommLedger:
             self.opened[:] = [ledger for ledger in self.opened if ledger is not self]
 
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
-        """Bytes sent on one axis, by one kind, in one phase ("forward", "backward"); None: all.
+        """Returns the bytes sent on one axis, by one kind, in one phase ("forward", "backward"). None stands for all.
 
-        Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter". The latter goes out as an all-to-all, and is
-        summed by who receives it: in rank order, and in float32 at least.
+        Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter". A reduce-scatter is sent as an all-to-all and
+        summed by the receiver, in rank order and in float32 or wider.
 
         Raises:
-            ValueError: a kind or a phase that there is none of, or an axis that is no name.
+            ValueError: an unknown kind or phase, or an axis that is no string.
         """
         return _total(self.entries, (axis, kind, phase))
 
     def messages(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
-        """How many messages that was: one for each rank that an exchange or a collective sends something to."""
+        """Returns the number of messages: one for each rank that an exchange or a collective sends to."""
         return _total(self.sends, (axis, kind, phase))
 
     def table(self) -> str:
-        """Bytes by axis and kind, forward, backward and together, exactly and in units; as in the example above."""
-        rows = sorted({(axis, kind) for (axis, kind, _), sent in self.entries.items() if sent})
+        """Formats bytes by axis and kind, for forward, backward and both, as in the example above."""
+        rows = sorted({(axis, kind) for (axis, kind, _), size in self.entries.items() if size})
         if not rows:
             return "nothing was sent"
         lines = [("axis", "kind", *(f"{phase:>{NUMBERS}}" for phase in (*PHASES, "total")), "messages")]
@@ -89,35 +89,36 @@ class CommLedger:
         )
 
     def _figures(self, axis: str | None, kind: str | None) -> tuple[str, ...]:
-        sent = [self.bytes(axis, kind, phase) for phase in (*PHASES, None)]
-        return (*(f"{n:>{EXACT},} {format_bytes(n):>{UNITS}}" for n in sent), f"{self.messages(axis, kind):,}")
+        sizes = [self.bytes(axis, kind, phase) for phase in (*PHASES, None)]
+        return (*(f"{n:>{EXACT},} {format_bytes(n):>{UNITS}}" for n in sizes), f"{self.messages(axis, kind):,}")
 
     @classmethod
-    def add(cls, axis: str, kind: str, sent: int, messages: int = 1) -> None:
+    def add(cls, axis: str, kind: str, nbytes: int, messages: int = 1) -> None:
+        """Adds a sent message to all open ledgers."""
         key = axis, kind, current_phase()
         with cls._lock:
             for ledger in cls.opened:
-                ledger.entries[key] += sent
+                ledger.entries[key] += nbytes
                 ledger.sends[key] += messages
 
 
-def _total(counts: Counter[Key], wanted: tuple[str | None, str | None, str | None]) -> int:
-    axis, kind, phase = wanted
-    if not isinstance(axis, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+def _total(counts: Counter[Key], query: tuple[str | None, str | None, str | None]) -> int:
+    axis, kind, phase = query
+    if not isinstance(axis, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"axis={axis!r}: the name of an axis is needed, such as 'ring'")
-    for name, word, known in (("kind", kind, KINDS), ("phase", phase, PHASES)):
-        check_choice(name, known[0] if word is None else word, known)
-    return sum(n for key, n in counts.items() if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
+    for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES)):
+        check_choice(name, choices[0] if value is None else value, choices)
+    return sum(n for key, n in counts.items() if all(q in (None, k) for q, k in zip(query, key, strict=True)))
 
 
 def current_phase() -> str:
-    """The phase in which this thread is."""
+    """Returns the phase of this thread."""
     return _phase.get()
 
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Books what is sent meanwhile, on this thread, under the phase `name`."""
+    """Context that counts the bytes sent by this thread under the phase `name`."""
     token = _phase.set(name)
     try:
         yield
@@ -126,7 +127,7 @@ def phase(name: str) -> Generator[None]:
 
 
 def format_bytes(size: int) -> str:
-    """Bytes in the unit that leaves at least 1 of it, to three decimals: 1.625 GiB."""
+    """Formats bytes in the largest unit that gives at least 1, with three decimals: 1.625 GiB."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:,.3f} {unit}"

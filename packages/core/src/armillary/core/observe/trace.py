@@ -1,4 +1,4 @@
-"""What each rank computes and what is under way meanwhile, side by side: a picture in Chrome's trace format."""
+"""Traces: computation and communication of every rank on one time line, in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from armillary.core.observe.clock import Clock, CudaClock, HostClock
 from armillary.core.observe.ledger import CommLedger, current_phase
 
 COMPUTE = "compute"
-"""The lane of what the rank itself does. What is under way has lanes "exchange ring", "exchange ulysses", ..."""
+"""The lane of computation. Communication has lanes "exchange ring", "exchange ulysses", ..."""
 
 Event = dict[str, Any]
-"""One of "traceEvents"."""
+"""An entry of "traceEvents"."""
 
 
 @dataclass
 class TraceSpan:
-    """Something that goes on for a while; a context manager, or call `finish`."""
+    """A time span on a lane of a trace; a context manager, or ended by `finish`."""
 
     clock: Clock[Any]
     lane: str
@@ -42,33 +42,33 @@ class TraceSpan:
         self.finish()
 
     def finish(self) -> None:
-        """It ends now. The first call counts."""
+        """Ends the span. Later calls have no effect."""
         if self.end is None:
             self.end = self.clock.now()
 
 
 @dataclass
 class Trace:
-    """While it is open, takes down when this process computes and when what it sends and receives is under way.
+    """Records when this process computes and when its messages are in flight, while it is open.
 
         with Trace() as trace:
             attend(q, k, v, mask=mask, layout=layout).backward(dout)
         trace.write(Path("trace.json"))  # on every rank; open it in ui.perfetto.dev or chrome://tracing
 
-    Each rank is a process of the picture. Its lane "compute" has the cells of attention, the labels around them, and
-    "wait": where computation stands still until something has arrived. Its lanes "exchange <axis>" have all that the
-    primitives of `armillary.core` send and receive, with bytes, kind, axis and phase: from the start until whoever
-    started it has waited for it. It may have been complete before: what was not hidden behind computation is the wait.
-    Exchanges of an axis that are under way together have lanes of their own.
+    Each rank is a process of the picture. Its lane "compute" has the blocks of attention, the labels around them, and
+    "wait" where computation stands still for a message. Its lanes "exchange <axis>" have all messages of the primitives
+    of `armillary.core`, with bytes, kind, axis and phase, from the start to the end of the wait. They may have arrived
+    earlier: the time that computation did not hide is the wait. Concurrent exchanges of an axis have lanes of their
+    own.
 
-    All ranks must open it together for the first time: their clocks start at a barrier, and differ by as much as they
-    leave it apart. Opened again, it goes on. With nothing open, nothing is taken down. Inside torch.compile's graphs
-    only our own ops are seen, which run as they are.
+    All ranks must open it together for the first time: their clocks start at a barrier, and differ by the times at
+    which the ranks leave it. It may be opened again, and then continues. Inside graphs of torch.compile only our own
+    ops appear.
 
     Args:
-        device: "cpu": instants are the host's. "cuda": those of the current stream, by CUDA events, without waiting for
-            the device until the trace is written. An exchange then starts where the stream was when it was started, and
-            ends when the stream goes on after it.
+        device: "cpu" records instants of the host. "cuda" records those of the current stream, by CUDA events, without
+            waiting for the device until the trace is written. An exchange then lasts from the point of the stream at
+            which it was started to the point at which the stream continues after it.
     """
 
     device: str = "cpu"
@@ -81,7 +81,7 @@ class Trace:
         if Trace.current is not None:
             raise ValueError("another trace is open; close it first, or use that one")
         if self.clock is None:
-            for _ in range(2 if dist.is_initialized() else 0):  # the first may have to connect ranks
+            for _ in range(2 if dist.is_initialized() else 0):  # the first one may have to connect the ranks
                 dist.barrier()
             self.clock = CudaClock() if self.device == "cuda" else HostClock()
         Trace.current = self
@@ -91,6 +91,7 @@ class Trace:
         Trace.current = None
 
     def begin(self, lane: str, name: str, category: str, facts: dict[str, Any]) -> TraceSpan:
+        """Starts a span on a lane."""
         assert self.clock is not None
         facts = {**facts, "phase": current_phase()}
         span = TraceSpan(self.clock, lane, name, category, facts, self.clock.now())
@@ -98,33 +99,33 @@ class Trace:
         return span
 
     def events(self) -> list[Event]:
-        """This rank's part of "traceEvents", of all that has ended: times in microseconds."""
+        """Returns the "traceEvents" of this rank: all spans that have ended, with times in microseconds."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        found = [
+        events = [
             _meta(rank, "process_name", 0, name=f"rank {rank}"),
             _meta(rank, "process_sort_index", 0, sort_index=rank),
         ]
         for number, (lane, timed) in enumerate(_lanes(self._timed())):
-            found.append(_meta(rank, "thread_name", number, name=lane))
-            found.append(_meta(rank, "thread_sort_index", number, sort_index=number))
-            found += [
+            events.append(_meta(rank, "thread_name", number, name=lane))
+            events.append(_meta(rank, "thread_sort_index", number, sort_index=number))
+            events += [
                 {"ph": "X", "pid": rank, "tid": number, "ts": start, "dur": end - start}
                 | {"name": span.name, "cat": span.category, "args": span.facts}
                 for start, end, span in timed
             ]
-        return found
+        return events
 
     def write(self, path: Path) -> None:
-        """Writes one file of all ranks' events, on rank 0. Every rank must call it.
+        """Writes one file with the events of all ranks, on rank 0. Every rank must call it.
 
         Raises:
-            OSError: on rank 0, a file that cannot be written.
+            OSError: on rank 0, if the file cannot be written.
         """
-        mine = self.events()
-        every = [mine]
+        own_events = self.events()
+        every = [own_events]
         if dist.is_initialized():
-            every = [mine] * dist.get_world_size()
-            dist.gather_object(mine, every if dist.get_rank() == 0 else None)
+            every = [own_events] * dist.get_world_size()
+            dist.gather_object(own_events, every if dist.get_rank() == 0 else None)
             if dist.get_rank() != 0:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ def _meta(rank: int, what: str, thread: int, **facts: object) -> Event:
 
 
 def span(name: str, category: str = COMPUTE, **facts: object) -> AbstractContextManager[object]:
-    """Around something that this rank computes: shows it in the trace that is open, if one is."""
+    """Context that shows a computation of this rank in the open trace, if there is one."""
     trace = Trace.current
     if trace is None or torch.compiler.is_compiling():
         return nullcontext()
@@ -168,37 +169,37 @@ def span(name: str, category: str = COMPUTE, **facts: object) -> AbstractContext
 
 
 IDLE: AbstractContextManager[None] = nullcontext()
-"""In the place of a `span` whose name nobody would read, where no trace is open: what calls all the time asks first."""
+"""Stands in for a `span` without an open trace, for callers on the hot path, which check `Trace.current` first."""
 
 
-def record(axis: str, kind: str, sent: int, messages: int) -> TraceSpan | None:
-    """Called by each primitive just before it starts to send so many bytes, in so many messages, to other ranks.
+def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None:
+    """Records a primitive's messages to other ranks in ledgers and the trace, just before it sends them.
 
     Returns:
-        where a trace is open, what `watched` is to be given.
+        The span for `watched`; None without an open trace.
     """
     if CommLedger.opened:
-        CommLedger.add(axis, kind, sent, messages)
+        CommLedger.add(axis, kind, nbytes, messages)
     if Trace.current is None:
         return None
-    return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": sent})
+    return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": nbytes})
 
 
-def watched(works: Sequence[dist.Work], under_way: TraceSpan | None) -> tuple[dist.Work, ...]:
-    """The works that have been started, whose span ends when the last of them has been waited for."""
-    if under_way is None or not works:
+def watched(works: Sequence[dist.Work], traced: TraceSpan | None) -> tuple[dist.Work, ...]:
+    """Returns the started works; the wait for the last of them ends the span."""
+    if traced is None or not works:
         return tuple(works)
-    return (*works[:-1], cast(dist.Work, WatchedWork(works[-1], under_way)))
+    return (*works[:-1], cast(dist.Work, WatchedWork(works[-1], traced)))
 
 
 @dataclass(frozen=True)
 class WatchedWork:
-    """A work that ends a span when it has been waited for."""
+    """A work whose wait ends a span."""
 
     work: dist.Work
-    under_way: TraceSpan
+    traced: TraceSpan
 
     def wait(self, *timeout: Any) -> bool:
-        done = self.work.wait(*timeout)
-        self.under_way.finish()
-        return done
+        completed = self.work.wait(*timeout)
+        self.traced.finish()
+        return completed

@@ -1,4 +1,4 @@
-"""Worlds of gloo ranks for tests, on any machine: `with World(4) as world: world.run(function, ...)`.
+"""Ranks for tests, on any machine: `with World(4) as world: world.run(function, ...)`.
 
 from armillary.core.testing.plugin import worlds   # in conftest.py: a fixture for the whole run
 

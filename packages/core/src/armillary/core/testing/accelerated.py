@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 @contextmanager
 def accelerated() -> Generator[None]:
-    """Has accelerate see the ranks as if torchrun had started them, or none; what it knew of the process is forgotten.
+    """Context in which accelerate sees the ranks as if torchrun had started them. Its earlier state is reset.
 
-    An accelerator with FSDP2 has it on CPU ranks too, where accelerate by itself falls back to DDP.
+    FSDP2 is kept on CPU ranks, where accelerate would fall back to DDP.
     """
     states: Any = import_module("accelerate.state")
     before = states.AcceleratorState.__init__
@@ -31,14 +31,14 @@ def accelerated() -> Generator[None]:
     with patch.dict(os.environ, _torchrun()), patch.object(states.AcceleratorState, "__init__", init):
         states.AcceleratorState._reset_state(True)
         states.GradientState._reset_state()
-        gc.freeze()  # each training run collects garbage: a third of a second, over all that is imported
+        gc.freeze()  # each training run collects garbage, which takes 0.3 s over all imported modules
         yield
     gc.unfreeze()
 
 
 def _torchrun() -> dict[str, str]:
-    told: dict[str, object] = {"OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": True}
+    environment: dict[str, object] = {"OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": True}
     if dist.is_initialized():
-        told |= dict.fromkeys(("RANK", "LOCAL_RANK"), dist.get_rank())
-        told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
-    return {name: str(value) for name, value in told.items()}
+        environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), dist.get_rank())
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), dist.get_world_size())
+    return {name: str(value) for name, value in environment.items()}

@@ -1,4 +1,4 @@
-"""Comparing with an oracle in a way that a small wrong gradient cannot hide in."""
+"""Comparison with an oracle that a small wrong gradient cannot pass."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, in float64. Any NaN makes it infinite.
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Returns the norm of the difference over the norm of `expected`, in float64. Any NaN makes it infinite.
 
-    An expected zero tensor gives 0 for zeros and infinity for anything else.
+    Where `expected` is zero, returns 0 for zeros and infinity for anything else.
     """
-    if got.shape != expected.shape:
-        raise ValueError(f"shapes differ: got {tuple(got.shape)}, expected {tuple(expected.shape)}")
-    difference = torch.linalg.vector_norm(got.double() - expected.double()).item()
+    if actual.shape != expected.shape:
+        raise ValueError(f"shapes differ: actual {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    difference = torch.linalg.vector_norm(actual.double() - expected.double()).item()
     norm = torch.linalg.vector_norm(expected.double()).item()
     if isnan(difference):
         return float("inf")

@@ -1,4 +1,4 @@
-"""What reaches torch.distributed, seen from torch's dispatcher: to prove that a ledger misses nothing."""
+"""Counts operations of torch.distributed in torch's dispatcher, to prove that a ledger misses nothing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from armillary.core.observe.ledger import CommLedger
 
 
 class Traffic(NamedTuple):
-    """What a rank sends to others by one operation, and in how many messages."""
+    """The bytes and messages that a rank sends to others by one operation."""
 
     bytes: int
     messages: int
 
 
 class Dispatched(TorchDispatchMode):
-    """While it is open, counts what this rank hands to torch.distributed for other ranks, whoever does so.
+    """Counts all bytes that this rank passes to torch.distributed for other ranks, while it is open.
 
-        with Dispatched() as seen, CommLedger() as ledger:
+        with Dispatched() as dispatched, CommLedger() as ledger:
             ...
-        assert seen.sent == Dispatched.of(ledger)
+        assert dispatched.sent == Dispatched.of(ledger)
 
-    Kinds are those of the operations: "p2p", "all_to_all" and "all_gather". Anything else, such as an all-reduce of
-    FSDP's or DTensor's, which a ledger does not count, stands under its own name with the bytes handed over. Ops of
-    armillary's, which torch shows to a mode as one piece, run as what they are made of. Autograd takes the mode along
-    to threads of its own.
+    Kinds are those of the operations: "p2p", "all_to_all" and "all_gather". Other operations, such as all-reduces of
+    FSDP or DTensor, which a ledger does not count, have their own names and the bytes of their arguments. Our ops,
+    which torch shows to a mode as one call, run as their implementation. Autograd's threads inherit the mode.
     """
 
     def __init__(self) -> None:
@@ -40,18 +39,18 @@ class Dispatched(TorchDispatchMode):
 
     @staticmethod
     def of(ledger: CommLedger) -> dict[str, Traffic]:
-        """What a ledger's entries are for torch.distributed: a reduce-scatter here is an all-to-all there."""
-        found: dict[str, Traffic] = {}
-        for key, sent in ledger.entries.items():
+        """Returns a ledger's entries by operation of torch.distributed: a reduce-scatter is an all-to-all there."""
+        traffic: dict[str, Traffic] = {}
+        for key, nbytes in ledger.entries.items():
             kind = "all_to_all" if key[1] == "reduce_scatter" else key[1]
-            _add(found, kind, Traffic(sent, ledger.sends[key]))
-        return found
+            _add(traffic, kind, Traffic(nbytes, ledger.sends[key]))
+        return traffic
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes back with the ops on its local tensors
+            return NotImplemented  # DTensor dispatches again, with ops on local tensors
         if func.namespace == "armillary":
             with self:
                 return compat.function_of(func)(*args, **(kwargs or {}))
@@ -61,10 +60,10 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _add(found: dict[str, Traffic], kind: str, sent: Traffic) -> None:
-    if sent.bytes or sent.messages:
-        before = found.get(kind, Traffic(0, 0))
-        found[kind] = Traffic(before.bytes + sent.bytes, before.messages + sent.messages)
+def _add(traffic: dict[str, Traffic], kind: str, added: Traffic) -> None:
+    if added.bytes or added.messages:
+        before = traffic.get(kind, Traffic(0, 0))
+        traffic[kind] = Traffic(before.bytes + added.bytes, before.messages + added.messages)
 
 
 def sends(tensors: Sequence[Tensor], *_: Any) -> Traffic:
@@ -78,18 +77,18 @@ def nothing(*_: Any) -> Traffic:
 def all_to_all(output: Tensor, x: Tensor, boxed: Any, output_rows: list[int], rows: list[int], *_: Any) -> Traffic:
     group = compat.unboxed(boxed)
     rows = rows or [x.shape[0] // group.size()] * group.size()
-    others = [n for rank, n in enumerate(rows) if n and rank != group.rank()]
-    return Traffic(sum(others) * x[:1].nbytes, len(others))
+    sent_rows = [n for rank, n in enumerate(rows) if n and rank != group.rank()]
+    return Traffic(sum(sent_rows) * x[:1].nbytes, len(sent_rows))
 
 
 def all_gather(output: Tensor, x: Tensor, boxed: Any, *_: Any) -> Traffic:
-    others = compat.unboxed(boxed).size() - 1
-    return Traffic(others * x.nbytes, others)
+    peers = compat.unboxed(boxed).size() - 1
+    return Traffic(peers * x.nbytes, peers)
 
 
 def all_gather_list(output: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Traffic:
-    others = compat.unboxed(boxed).size() - 1
-    return Traffic(others * sum(x.nbytes for x in tensors), others)
+    peers = compat.unboxed(boxed).size() - 1
+    return Traffic(peers * sum(x.nbytes for x in tensors), peers)
 
 
 def handed_over(*args: Any) -> Traffic:
@@ -112,4 +111,4 @@ KINDS: dict[str, tuple[str, Callable[..., Traffic]]] = {
     "c10d::_allgather_base_": ("all_gather", all_gather),
     "c10d::allgather_": ("all_gather", all_gather_list),
 }
-"""By operation: as what it is counted, and how much of its arguments is sent."""
+"""For each operation its kind and the function that counts its arguments."""

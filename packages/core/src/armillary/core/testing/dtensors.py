@@ -1,9 +1,9 @@
-"""DTensors for tests: placements drawn at random, uneven shards included, and DTensors of what every rank can compute.
+"""Random DTensors for tests: any placements, uneven shards included, of values that every rank can compute.
 
 random = Random(7)                                                    # the same on every rank
-placed = draw_placements(random, mesh, dims=(0, 1), fixed={"tp": Shard(2)})
-x = place(whole, mesh, placed)                                        # sends nothing
-assert torch.equal(x.full_tensor(), whole)
+placements = draw_placements(random, mesh, dims=(0, 1), fixed={"tp": Shard(2)})
+x = place(full, mesh, placements)                                     # communicates nothing
+assert torch.equal(x.full_tensor(), full)
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ def draw_placements(
     fixed: Mapping[str, Placement] | None = None,
     partial: bool = False,
 ) -> tuple[Placement, ...]:
-    """A placement for each axis of the mesh: on those in `fixed` that one, on others any.
+    """Draws a placement for each axis of the mesh that `fixed` does not name.
 
     Args:
         random: in the same state on every rank.
-        dims: which dims of the tensor may be sharded; over several axes too.
-        partial: whether sums may be pending.
+        dims: dims of the tensor that may be sharded, each over any number of axes.
+        fixed: placements by name of the axis.
+        partial: True if placements may be `Partial`.
     """
     choices = [Replicate(), *(Shard(dim) for dim in dims), *[Partial()] * partial]
     return tuple((fixed or {}).get(name) or random.choice(choices) for name in mesh.mesh_dim_names or [""] * mesh.ndim)
 
 
-def place(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> DTensor:
-    """A DTensor that stands for `whole`, which every rank has, made without communication.
+def place(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> DTensor:
+    """Returns a DTensor with the value `full`, which every rank has, without communication.
 
-    Where `Partial`, ranks have random shares of it, made from `seed`, which add up to `whole` but for rounding.
+    On `Partial` axes, ranks have random addends, drawn from `seed`, that sum to `full` up to rounding.
     """
-    local = local_part(shares(whole, mesh, placements, seed), mesh, placements)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    local = local_part(addends(full, mesh, placements, seed), mesh, placements)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
-def local_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """What this rank holds of `whole`: cut by one axis after the other, as DTensor does; a copy."""
+def local_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Returns this rank's shard of `full`, cut by one axis after the other as DTensor does; a copy."""
     cuts = [Replicate() if placement.is_partial() else placement for placement in placements]
-    coordinate = [mesh.get_local_rank(place) for place in range(mesh.ndim)]
-    return whole[box_of(whole.shape, mesh.shape, coordinate, cuts)].clone(memory_format=torch.contiguous_format)
+    coordinate = [mesh.get_local_rank(mesh_dim) for mesh_dim in range(mesh.ndim)]
+    return full[box_of(full.shape, mesh.shape, coordinate, cuts)].clone(memory_format=torch.contiguous_format)
 
 
-def shares(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> Tensor:
-    """This rank's share of `whole`: itself where no sum is pending, else one of those that add up to it."""
-    share = whole
-    for place, placement in enumerate(placements):
+def addends(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> Tensor:
+    """Returns `full`, or on `Partial` axes this rank's random addend of it."""
+    addend = full
+    for mesh_dim, placement in enumerate(placements):
         if placement == Partial():
-            draw = torch.Generator().manual_seed(1000 * seed + place)
-            others = torch.randn(mesh.size(place) - 1, *whole.shape, generator=draw, dtype=torch.float64).to(whole)
-            rank = mesh.get_local_rank(place)
-            share = others[rank] if rank < len(others) else share - others.sum(0)
+            draw = torch.Generator().manual_seed(1000 * seed + mesh_dim)
+            drawn = torch.randn(mesh.size(mesh_dim) - 1, *full.shape, generator=draw, dtype=torch.float64).to(full)
+            rank = mesh.get_local_rank(mesh_dim)
+            addend = drawn[rank] if rank < len(drawn) else addend - drawn.sum(0)
         elif placement.is_partial():
-            raise ValueError(f"{placement!r}: shares can be made of sums only")
-    return share
+            raise ValueError(f"{placement!r}: addends can be drawn of sums only")
+    return addend

@@ -1,4 +1,4 @@
-"""Examples of a command line in a help text, to be parsed by a test."""
+"""Command lines in help texts, for tests that parse them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 
 
 def commands_in(text: str, *programs: str) -> list[list[str]]:
-    """The arguments behind one of these programs in each line that starts it; lines may go on behind a backslash."""
+    """Returns the arguments of each line that starts one of these programs; a backslash continues a line."""
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     calls = [shlex.split(line) for line in lines if line.startswith((*programs, "torchrun "))]
     starts = [next((i for i, word in enumerate(words) if word in programs), None) for words in calls]

@@ -1,7 +1,7 @@
 """One gloo device for all process groups of a rank.
 
-torch gives each group a device of its own, whose thread wakes a hundred times a second. Ranks that stay up for many
-tests build hundreds of groups, and then do little else.
+torch gives each group a device of its own, whose thread wakes up a hundred times a second. Long-lived ranks of tests
+have hundreds of groups, and would do little else.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, cast
 import torch.distributed as dist
 
 THREADS = 2
-"""That carry out the operations of one group: as many as torch starts."""
+"""Threads that run the operations of one group, torch's own number."""
 
 
 def share_device() -> None:
-    """From here on, groups of this process that are made with a timeout share one device. Takes the private options."""
+    """Makes all later gloo groups of this process with a time-out share one device. Uses private options of torch."""
     gloo = cast(Any, dist).ProcessGroupGloo
-    made, device = gloo.__init__, gloo.create_default_device()
+    original, device = gloo.__init__, gloo.create_default_device()
 
-    @wraps(made)
+    @wraps(original)
     def shared(group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [device], THREADS, timeout
-        made(group, store, rank, size, options)
+        original(group, store, rank, size, options)
 
     gloo.__init__ = shared

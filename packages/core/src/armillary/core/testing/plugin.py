@@ -1,4 +1,4 @@
-"""The pytest side of the test worlds: import its fixtures in a conftest.py."""
+"""pytest fixtures of the test worlds, for conftest.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["no_group_left", "one_thread", "worlds"]
 
 @pytest.fixture(scope="session")
 def worlds() -> Generator[Worlds]:
-    """Worlds that outlive a test, closed when the tests end."""
-    opened = Worlds()
-    yield opened
-    opened.close()
+    """Worlds that outlive a test and are closed at the end of the session."""
+    session_worlds = Worlds()
+    yield session_worlds
+    session_worlds.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Generator[None]:
-    """Tensors of tests are tiny: waiting for a second thread, beside other processes, costs more than it gives."""
+    """Limits torch to one thread: on tiny tensors, a second thread costs more than it saves."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +32,7 @@ def one_thread() -> Generator[None]:
 
 @pytest.fixture(autouse=True)
 def no_group_left() -> Generator[None]:
-    """Ends the process group that a test has started in this process, such as by a mesh of one rank."""
+    """Destroys the process group that a test has started in this process."""
     before = dist.is_initialized()
     yield
     if dist.is_initialized() and not before:

@@ -1,4 +1,4 @@
-"""What one rank of a test world runs: a loop that receives functions, calls them and sends back what came of it."""
+"""One rank of a test world: a loop that receives functions, calls them and sends back their results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core.mesh import build_mesh
-from armillary.core.testing import staged  # pyright: ignore[reportUnusedImport] # noqa: F401 - makes it known
+from armillary.core.testing import staged  # pyright: ignore[reportUnusedImport] # noqa: F401 - registers the backend
 from armillary.core.testing.gloo import share_device
 
 STACKS = signal.SIGUSR1
-"""The signal that makes a rank write where it stands."""
+"""The signal on which a rank writes its stack."""
 
 
 def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
-    """Joins the world, then answers each pickled (function, args, kwargs) with what `_answer` makes of it."""
-    gc.freeze()  # what the server had imported: to look through it again copies its memory into each rank
+    """Joins the world, then answers each pickled (function, args, kwargs) by `_answer`."""
+    gc.freeze()  # a collection would copy the memory of everything that the server imported into each rank
     stacks = stack_file(folder, rank).open("w")
     faulthandler.register(STACKS, file=stacks, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,7 +58,7 @@ def mesh(
     tp: int = 1,
     device: str = "cpu",
 ) -> DeviceMesh:
-    """The rank's mesh with these axes (`mesh(ring=2, ulysses=2)`), built once in each process of a world."""
+    """Returns this rank's mesh with these axes, such as `mesh(ring=2, ulysses=2)`, built once per process."""
     return build_mesh(
         device,
         pipe=pipe,
@@ -80,7 +80,7 @@ def _receive(connection: Connection) -> bytes | None:
 
 
 def _answer(request: bytes) -> bytes:
-    """("ok", result, groups made so far) or ("error", text), pickled."""
+    """Returns ("ok", result, number of groups made) or ("error", text), pickled."""
     try:
         function, args, kwargs = pickle.loads(request)
         return pickle.dumps(("ok", function(*args, **kwargs), groups_made()))
@@ -89,5 +89,5 @@ def _answer(request: bytes) -> bytes:
 
 
 def groups_made() -> int:
-    """By which torch names the next one."""
+    """Returns the number of process groups made so far, by which torch names the next one."""
     return cast(Any, dist).distributed_c10d._world.group_count

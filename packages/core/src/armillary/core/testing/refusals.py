@@ -1,4 +1,4 @@
-"""What commands and calls say that refuse what cannot be done, in this process."""
+"""Error messages of commands and calls that refuse their arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from armillary.core.observe.ledger import CommLedger
 
 
 def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> str:
-    """The line with which a command refuses its arguments.
+    """Returns the line with which a command refuses its arguments.
 
     Raises:
-        AssertionError: it did not, or with another exit code than 2, or said more or less than one line.
+        AssertionError: it did not exit with code 2, or did not print exactly one line on stderr.
     """
     out, err = io.StringIO(), io.StringIO()
     words = [str(word) for word in argv]
@@ -29,15 +29,15 @@ def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> 
 
 
 def value_errors(calls: Sequence[Callable[[], object]]) -> list[str]:
-    """What each call refuses with.
+    """Returns the message of the ValueError that each call raises.
 
     Raises:
-        AssertionError: one raised no ValueError, or had sent something first.
+        AssertionError: a call raised no ValueError, or sent something before.
     """
     with CommLedger() as ledger:
-        found = [_value_error(number, call) for number, call in enumerate(calls)]
+        messages = [_value_error(number, call) for number, call in enumerate(calls)]
     assert ledger.bytes() == 0, ledger.table()
-    return found
+    return messages
 
 
 def _value_error(number: int, call: Callable[[], object]) -> str:

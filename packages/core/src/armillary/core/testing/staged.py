@@ -1,8 +1,8 @@
-"""Ranks that share one GPU: a backend of torch.distributed that sends device tensors by way of the host's memory.
+"""The backend "staged" of torch.distributed: ranks that share one GPU, with messages copied through host memory.
 
-NCCL refuses two ranks on one GPU, and gloo has no sends and receives of CUDA tensors. Importing this file makes the
-backend known: `dist.init_process_group("staged", ...)`, or `World(4, backend="staged")`. Tensors on the CPU go through
-copies too, so that what is tested there is what runs on a GPU.
+NCCL refuses two ranks on one GPU, and gloo cannot send or receive CUDA tensors. Importing this module registers the
+backend: `dist.init_process_group("staged", ...)`, or `World(4, backend="staged")`. CPU tensors are copied too, so that
+tests on the CPU run the same code as on a GPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DEVICES = ("cpu", "cuda")
 
 
 class StagedWork(cast(Any, dist)._Work):
-    """Of gloo, in copies: `wait` also brings what has arrived to where it was wanted, by the current stream."""
+    """A work of gloo on host copies. `wait` also copies received values to the targets, on the current stream."""
 
     def __init__(self, sent: dist.Work, arriving: list[tuple[Tensor, Tensor]], longest: timedelta) -> None:
         super().__init__()
         self.sent, self.arriving, self.longest = sent, arriving, longest
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.sent.wait(timeout or self.longest)  # gloo forgets the group's timeout in sends and receives
+        self.sent.wait(timeout or self.longest)  # gloo ignores the group's time-out in sends and receives
         for target, host in self.arriving:
             target.copy_(host)
         self.arriving = []
@@ -41,10 +41,10 @@ class StagedWork(cast(Any, dist)._Work):
 
 
 def staged(name: str, arrives: bool = True) -> Callable[..., StagedWork]:
-    """The operation of this name, of copies. Of all that torch calls, the first argument is what is filled.
+    """Returns the operation of this name on host copies. In every operation of torch the first argument is the output.
 
     Args:
-        arrives: whether anything is.
+        arrives: True if the operation writes to its first argument.
     """
 
     def start(self: StagedGroup, *args: Any, **options: Any) -> StagedWork:
@@ -57,28 +57,28 @@ def staged(name: str, arrives: bool = True) -> Callable[..., StagedWork]:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """A contiguous copy, complete when this returns."""
+    """Returns a contiguous host copy, complete on return."""
     return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group whose operations are gloo's, of copies in the host's memory.
+    """A process group whose operations are those of gloo, on host copies.
 
-    torch has renamed some (2.13 and later); both names are here.
+    torch 2.13 and later rename some of them; both names are defined.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # with a store torch 2.11 makes no subclass
+        super().__init__(rank, size)  # with a store, torch 2.11 would not create the subclass
         self.host = dist.ProcessGroup(store, rank, size)
         gloo, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), dist.ProcessGroup.BackendType.GLOO
         for group, devices in ((self.host, DEVICES[:1]), (self, DEVICES)):
             cast(Any, group)._set_default_backend(kind)
-            for device in devices:  # of this one too: it is asked for its timeout
+            for device in devices:  # on this group too, for its time-out
                 cast(Any, group)._register_backend(torch.device(device), kind, gloo)
 
     @property
     def longest(self) -> timedelta:
-        """That an operation may take."""
+        """The time-out of operations."""
         return cast(timedelta, compat.host_timeout(self, "cpu"))
 
     def barrier(self, *_: Any, **__: Any) -> StagedWork:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,7 +1,7 @@
-"""Starting ranks quickly, and never waiting for them for ever.
+"""Test worlds: ranks that start quickly, stay up for many calls and never hang for ever.
 
-Ranks are forked from a server that has imported torch once, and stay up for any number of calls. When one fails or
-hangs, the error says which, where each rank stands, and the world is replaced by a fresh one at the next call.
+Ranks are forked from a server that has imported torch once. When one fails or hangs, the error names it and the stack
+of each rank, and a fresh world replaces this one at the next call.
 """
 
 from __future__ import annotations
@@ -26,33 +26,35 @@ from armillary.core.testing.rank import STACKS, serve, stack_file
 R = TypeVar("R")
 
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor.compile_fx")
-"""Imported once by the server that ranks are forked from, rather than by each rank that builds a mesh or compiles."""
+"""Modules that the server imports once, instead of each rank that builds a mesh or compiles."""
 
-OF_TESTS = ("accelerate", "armillary", "diffusers", "hypothesis", "pytest", "transformers", "trl")
-"""What is here of them is imported there too: each rank imports the module of its function, a test. Not that itself: it
-may ask for GPUs, and a process that has done so has none for those that it forks."""
+TEST_PACKAGES = ("accelerate", "armillary", "diffusers", "hypothesis", "pytest", "transformers", "trl")
+"""Packages that the server imports too if this process has: each rank imports the module of its function, a test.
 
-FRESH = 32
-"""Times that `Worlds` hands out the same ranks before it replaces them."""
+Not the test itself: it may query GPUs, and a process that has done so cannot fork ranks that use them.
+"""
 
-KEPT = 4
-"""Ranks, at most, of a world that is kept while others run."""
+MAX_CALLS = 32
+"""Calls after which `Worlds` replaces the ranks of a world."""
+
+MAX_IDLE_RANKS = 4
+"""Largest size of a world that is kept while others run."""
 
 GRACE = 2.0
-"""Seconds that the other ranks get once one has failed: enough to fail for their own reasons, not to wait for it."""
+"""Seconds for the other ranks after the first failure: enough to fail for their own reasons."""
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not answer in time. Names each, with its traceback or where it stood."""
+    """A rank raised, died or did not answer in time. The message has the traceback or the stack of each."""
 
 
 class World:
-    """`size` ranks on this machine, one thread each. Use as a context manager, or call `close`.
+    """`size` ranks on this machine, with one thread each. Use as a context manager, or call `close`.
 
     Args:
-        size: how many ranks.
-        timeout: seconds that one `run` may take, and that a collective may wait.
-        backend: of their process groups: "gloo", or "staged" for ranks that share one GPU (`testing.staged`).
+        size: number of ranks.
+        timeout: seconds for one `run`, and for each collective.
+        backend: "gloo", or "staged" for ranks that share one GPU (`testing.staged`).
     """
 
     def __init__(self, size: int, timeout: float = 300.0, backend: str = "gloo") -> None:
@@ -67,13 +69,13 @@ class World:
         self.close()
 
     def run(self, function: Callable[..., R], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[R]:
-        """Calls `function(*args, **kwargs)` on every rank; returns what each returned, in rank order.
+        """Calls `function(*args, **kwargs)` on every rank and returns the results in rank order.
 
-        The function must be importable (defined at the top level of a module) and everything that goes in or out must
-        pickle. Tensors travel by value.
+        The function must be importable (defined at the top level of a module); arguments and results must pickle.
+        Tensors are passed by value.
 
         Raises:
-            RankFailed: a rank raised, died, or had not answered after `timeout` seconds.
+            RankFailed: a rank raised, died, or did not answer within `timeout` seconds.
         """
         limit = self.timeout if timeout is None else timeout
         request = pickle.dumps((function, args, kwargs))
@@ -84,7 +86,7 @@ class World:
         answers = self._collect(time.monotonic() + limit)
         if all(answers.get(rank, ("missing",))[0] == "ok" for rank in range(self.size)):
             if len({answers[rank][2] for rank in range(self.size)}) > 1:
-                self.close()  # their next groups would have other names each, and never meet
+                self.close()  # the ranks' next groups would have different names and wait for each other for ever
             return [answers[rank][1] for rank in range(self.size)]
         message = self._explain(answers, limit)
         self.close(kill=True)
@@ -106,23 +108,23 @@ class World:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        ours = sorted(name for name in sys.modules if name.partition(".")[0] in OF_TESTS)
-        context.set_forkserver_preload([*PRELOAD, *ours])
+        packages = sorted(name for name in sys.modules if name.partition(".")[0] in TEST_PACKAGES)
+        context.set_forkserver_preload([*PRELOAD, *packages])
         self._folder = Path(tempfile.mkdtemp(prefix="armillary-world-"))
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            told = (rank, self.size, self._folder, theirs, self.timeout, self.backend)
-            process = context.Process(target=serve, args=told, daemon=True)
+            connection, rank_connection = context.Pipe()
+            arguments = (rank, self.size, self._folder, rank_connection, self.timeout, self.backend)
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+            rank_connection.close()
+            self._ranks.append((process, connection))
 
     def _collect(self, deadline: float) -> dict[int, tuple[Any, ...]]:
-        """Answers by rank. Stops at the deadline, or a little after the first failure."""
+        """Returns the answers by rank, until the deadline or `GRACE` seconds after the first failure."""
         answers: dict[int, tuple[Any, ...]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(waiting), left):
+        while waiting and (seconds := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), seconds):
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 answers[rank] = _read(connection)
@@ -147,7 +149,7 @@ class World:
         return process.exitcode
 
     def _where(self, ranks: list[int]) -> dict[int, str]:
-        """The innermost place outside torch and the standard library, for each rank."""
+        """Returns the innermost frames outside torch and the standard library, for each rank."""
         assert self._folder is not None
         for rank in ranks:
             pid = self._ranks[rank][0].pid
@@ -158,10 +160,12 @@ class World:
 
 
 class Worlds:
-    """A world of each size that is asked for, kept for some calls: `worlds(4).run(...)`.
+    """Worlds of each requested size, kept for some calls: `worlds(4).run(...)`.
 
-    The first call in fresh ranks takes several times as long as another. But what tests leave in them adds up, and
-    ranks that wait wake a hundred times a second, for gloo: so large worlds end where another size is asked for.
+    The first call in fresh ranks takes several times as long as later ones. But tests leave state behind, and waiting
+    ranks
+    wake up a hundred times a second in gloo: so worlds are replaced after some calls, and large ones end when another
+    size is requested.
     """
 
     def __init__(self) -> None:
@@ -170,7 +174,7 @@ class Worlds:
 
     def __call__(self, size: int) -> World:
         for other in list(self._worlds):
-            if self._calls[other] == FRESH or (other > KEPT and other != size):
+            if self._calls[other] == MAX_CALLS or (other > MAX_IDLE_RANKS and other != size):
                 self._worlds.pop(other).close()
                 self._calls[other] = 0
         self._calls[size] += 1
@@ -190,8 +194,8 @@ def _read(connection: Connection) -> tuple[Any, ...]:
 
 
 def _innermost(stack: Path) -> str:
-    """The innermost frames outside torch and multiprocessing, innermost first, from what faulthandler wrote."""
+    """Returns the innermost frames outside torch and multiprocessing, innermost first, from a faulthandler dump."""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read_text() if stack.exists() else "")
-    ours = [f for f in frames if not {"torch", "multiprocessing"} & set(Path(f[0]).parts)]
-    shown = [f"{name} ({Path(file).name}:{line})" for file, line, name in ours[:4]]
+    own_frames = [f for f in frames if not {"torch", "multiprocessing"} & set(Path(f[0]).parts)]
+    shown = [f"{name} ({Path(file).name}:{line})" for file, line, name in own_frames[:4]]
     return " < ".join(shown) or "no Python frame that could be read"
