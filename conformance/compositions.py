@@ -27,7 +27,8 @@ from armillary.attention.registry import (
     build_comm_plan,
     names,
 )
-from armillary.core import AXES, compat
+from armillary.core import compat
+from armillary.core.mesh import ALL_AXES
 from armillary.core.sequence import SEQUENCE_AXES
 from armillary.core.testing import mesh
 
@@ -192,7 +193,7 @@ def _built(composition: Composition, device: str) -> Method:
 @cache
 def submesh(device: str, **axes: int) -> DeviceMesh:
     """A mesh over the last ranks of the world. Axes over the same ranks share a group, which has a thread."""
-    names = [name for name in AXES if name not in ("pipe", "replicate")]
+    names = [name for name in ALL_AXES if name not in ("pipe", "replicate")]
     sizes = [axes.get(name, 1) for name in names]
     ranks = torch.arange(dist.get_world_size() - prod(sizes), dist.get_world_size()).view(sizes)
     place = (ranks == dist.get_rank()).nonzero()[0].tolist()

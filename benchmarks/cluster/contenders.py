@@ -18,18 +18,24 @@ from armillary.plan.memory.estimate import AttentionChoice
 
 @dataclass(frozen=True)
 class Contender:
-    """A method on the axes of a mesh: `ring` x `ulysses` ranks."""
+    """A method on the axes of a mesh: `ring` x `ulysses` ranks; with `nodes` the ring is split into nodes x devices."""
 
     method: str
     ring: int
     ulysses: int = 1
     team: int | None = None
     placement: Placement = "collect_intra"
+    nodes: int | None = None
 
     def __str__(self) -> str:
         team = "" if self.team is None else f" C={self.team}"
         # With C = sqrt(P) there is no ring, and both placements are one.
         return f"{self.method}{team}" + (f" {self.placement}" if team and self.team**2 < self.ring else "")
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Sizes of the axes of its mesh."""
+        return tuple(self.attention.mesh_axes({"ring": self.ring, "ulysses": self.ulysses}).items())
 
     def build(self, mesh: DeviceMesh) -> Method:
         """On a mesh of that shape, from `build_mesh`."""
@@ -55,7 +61,7 @@ class Contender:
     @property
     def attention(self) -> AttentionChoice:
         """As the planner has it."""
-        return AttentionChoice(self.method, team=self.team, placement=self.placement)
+        return AttentionChoice(self.method, team=self.team, placement=self.placement, nodes=self.nodes)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,8 @@ def full_race(name: str, tokens: int) -> Race:
             return of(name, tokens, (HEADS, HEADS // 4), everyone(8))
         case "emulated-2x4-card-per-node":
             both = (Contender("usp", 2, 4), Contender("upipe", 1, 8), Contender("upipe+ring", 2, 4))
-            return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *both))
+            nodes = (Contender("ring+ring", 8, nodes=2), Contender("ring+token_ring", 8, nodes=2))
+            return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *nodes, *both))
         case _:
             raise ValueError(f"no race for {name!r}; known: {', '.join(RACES)}")
 

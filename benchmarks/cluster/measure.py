@@ -50,9 +50,8 @@ def main() -> None:
 
 
 def methods_of(chosen: Race) -> dict[str, Method]:
-    shapes = {(c.ring, c.ulysses) for c in chosen.contenders}
-    meshes = {(ring, ulysses): build_mesh("cpu", ring=ring, ulysses=ulysses) for ring, ulysses in sorted(shapes)}
-    return {str(c): c.build(meshes[c.ring, c.ulysses]) for c in chosen.contenders}
+    meshes = {axes: build_mesh("cpu", **dict(axes)) for axes in sorted({c.axes for c in chosen.contenders})}
+    return {str(c): c.build(meshes[c.axes]) for c in chosen.contenders}
 
 
 def wires(race: Race) -> list[dict[str, Any]]:

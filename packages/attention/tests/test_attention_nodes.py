@@ -196,9 +196,9 @@ def built() -> list[Any]:
     assert isinstance(attend, Ring) and isinstance(attend.inner, TokenRing)
     assert isinstance(plain, Ring) and isinstance(plain.inner, Ring)
     assert (plain.backward_side, plain.inner.backward_side) == ("queries", "queries")
-    heads = build_attention("upipe+ring+ring", mesh(nodes=2, ulysses=2))
+    heads = build_attention("upipe+ring+ring", mesh(nodes=2, devices=1, ulysses=2))
     assert isinstance(heads, UPipe) and [axis.name for axis in heads.axes] == ["nodes", "devices", "ulysses"]
-    assert isinstance(build_attention("ring+ring", mesh(shard=4)), Local)
+    assert isinstance(build_attention("ring+ring", mesh(shard=4, nodes=1, devices=1)), Local)
     return [attend.shard, attend.shards, [axis.name for axis in attend.axes]]
 
 

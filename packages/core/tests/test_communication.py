@@ -19,6 +19,7 @@ from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_t
 from armillary.core.collectives.collective import pack
 from armillary.core.collectives.exchange import ReceiveBuffers, finish
 from armillary.core.collectives.merge import merge_
+from armillary.core.mesh import ALL_AXES
 from armillary.core.testing import World, mesh
 
 
@@ -324,3 +325,13 @@ def one_rank_alone() -> tuple[bool, int]:
 
 def test_one_rank_communicates_nothing(worlds):
     assert worlds(1).run(one_rank_alone) == [(True, 0)]
+
+
+def optional_axes() -> list[tuple[str, ...]]:
+    every = build_mesh("cpu", pipe=2, nodes=1, devices=2, ulysses=2)
+    return [every.mesh_dim_names, build_mesh("cpu", ring=4, pipe=2).mesh_dim_names]
+
+
+def test_axes_that_are_asked_for_are_there_in_order(worlds):
+    names = [ALL_AXES, ("pipe", *AXES)]
+    assert worlds(8).run(optional_axes) == [names] * 8

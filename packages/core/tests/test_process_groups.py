@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import AXES, Axis, build_mesh, compat, start_process_group
+from armillary.core import Axis, build_mesh, compat, start_process_group
 from armillary.core import mesh as core_mesh
 from armillary.core.gloo_threads import THREADS, gloo_thread_states
-from armillary.core.mesh import own_device
+from armillary.core.mesh import ALL_AXES, own_device
 from armillary.core.testing import World, mesh
 
 
@@ -143,7 +143,7 @@ def test_axes_of_high_priority_have_groups_of_their_own_that_are(mesh_options):
     assert [*ring] == ["ring"] and ring["ring"].is_high_priority_stream and ring["ring"]._timeout == minute
     assert ring["ring"].config.max_ctas is None
     assert mesh_options[1:] == [{"backend_override": None}] * 2
-    with pytest.raises(ValueError, match=f"no axis 'sequence'; known: {', '.join(AXES)}"):
+    with pytest.raises(ValueError, match=f"no axis 'sequence'; known: {', '.join(ALL_AXES)}"):
         build_mesh("cuda", ring=8, high_priority=["sequence"])
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from armillary.attention.kernels import Dense, FlashAttn3
 from armillary.core import compat
-from armillary.core.sequence import SEQUENCE_AXES
 from armillary.models import LlamaConfig
 from armillary.models.block import Block
 from armillary.train import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
@@ -22,7 +21,11 @@ from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
 CONFIGS = {
     "by default": (
         Config(),
-        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), (SEQUENCE_AXES, None)],
+        [
+            "expandable_segments:True",
+            (torch.device("cuda", 3), "nccl"),
+            (("ring", "ulysses", "nodes", "devices"), None),
+        ],
     ),
     "nothing": (
         Config(cuda=CudaConfig(expandable_segments=False, bind_device=False, high_priority=False)),
@@ -30,11 +33,11 @@ CONFIGS = {
     ),
     "few thread blocks": (
         Config(cuda=CudaConfig(max_ctas=8)),
-        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), (SEQUENCE_AXES, 8)],
+        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), (("ring", "ulysses", "nodes", "devices"), 8)],
     ),
     "with the host's tensors": (
         Config(optimizer=OptimizerConfig(cpu_offload=True)),
-        ["expandable_segments:True", (None, "cpu:gloo,cuda:nccl"), (SEQUENCE_AXES, None)],
+        ["expandable_segments:True", (None, "cpu:gloo,cuda:nccl"), (("ring", "ulysses", "nodes", "devices"), None)],
     ),
 }
 
@@ -164,7 +167,7 @@ def test_a_dry_run_tells_what_is_asked_for(capsys, monkeypatch):
     assert asked_of_cuda(capsys) == {
         "allocator": "expandable_segments:True",
         "device_id": "cuda:LOCAL_RANK",
-        "high_priority": [*SEQUENCE_AXES],
+        "high_priority": ["ring", "ulysses"],
         "max_ctas": None,
         "sm_margin": 0,
         "connections": 32,

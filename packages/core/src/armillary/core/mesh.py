@@ -20,8 +20,12 @@ from armillary.core import gloo_threads as gloo_threads  # joins them when Pytho
 from armillary.core.rendezvous import rendezvous
 from armillary.core.validation import integer
 
-AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
+AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
+OPTIONAL_AXES: tuple[str, ...] = ("pipe", "nodes", "devices")
+"""Axes of meshes that ask for them: `pipe` is outermost, `nodes` and `devices` are where `ring` is."""
+ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
+"""All of them, outermost to innermost."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(minutes=10)
@@ -30,11 +34,11 @@ TIMEOUT = timedelta(minutes=10)
 def build_mesh(
     device_type: str,
     *,
-    pipe: int = 1,
+    pipe: int | None = None,
     replicate: int = 1,
     shard: int = 1,
-    nodes: int = 1,
-    devices: int = 1,
+    nodes: int | None = None,
+    devices: int | None = None,
     ring: int = 1,
     ulysses: int = 1,
     tp: int = 1,
@@ -42,16 +46,18 @@ def build_mesh(
     high_priority: Sequence[str] = (),
     max_ctas: int | None = None,
 ) -> DeviceMesh:
-    """Builds a `DeviceMesh` with all axes, in the order of `AXES`. Every rank of the world must call it.
+    """Builds a `DeviceMesh` with the five axes of `AXES`, and those of `OPTIONAL_AXES` that are given.
+
+    Every rank of the world must call it.
 
     Starts the default process group if there is none: from torchrun's environment, or of one rank alone.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
-        pipe, replicate, shard, nodes, devices, ring, ulysses, tp: ranks of each axis; their product must be the world
-            size. `pipe` has the stages of a pipeline (`torch.distributed.pipelining`). `nodes` and `devices` take the
-            place of `ring` for methods that treat the two networks differently, such as
-            `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
+        replicate, shard, ring, ulysses, tp: ranks of each axis; the product of all axes must be the world size.
+        pipe: stages of a pipeline (`torch.distributed.pipelining`).
+        nodes, devices: two sequence axes in the place of `ring`, for methods that treat the networks between and within
+            nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
         timeout: the time that a collective or exchange on any axis may wait before it raises.
         high_priority: names of axes, such as "ring", that get communicators of their own on CUDA streams of high
             priority. Their kernels start before pending kernels of attention. Without this, an axis of all ranks shares
@@ -62,25 +68,26 @@ def build_mesh(
         ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend, an
             invalid timeout, an unknown name in `high_priority`, or `max_ctas` below 1. Raised before any communication.
     """
-    arguments = zip(AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
-    sizes = {name: integer(f"axis {name}", size) for name, size in arguments}
+    arguments = zip(ALL_AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
+    sizes = {name: integer(f"axis {name}", size) for name, size in arguments if size is not None}
     check_axes(sizes, world_size())
     backend_of(device_type)
     check_timeout(timeout)
-    unknown = [name for name in high_priority if name not in AXES]
+    unknown = [name for name in high_priority if name not in ALL_AXES]
     if unknown:
-        raise ValueError(f"high_priority={tuple(high_priority)}: no axis {unknown[0]!r}; known: {', '.join(AXES)}")
+        raise ValueError(f"high_priority={tuple(high_priority)}: no axis {unknown[0]!r}; known: {', '.join(ALL_AXES)}")
     if max_ctas is not None and integer("max_ctas", max_ctas) < 1:
         raise ValueError(f"max_ctas={max_ctas}: at least 1, or None for as many as NCCL takes")
     if not dist.is_initialized():
         start_process_group(device_type, timeout)
-    prioritized = [name for name in high_priority if device_type == "cuda" and sizes[name] > 1]
+    prioritized = [name for name in high_priority if device_type == "cuda" and sizes.get(name, 1) > 1]
     override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in prioritized}
     if override and compat.has_several_backends():
         # torch passes the options to each backend of a group, and gloo replaces NCCL's by defaults, time-out included.
         override = {name: (backend_of(device_type), options) for name, options in override.items()}
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES, backend_override=override or None)
-    for name in AXES:
+    names, shape = tuple(sizes), tuple(sizes.values())
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override or None)
+    for name in names:
         compat.set_timeout(timeout, mesh[name].get_group())
     return mesh
 

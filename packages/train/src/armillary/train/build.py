@@ -95,8 +95,15 @@ def prepare(config: Config, device: torch.device) -> Run:
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """Returns the mesh for axes of `choose_axes`, with the configured communicators. Every rank must call it."""
     setup, timeout = cuda_setup(config, axes["ring"]), collective_timeout(config)
-    sizes = mesh_axes(config, axes)
-    return build_mesh(device.type, **sizes, timeout=timeout, high_priority=setup.high_priority, max_ctas=setup.max_ctas)
+    # A method over nodes has two axes in the place of `ring`, whose communicators are no less urgent.
+    high_priority = (*setup.high_priority, "nodes", "devices") if setup.high_priority else ()
+    return build_mesh(
+        device.type,
+        **mesh_axes(config, axes),
+        timeout=timeout,
+        high_priority=high_priority,
+        max_ctas=setup.max_ctas,
+    )
 
 
 def collective_timeout(config: Config) -> timedelta:

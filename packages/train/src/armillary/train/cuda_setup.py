@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 
 from armillary.core.mesh import binds_device
-from armillary.core.sequence import SEQUENCE_AXES
 from armillary.train.config import Config, CudaConfig
 from armillary.train.kernels import sm_margin
 from armillary.train.runtime.allocator import allocator_settings
@@ -42,7 +41,7 @@ def cuda_setup(config: Config, ring: int) -> CudaSetup:
     return CudaSetup(
         allocator=allocator_settings(asked.expandable_segments),
         device_id="cuda:LOCAL_RANK" if bound else None,
-        high_priority=SEQUENCE_AXES if asked.high_priority else (),
+        high_priority=("ring", "ulysses") if asked.high_priority else (),
         max_ctas=asked.max_ctas,
         sm_margin=sm_margin(config, ring),
         connections=connections(asked),

@@ -93,4 +93,5 @@ def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D mesh of all ranks that hold tokens of one step."""
-    return compat.flatten(mesh, DATA_AXES, "data")
+    names = mesh.mesh_dim_names or ()
+    return compat.flatten(mesh, [name for name in DATA_AXES if name in names], "data")

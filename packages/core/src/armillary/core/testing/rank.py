@@ -48,11 +48,11 @@ def stack_file(folder: Path, rank: int) -> Path:
 @cache
 def mesh(
     *,
-    pipe: int = 1,
+    pipe: int | None = None,
     replicate: int = 1,
     shard: int = 1,
-    nodes: int = 1,
-    devices: int = 1,
+    nodes: int | None = None,
+    devices: int | None = None,
     ring: int = 1,
     ulysses: int = 1,
     tp: int = 1,
