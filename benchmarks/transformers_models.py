@@ -30,15 +30,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.models.auto import modeling_auto as auto
 
-from armillary.attention import Ring
-from armillary.attention.integrations import (
-    padding_idx_of,
-    register_transformers,
-    sdpa_parallel,
-    shard_batch,
-    whole_loss,
-)
+from armillary.attention import Ring, sdpa_parallel
+from armillary.attention.context_parallel import shard_batch, whole_loss
 from armillary.core.testing import World, mesh, relative_error
+from armillary.integrations import padding_idx_of, register_transformers
 
 RANKS, LENGTH, VOCABULARY = 4, 64, 64
 SIZES: dict[str, Any] = {

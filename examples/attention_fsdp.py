@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from armillary.attention import AttentionMask, Local, build_attention
-from armillary.attention.integrations import shard_batch, whole_loss
+from armillary.attention.context_parallel import shard_batch, whole_loss
 from armillary.core import build_mesh, sum_gradients
 
 LENGTH, VOCABULARY, EMBED, HEADS, STEPS = 500, 64, 64, 4, 4

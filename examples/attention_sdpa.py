@@ -10,8 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from armillary.attention import build_attention
-from armillary.attention.integrations import sdpa_parallel, sequence
+from armillary.attention import build_attention, sdpa_parallel, sequence
 from armillary.core import build_mesh
 
 LENGTH, EMBED, HEADS = 1000, 64, 4

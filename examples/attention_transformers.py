@@ -11,8 +11,9 @@ import torch.distributed as dist
 from transformers import MistralConfig, MistralForCausalLM
 
 from armillary.attention import build_attention
-from armillary.attention.integrations import register_transformers, shard_batch, whole_loss
+from armillary.attention.context_parallel import shard_batch, whole_loss
 from armillary.core import build_mesh
+from armillary.integrations import register_transformers
 
 LENGTH, DOCUMENTS = 1000, [0, 130, 700, 1000]
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

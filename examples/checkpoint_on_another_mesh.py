@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from armillary.attention import Ring
-from armillary.attention.integrations import ContextParallel
+from armillary.attention.context_parallel import ContextParallelStyle
 from armillary.core import build_mesh, sum_gradients
 
 SAVED = STEPS // 2
@@ -28,7 +28,7 @@ def sharded_by_heads():
     columns, rows = ("attention.qkv", "mlp.1"), ("attention.out", "mlp.3")
     cut = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
     parallelize_module(model, mesh["tp"], cut | {f"blocks.*.{name}": RowwiseParallel() for name in rows})
-    shared = ContextParallel(attend, layout=attend.layout(LENGTH))
+    shared = ContextParallelStyle(attend, layout=attend.layout(LENGTH))
     parallelize_module(model, mesh["ring"], {"blocks.*.attention": shared})
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["ring"])

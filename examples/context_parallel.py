@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from armillary.attention import Ring, Ulysses
-from armillary.attention.integrations import ContextParallel, shard_batch, whole_loss
+from armillary.attention.context_parallel import ContextParallelStyle, shard_batch, whole_loss
 from armillary.core import build_mesh, sum_gradients
 from armillary.core.gradients import clip_gradients
 
@@ -62,7 +62,9 @@ def sharded(compiled=False):
     mesh = build_mesh("cpu", ring=2, ulysses=2)
     attend = Ulysses(mesh["ulysses"], inner=Ring(mesh["ring"]))
     model, layout = model_of(), attend.layout(LENGTH)
-    parallelize_module(model, mesh["ring", "ulysses"], {"blocks.*.attention": ContextParallel(attend, layout=layout)})
+    parallelize_module(
+        model, mesh["ring", "ulysses"], {"blocks.*.attention": ContextParallelStyle(attend, layout=layout)}
+    )
     for part in (*model.blocks, model):
         if compiled:
             part.compile(backend="aot_eager", fullgraph=part is not model)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from armillary.attention import TokenRing
-from armillary.attention.integrations import parallelize_diffusers
 from armillary.core import build_mesh, sum_gradients
+from armillary.integrations import parallelize_diffusers
 
 ROWS, COLUMNS, TEXT, BATCH, STEPS = 9, 11, 7, 2, 4  # 99 tokens of each image, and 7 of its text
 SIZES = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}

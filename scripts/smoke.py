@@ -38,6 +38,22 @@ def attention() -> None:
     assert q.grad is not None
 
 
+def integrations() -> None:
+    from armillary.attention import Local
+    from armillary.integrations import parallelize_diffusers, register_transformers
+
+    try:
+        import transformers  # pyright: ignore # noqa: F401
+    except ImportError:
+        try:
+            register_transformers(Local())
+        except ImportError as error:
+            assert "transformers" in str(error)
+        else:
+            raise AssertionError("register_transformers works without transformers")
+    assert callable(parallelize_diffusers)
+
+
 def data() -> None:
     from armillary.core import SequenceLayout
     from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
@@ -80,5 +96,7 @@ if __name__ == "__main__":
     name = sys.argv[1]
     for command in distribution(name).entry_points:
         command.load()
-    {each.__name__: each for each in (core, attention, data, models, train, plan)}[name.removeprefix("armillary-")]()
+    {each.__name__: each for each in (core, attention, integrations, data, models, train, plan)}[
+        name.removeprefix("armillary-")
+    ]()
     print(f"ok: Python {sys.version.split()[0]}, torch {version('torch')}")

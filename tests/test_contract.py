@@ -31,18 +31,19 @@ from armillary.attention import (
     WallFacer,
     build_attention,
     reference_attention,
-    register_transformers,
     sdpa_parallel,
     sequence,
 )
 from armillary.core import CommLedger, SequenceLayout, build_mesh
 from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
+from armillary.integrations import register_transformers
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 
 NAMES = {
     "armillary.core": "build_mesh SequenceLayout CommLedger",
     "armillary.attention": "AttentionMask Local Ring TokenRing WallFacer AllGatherKV Ulysses UPipe reference_attention "
-    "build_attention sdpa_parallel register_transformers sequence",
+    "build_attention sdpa_parallel sequence",
+    "armillary.integrations": "register_transformers",
     "armillary.models": "Llama LlamaConfig GPT GPTConfig",
     "armillary.data": "TokenStore PackedSequences ByteTokenizer Document open_store",
 }

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from armillary.attention import AttentionMask, Local, Ring, Ulysses, reference_attention
-from armillary.attention.integrations import ContextParallel, sdpa_parallel, sequence
+from armillary.attention import AttentionMask, Local, Ring, Ulysses, reference_attention, sdpa_parallel, sequence
+from armillary.attention.context_parallel import ContextParallelStyle
 from armillary.core import distribute_sequence
 from armillary.core.testing import mesh, relative_error
 
@@ -108,7 +108,7 @@ def arguments(names: tuple[str, ...], setup: Setup, layout, style: bool) -> dict
 def on_a_shard(name: str) -> float:
     setup, (attend, axes) = SETUPS[name], usp()
     layout, model = attend.layout(N), Attention()
-    parallelize_module(model, axes, ContextParallel(attend, **arguments(setup.style, setup, layout, True)))
+    parallelize_module(model, axes, ContextParallelStyle(attend, **arguments(setup.style, setup, layout, True)))
     x, dout = (layout.take(x, attend.shard) for x in given())
     x.requires_grad_()
     block = nullcontext() if setup.block is None else sequence(**arguments(setup.block, setup, layout, False))
@@ -131,7 +131,7 @@ def compiled() -> list[float]:
     axis = mesh(ring=1)["ring"]
     attend, model = Ring(axis), Attention()
     layout = attend.layout(N)
-    parallelize_module(model, axis, ContextParallel(attend, layout=layout))
+    parallelize_module(model, axis, ContextParallelStyle(attend, layout=layout))
     model.compile(fullgraph=True, backend="aot_eager")
     answers: list[float] = []
     for documents in (None, DOCUMENTS, (0, 3, N)):
@@ -151,7 +151,7 @@ def test_a_compiled_module_attends_within_the_documents_of_each_block(worlds):
 def on_dtensors() -> float:
     attend, axes = usp()
     layout, model = attend.layout(N), Attention()
-    parallelize_module(model, axes, ContextParallel(attend, layout=layout))
+    parallelize_module(model, axes, ContextParallelStyle(attend, layout=layout))
     x, dout = (distribute_sequence(x, layout, axes) for x in given())
     x = x.detach().requires_grad_()
     out = model(x)
@@ -169,7 +169,7 @@ def test_dtensors_leave_as_they_entered(worlds):
 def copied() -> tuple[bool, bool]:
     attend, axes = usp()
     layout, model = attend.layout(N), Attention()
-    parallelize_module(model, axes, ContextParallel(attend, layout=layout))
+    parallelize_module(model, axes, ContextParallelStyle(attend, layout=layout))
     copy, x = deepcopy(model), layout.take(given()[0], attend.shard)
     before = torch.equal(copy(x), model(x))
     with torch.no_grad():
@@ -186,7 +186,7 @@ def beside_tensor_parallelism() -> float:
     axes = mesh(ring=2, tp=2)
     attend, model = Ring(axes["ring"]), Attention()
     layout = attend.layout(N)
-    parallelize_module(model, axes["ring"], ContextParallel(attend, layout=layout))
+    parallelize_module(model, axes["ring"], ContextParallelStyle(attend, layout=layout))
     parallelize_module(model, axes["tp"], dict.fromkeys("qkv", ColwiseParallel()) | {"out": RowwiseParallel()})
     x, dout = (layout.take(x, attend.shard) for x in given())
     x.requires_grad_()
@@ -232,28 +232,28 @@ def refusals() -> list[str]:
     attend, whole = usp()
     layout, x = attend.layout(N), torch.zeros(B, N // 4, E, dtype=torch.float64)
 
-    def styled(style: ContextParallel, module: nn.Module | None = None) -> nn.Module:
+    def styled(style: ContextParallelStyle, module: nn.Module | None = None) -> nn.Module:
         return parallelize_module(module or Attention(), whole, style)
 
     def within(block: dict, **style) -> Tensor:
         with sequence(**block):
-            return styled(ContextParallel(attend, **style))(x)
+            return styled(ContextParallelStyle(attend, **style))(x)
 
     def recomputed_outside() -> None:
-        model = styled(ContextParallel(attend, layout=layout))
+        model = styled(ContextParallelStyle(attend, layout=layout))
         with sequence(layout=layout, documents=DOCUMENTS):
             out = checkpoint(model, x.clone().requires_grad_(), use_reentrant=False)
         out.sum().backward()
 
     tries = [
-        lambda: ContextParallel(Ring),
-        lambda: ContextParallel(attend, layout=4),
-        lambda: ContextParallel(attend, mask="causal"),
-        lambda: parallelize_module(Attention(), axes["ring"], ContextParallel(attend)),
-        lambda: styled(ContextParallel(Ring(axes["ring"]))),
-        lambda: styled(ContextParallel(attend))(x),
-        lambda: styled(ContextParallel(attend, layout=layout), nn.Linear(E, E).double())(x),
-        lambda: styled(ContextParallel(attend, layout=layout))(distribute_tensor(x, whole, [Shard(0), Shard(1)])),
+        lambda: ContextParallelStyle(Ring),
+        lambda: ContextParallelStyle(attend, layout=4),
+        lambda: ContextParallelStyle(attend, mask="causal"),
+        lambda: parallelize_module(Attention(), axes["ring"], ContextParallelStyle(attend)),
+        lambda: styled(ContextParallelStyle(Ring(axes["ring"]))),
+        lambda: styled(ContextParallelStyle(attend))(x),
+        lambda: styled(ContextParallelStyle(attend, layout=layout), nn.Linear(E, E).double())(x),
+        lambda: styled(ContextParallelStyle(attend, layout=layout))(distribute_tensor(x, whole, [Shard(0), Shard(1)])),
         lambda: within({"layout": attend.layout(N, "contiguous")}, layout=layout),
         lambda: within({"documents": DOCUMENTS}, layout=layout, mask=AttentionMask(documents=(0, N))),
         lambda: within({"layout": layout, "mask": NARROW}, layout=layout, mask=PACKED),
@@ -277,9 +277,9 @@ REFUSED = [
     "works on axes ('ring', 'ulysses'); parallelize_module was given a mesh with axes ('ring',)",
     "works on axes ('ring',); parallelize_module was given a mesh with axes ('ring', 'ulysses')",
     "4 ranks hold the sequence, and a shard does not tell how",
-    "Linear.forward under ContextParallel ended without a call of F.scaled_dot_product_attention",
+    "Linear.forward under ContextParallelStyle ended without a call of F.scaled_dot_product_attention",
     "tokens must be Shard(1) on all of them",
-    "ContextParallel(layout=",
+    "ContextParallelStyle(layout=",
     "documents=(0, 7, 16, 24)",
     "sequence(mask=",
     "documents=(0, 7, 16, 24)",
@@ -293,6 +293,6 @@ def test_what_cannot_be_done_is_refused_on_every_rank(worlds):
             assert words in said
 
 
-@pytest.mark.parametrize("style", [ContextParallel(Local())])
+@pytest.mark.parametrize("style", [ContextParallelStyle(Local())])
 def test_a_style_says_what_it_is(style):
-    assert repr(style) == "ContextParallel(Local, layout=None, mask=None)"
+    assert repr(style) == "ContextParallelStyle(Local, layout=None, mask=None)"

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from armillary.attention import AttentionMask, Local, Slice
-from armillary.attention.integrations import sdpa_parallel, sequence
-from armillary.attention.integrations.dense_masks import mask_of_tensor
+from armillary.attention import AttentionMask, Local, Slice, sdpa_parallel, sequence
+from armillary.attention.context_parallel.dense_masks import mask_of_tensor
 from armillary.core import SequenceLayout
 
 LENGTH = 40
@@ -143,7 +142,7 @@ def test_two_masks_that_contradict_each_other_are_refused(given, said):
 
 
 def test_a_tensor_is_read_once():
-    from armillary.attention.integrations.dense_masks import MaskReader
+    from armillary.attention.context_parallel.dense_masks import MaskReader
 
     reader, layout, given = MaskReader(Local()), SequenceLayout.contiguous(LENGTH, 1), CAUSAL.clone()
     assert reader.read(given, 2, layout) is reader.read(given, 2, layout)

@@ -9,8 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from armillary.attention import AttentionMask, Local, Ring, Ulysses
-from armillary.attention.integrations import sdpa_parallel, sequence
+from armillary.attention import AttentionMask, Local, Ring, Ulysses, sdpa_parallel, sequence
 from armillary.attention.reference import visible_pairs
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error

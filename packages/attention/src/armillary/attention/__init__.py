@@ -3,8 +3,8 @@
 from armillary.attention.call.projections import Projections, TokenProjections
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
+from armillary.attention.context_parallel import sdpa_parallel, sequence
 from armillary.attention.drawing import draw_mask
-from armillary.attention.integrations import register_transformers, sdpa_parallel, sequence
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
@@ -40,7 +40,6 @@ __all__ = [
     "build_comm_plan",
     "draw_mask",
     "reference_attention",
-    "register_transformers",
     "sdpa_parallel",
     "sequence",
 ]

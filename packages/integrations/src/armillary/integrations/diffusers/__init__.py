@@ -1,0 +1,1 @@
+"""Models of Hugging Face diffusers whose tokens are sharded over ranks."""

@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers on a shard of the sequence."""

@@ -1,0 +1,302 @@
+"""Transformers of diffusers on 4 ranks against one: output, gradients of all parameters and of what they are given."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from armillary.attention import build_attention
+from armillary.core import sum_gradients
+from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.refusals import value_errors
+from armillary.integrations import parallelize_diffusers
+
+pytest.importorskip("diffusers")
+from diffusion_models import BUILD, TEXT, Given, draw, flux, qwen, sd3, wan
+
+RANKS = 4
+AXES = {"usp": {"ring": 2, "ulysses": 2}, "ulysses": {"ulysses": 4}}
+LEARNED = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image")
+LIMITS = {"flux": 1e-12, "qwen": 1e-12, "sd3": 1e-12, "wan": 2e-6}  # Wan computes norms in float32, whatever it is in
+
+
+def method(name: str = "token_ring"):
+    return build_attention(name, mesh(**AXES.get(name, {"ring": RANKS})))
+
+
+def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
+    """The last output, and all gradients of means over all outputs."""
+    inputs = [{name: x.clone().requires_grad_() for name, x in given.items() if name in LEARNED} for given in calls]
+    outs = [model(**given | learned, return_dict=False)[0] for given, learned in zip(calls, inputs, strict=True)]
+    torch.stack([(out * draw(*out.shape)).mean() for out in outs]).sum().backward()
+    of_parts = {name: p.grad for name, p in [*model.named_parameters(), *inputs[-1].items()]}
+    return {"out": outs[-1].detach()} | {name: x for name, x in of_parts.items() if x is not None}
+
+
+def error(model: nn.Module, wanted: dict[str, Tensor], *calls: Given) -> tuple[float, str]:
+    """Of a model that is sharded, whose gradients are shares. Compiled graphs give zeros where eager gives nothing."""
+    found = graded(model, *calls)
+    for name, share in found.items():
+        if name != "out":
+            dist.all_reduce(share)
+    assert not any(found[name].any() for name in found.keys() - wanted.keys())
+    return max((relative_error(found[name], wanted[name]), name) for name in wanted)
+
+
+def errors(name: str, methods: list[str]) -> list[tuple[float, str]]:
+    """Every second method with blocks that are run again in backward."""
+    wanted, found = graded(*BUILD[name]()), []
+    for i, kind in enumerate(methods):
+        model, given = BUILD[name]()
+        if i % 2:
+            model.enable_gradient_checkpointing()
+        parallelize_diffusers(model, method(kind))
+        found.append(error(model, wanted, given))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("flux", ["token_ring", "usp"]),
+        ("qwen", ["token_ring", "ulysses"]),
+        ("sd3", ["token_ring", "ring"]),
+        ("wan", ["token_ring", "usp"]),
+    ],
+)
+def test_ranks_compute_what_one_does(worlds, name, methods):
+    for found in worlds(RANKS).run(errors, name, methods):
+        assert max(found) < (LIMITS[name], ""), found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BUILD)
+def test_ranks_compute_what_one_does_by_other_methods(worlds, name):
+    methods = ["ring", "ring", "ulysses", "ulysses", "usp", "all_gather", "wallfacer", "token_ring"]
+    for found in worlds(RANKS).run(errors, name, methods):
+        assert max(found) < (LIMITS[name], ""), found
+
+
+def fully_sharded() -> tuple[float, str]:
+    """Qwen-Image under FSDP2, its blocks run again in backward."""
+    (model, given), (whole, _) = qwen(), qwen()
+    model.enable_gradient_checkpointing()
+    parallelize_diffusers(model, method("usp"))
+    ranks = mesh(**AXES["usp"])["ring", "ulysses"]._flatten("sequence")
+    for part in (*model.transformer_blocks, model):
+        fully_shard(part, mesh=ranks)
+    sum_gradients(model)
+    wanted, found = graded(whole, given), graded(model, given)
+    for name, x in found.items():
+        if name in LEARNED:
+            dist.all_reduce(x)
+        elif name != "out":
+            found[name] = x.full_tensor()
+    return max((relative_error(found[name], wanted[name]), name) for name in wanted)
+
+
+def test_under_fsdp2(worlds):
+    assert max(worlds(RANKS).run(fully_sharded)) < (1e-12, "")
+
+
+def two_lengths() -> tuple[float, str]:
+    """A copy of a model runs forward on two videos, and only then backward, in which their blocks are run again."""
+    (model, given), (whole, _) = wan(), wan()
+    longer = {**given, "hidden_states": draw(2, 4, 2, 14, 4)}  # 28 tokens after 27: some ranks have as many of both
+    model.enable_gradient_checkpointing()
+    parallelize_diffusers(model, method())
+    return error(deepcopy(model), graded(whole, given, longer), given, longer)
+
+
+def test_blocks_run_again_find_the_length_of_their_own_forward(worlds):
+    assert max(worlds(RANKS).run(two_lengths)) < (LIMITS["wan"], "")
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def parallel(build=flux, **options):
+    model, given = build()
+    parallelize_diffusers(model, method(), compare=False, **options)
+    return model, given
+
+
+def with_ip_adapter():
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model, given = parallel()
+    model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(64, TEXT))
+    return model(**given)
+
+
+def with_cache():
+    from diffusers import FirstBlockCacheConfig
+
+    model, given = parallel()
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    return model(**given)
+
+
+def with_own_parallelism():
+    model, given = parallel()
+    model._parallel_config = "set by enable_parallelism, which wants an accelerator"
+    return model(**given)
+
+
+def with_dropout():
+    model, given = parallel()
+    model.transformer_blocks[0].attn.to_out[1].p = 0.1
+    return model(**given)
+
+
+def with_adapter_on_the_output():
+    model, given = parallel()
+    model.proj_out = nn.Sequential(model.proj_out)
+    return model(**given)
+
+
+@torch.no_grad()
+def with_another_backend():
+    model, given = parallel()
+    for block in model.transformer_blocks:
+        block.attn.processor._attention_backend = "flex"
+    return model(**given)
+
+
+def of_a_checkpoint_around_the_model():
+    model, given = parallel(wan)
+    model.blocks[0](draw(2, 7, 64), given["encoder_hidden_states"], draw(2, 6, 64), None)
+
+
+def called(build=flux, **changes):
+    model, given = parallel(build)
+    return model(**{**given, **changes})
+
+
+def another_class():
+    from diffusers import PixArtTransformer2DModel
+
+    parallelize_diffusers(PixArtTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8), method())
+
+
+REFUSED = {
+    another_class: "PixArtTransformer2DModel cannot be sharded so; of diffusers' transformers, FluxTransformer2DModel",
+    lambda: parallelize_diffusers(parallel()[0], method()): "parallelized already",
+    with_own_parallelism: "under diffusers' enable_parallelism too",
+    with_ip_adapter: "has the processor FluxIPAdapterAttnProcessor",
+    with_cache: "FBCHeadBlockHook on transformer_blocks.0",
+    with_dropout: "transformer_blocks.0.attn.to_out.1 drops 0.1",
+    with_adapter_on_the_output: "proj_out was replaced after parallelize_diffusers",
+    with_another_backend: "flex_attention ran in transformer_blocks.0.attn, whose attention backend is to be",
+    of_a_checkpoint_around_the_model: "a part of the model runs while its forward does not",
+    lambda: called(joint_attention_kwargs={"attention_mask": 1}): "joint_attention_kwargs has attention_mask",
+    lambda: called(hidden_states=draw(2, 3, 8)): "3 tokens of the image on 4 ranks",
+    lambda: called(txt_ids=torch.zeros(8, 3)): "with 8 tokens of the text, which has 7",
+    lambda: called(wan, timestep=torch.ones(2, 1)): "a tensor (2, 1) with 1 tokens of the image, which has 27",
+    lambda: called(qwen, encoder_hidden_states_mask=torch.arange(18).view(2, 9)): "hides text before text",
+    lambda: called(qwen, encoder_hidden_states_mask=torch.ones(2, 8)): "a mask (2, 8) for 9 tokens of the text",
+    lambda: called(sd3, encoder_hidden_states=None): "encoder_hidden_states is a NoneType",
+}
+
+
+def refusals() -> list[str]:
+    return value_errors(list(REFUSED))
+
+
+def test_what_is_refused(worlds):
+    for said in worlds(RANKS).run(refusals):
+        for message, expected in zip(said, REFUSED.values(), strict=True):
+            assert expected in message
+
+
+def said_where_ranks_differ(what: str) -> str:
+    model, given = flux()
+    if what == "timestep":
+        given["timestep"] = given["timestep"] + dist.get_rank()
+    elif what == "hidden_states":
+        given["hidden_states"] = given["hidden_states"][:, dist.get_rank() :]
+    else:
+        model.get_parameter(what).data += dist.get_rank()
+    parallelize_diffusers(model, method("usp"))
+    with pytest.raises(ValueError) as error:
+        model(**given)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["timestep", "hidden_states", "proj_out.bias"])
+def test_ranks_that_are_given_different_things_all_say_so(worlds, what):
+    for message in worlds(RANKS).run(said_where_ranks_differ, what):
+        assert message.startswith(f"{what}: not the same on all 4 ranks")
+
+
+# -- more of the same --------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "timesteps of tokens": (wan, {}, lambda: {"timestep": 1000 * draw(2, 27).abs()}),
+    "a first image": (
+        wan,
+        {"image_dim": 14, "added_kv_proj_dim": 64},
+        lambda: {"encoder_hidden_states": draw(2, 512, TEXT), "encoder_hidden_states_image": draw(2, 5, 14)},
+    ),
+    "controlnet of Flux": (
+        flux,
+        {},
+        lambda: {
+            "controlnet_block_samples": [draw(2, 25, 64)],
+            "controlnet_single_block_samples": [draw(2, 25, 64)],
+        },
+    ),
+    "ids of rows": (flux, {}, lambda: {"img_ids": draw(2, 25, 3).expand(2, 25, 3), "txt_ids": torch.zeros(2, 7, 3)}),
+    "controlnet of Qwen, images given": (
+        qwen,
+        {"zero_cond_t": True},
+        lambda: {"controlnet_block_samples": [draw(2, 26, 64)]},
+    ),
+    "controlnet of SD3, layers left out": (
+        sd3,
+        {},
+        lambda: {"block_controlnet_hidden_states": [draw(2, 15, 64)], "skip_layers": [0]},
+    ),
+    "layers of an image": (qwen, {"use_layer3d_rope": True}, dict),
+    "no mask": (qwen, {}, lambda: {"encoder_hidden_states_mask": None}),
+    "no text is seen": (qwen, {}, lambda: {"encoder_hidden_states_mask": torch.zeros(2, 9)}),
+}
+
+
+def error_of_variant(name: str) -> tuple[float, str]:
+    build, config, more = VARIANTS[name]
+    (model, given), (whole, _) = build(**config), build(**config)
+    given |= more()
+    parallelize_diffusers(model, method())
+    return error(model, graded(whole, given), given)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_else_models_are_called_with(worlds, name):
+    assert max(worlds(RANKS).run(error_of_variant, name)) < (2e-6, "")
+
+
+def compiled_error(name: str, whole_model: bool) -> tuple[float, str]:
+    """Of Qwen-Image two calls, of the same shapes, but with other padding."""
+    (model, given), (whole, _) = BUILD[name](), BUILD[name]()
+    parallelize_diffusers(model, method())
+    if whole_model:
+        model.compile(backend="aot_eager")
+    else:
+        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    found = error(model, graded(whole, given), given)
+    if name != "qwen":
+        return found
+    model.zero_grad(), whole.zero_grad()
+    given["encoder_hidden_states_mask"] = given["encoder_hidden_states_mask"].flip(0)
+    return max(found, error(model, graded(whole, given), given))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "whole_model"), [("flux", False), ("flux", True), ("qwen", False), ("wan", False)])
+def test_compiled(worlds, name, whole_model):
+    assert max(worlds(RANKS).run(compiled_error, name, whole_model)) < (LIMITS[name], "")

@@ -1,0 +1,182 @@
+"""Mask functions of transformers as values: pair by pair what transformers computes of them, or refused by name."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from armillary.attention import AttentionMask, Local, Slice
+from armillary.attention.mask import Chunked, ImageSpans
+from armillary.core import SequenceLayout
+from armillary.integrations.transformers.documents import check_multimodal
+from armillary.integrations.transformers.groups import mask_of
+from armillary.integrations.transformers.masks import rule_of
+from armillary.integrations.transformers.shard_mask import narrowed
+
+transformers = pytest.importorskip("transformers")
+from transformers import masking_utils as made  # noqa: E402
+from transformers.models.gemma3 import modeling_gemma3 as gemma3  # noqa: E402
+
+LENGTH = 24
+POSITIONS = torch.arange(LENGTH)
+TYPES = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0, 1] + [0] * 14, [1] * 5 + [0] * 5 + [1] * 6 + [0] * 8])
+RUNS, SCATTERED = gemma3.get_block_sequence_ids_for_mask(TYPES), torch.where(TYPES == 1, 0, -1)
+CAUSAL, WINDOW = made.causal_mask_function, made.sliding_window_causal_mask_function(4)
+ZEROS = torch.zeros(2, dtype=torch.long)
+
+
+def everything(*args):
+    return torch.tensor(True, dtype=torch.bool)
+
+
+FUNCTIONS = {
+    "causal": (CAUSAL, None),
+    "window": (WINDOW, None),
+    "window of one": (made.sliding_window_causal_mask_function(1), None),
+    "bidirectional": (made.bidirectional_mask_function, None),
+    "bidirectional window": (made.sliding_window_bidirectional_mask_function(3), None),
+    "Gemma 3, full": (made.or_masks(CAUSAL, made.blockwise_overlay(RUNS)), ImageSpans),
+    "Gemma 3, sliding": (
+        made.and_masks(made.or_masks(CAUSAL, made.blockwise_overlay(RUNS)), made.sliding_window_overlay(4)),
+        ImageSpans,
+    ),
+    "a window, or one image": (made.or_masks(WINDOW, made.blockwise_overlay(RUNS)), None),
+    "images as one group": (made.or_masks(CAUSAL, made.blockwise_overlay(SCATTERED)), None),
+    "images as one group, and a window": (
+        made.and_masks(made.or_masks(CAUSAL, made.blockwise_overlay(SCATTERED)), made.sliding_window_overlay(4)),
+        None,
+    ),
+    "an image alone": (made.blockwise_overlay(RUNS), None),
+    "chunks": (made.chunked_causal_mask_function(5, ZEROS), Chunked),
+    "chunks and a window": (
+        made.and_masks(made.chunked_causal_mask_function(5, ZEROS), made.sliding_window_overlay(3)),
+        Chunked,
+    ),
+    "EmbeddingGemma, full": (made.or_masks(CAUSAL, everything), None),
+    "EmbeddingGemma, sliding": (made.or_masks(WINDOW, gemma3._bidirectional_window_overlay(4)), None),
+}
+
+
+def dense(function) -> torch.Tensor:
+    """[2, LENGTH, LENGTH], as transformers evaluates it."""
+    indices = (torch.arange(2)[:, None, None], ZEROS[:1], POSITIONS[None, :, None], POSITIONS[None, None, :])
+    return function(*indices).expand(2, LENGTH, LENGTH)
+
+
+def seen(mask: AttentionMask) -> torch.Tensor:
+    return torch.stack([mask.visible(POSITIONS, POSITIONS, row=row if mask.per_row else 0) for row in range(2)])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_mask_function_is_a_value(name):
+    function, pattern = FUNCTIONS[name]
+    rule = rule_of(function)
+    mask = mask_of(rule, rule.groups, None, LENGTH)
+    assert torch.equal(seen(mask), dense(function))
+    assert pattern is None or type(mask.row(1).pattern) is pattern  # the compact form
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_documents_are_as_they_are_alone(name):
+    """What transformers adds for packed rows is taken from documents instead."""
+    function, _ = FUNCTIONS[name]
+    ends = ((0, 2, 13, LENGTH), (0, LENGTH))
+    ids = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in ends])
+    packed = made.packed_sequence_compatibility_function(function, ids, made.find_packed_sequence_indices(ids))
+    rule = rule_of(packed)
+    got = seen(mask_of(rule, rule.groups, ends, LENGTH))
+    assert torch.equal(got[1], dense(function)[1])
+    for a, b in pairwise(ends[0]):
+        assert not got[0, a:b, :a].any() and not got[0, a:b, b:].any()
+        alone = mask_of(rule, None if rule.groups is None else rule.groups[:, a:b], None, b - a)
+        assert torch.equal(got[0, a:b, a:b], alone.visible(POSITIONS[: b - a], POSITIONS[: b - a]))
+
+
+def test_a_batch_without_images_has_the_plain_mask():
+    for name, window in (("Gemma 3, full", None), ("Gemma 3, sliding", (3, None))):
+        rule = rule_of(FUNCTIONS[name][0])
+        assert mask_of(rule, torch.full_like(RUNS, -1), None, LENGTH) == AttentionMask(window=window)
+
+
+UNKNOWN = {
+    "none": None,
+    "functools": partial(CAUSAL),
+    "<lambda>": lambda batch, head, query, key: query >= key,
+    "hides_everything": made.and_masks(CAUSAL, lambda *args: torch.tensor(False)),
+    "padding_mask_function": made.padding_mask_function(TYPES),
+    "packed_sequence_mask_function": made.and_masks(CAUSAL, made.packed_sequence_mask_function(TYPES)),
+    "chunks, or something else": made.or_masks(made.chunked_causal_mask_function(3, ZEROS), CAUSAL),
+    "chunks of 3 and of 4": made.and_masks(made.chunked_overlay(3, ZEROS), made.chunked_overlay(4, ZEROS)),
+    "blocks of two kinds": made.or_masks(made.blockwise_overlay(RUNS), made.blockwise_overlay(SCATTERED)),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_refused_by_name(name):
+    with pytest.raises(ValueError, match="which is not known; masks made of") as refused:
+        rule_of(UNKNOWN[name])
+    assert name in str(refused.value) or name in ("functools", "hides_everything")
+
+
+def test_a_function_of_a_known_name_is_held_to_it():
+    def _bidirectional_window_overlay(sliding_window):
+        def inner_mask(batch, head, query, key):
+            return abs(query - key) <= sliding_window
+
+        inner_mask.__qualname__ = "_bidirectional_window_overlay.<locals>.inner_mask"
+        inner_mask.__module__ = "transformers.models.other.modeling_other"
+        return inner_mask
+
+    with pytest.raises(ValueError, match="made of _bidirectional_window_overlay, which is not known"):
+        rule_of(_bidirectional_window_overlay(4))
+
+
+def test_groups_too_scattered_are_refused():
+    rule = rule_of(FUNCTIONS["images as one group"][0])
+    with pytest.raises(ValueError, match="more than 65536 slices"):
+        mask_of(rule, (torch.arange(4000) % 2 - 1)[None], None, 4000)
+
+
+# -- masks that are said ----------------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_is_said_has_the_window_of_each_layer():
+    tree, window = AttentionMask.tree([0, 8, 16, LENGTH], [-1, 0, 0]), rule_of(WINDOW)
+    assert narrowed(tree, window) == tree.narrowed(3) and narrowed(tree, rule_of(CAUSAL)) == tree
+    both = rule_of(FUNCTIONS["bidirectional window"][0])
+    plain = AttentionMask(causal=False, window=(None, 2))
+    assert narrowed(plain, both) == AttentionMask(causal=False, window=(3, 2))
+    anything = AttentionMask.of_slices([Slice(range(LENGTH), range(LENGTH))])
+    assert narrowed(anything, rule_of(CAUSAL)) == anything
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "said"),
+    [
+        (AttentionMask(), "bidirectional", "the model is bidirectional"),
+        (AttentionMask(causal=False), "causal", "the model is causal"),
+        (AttentionMask(), "chunks", "chunks of 5"),
+    ],
+)
+def test_a_mask_that_contradicts_the_model_is_refused(mask, name, said):
+    with pytest.raises(ValueError, match=said):
+        narrowed(mask, rule_of(FUNCTIONS[name][0]))
+
+
+# -- positions in time, height and width ----------------------------------------------------------------------------
+
+
+def of_a_video() -> torch.Tensor:
+    """As Qwen2.5-VL numbers 3 tokens of text, 2 frames of 2 x 2 that are 50 apart, and 2 tokens more: [3, 1, 13]."""
+    text = torch.arange(3).expand(3, -1)
+    frames = torch.stack([torch.arange(8) // 4 * 50, torch.arange(8) // 2 % 2, torch.arange(8) % 2]) + 3
+    return torch.cat([text, frames, torch.arange(5, 7).expand(3, -1)], 1)[:, None]
+
+
+def test_positions_of_videos_may_go_back_after_them_alone():
+    layout = SequenceLayout.contiguous(13, 1)
+    check_multimodal(of_a_video(), layout, Local())
+    for wrong in (of_a_video().flip(2), of_a_video() % 5, torch.arange(13).remainder(7).expand(3, 1, -1)):
+        with pytest.raises(ValueError, match=r"position ids \[.*not beyond"):
+            check_multimodal(wrong, layout, Local())

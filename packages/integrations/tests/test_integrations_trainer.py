@@ -1,0 +1,306 @@
+"""Hugging Face's Trainer on shards: what one rank logs, evaluates, predicts, saves and learns."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.attention import Local, Ring, Ulysses
+from armillary.attention.context_parallel import shard_batch
+from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.accelerated import accelerated
+from armillary.integrations import ContextParallelTrainer, register_transformers
+from armillary.integrations.transformers.inputs import shard_inputs
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+VOCABULARY = 64
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+MEASURED = ("runtime", "per_second", "flos")
+FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+FSDP2 |= {"transformer_layer_cls_to_wrap": ["MistralDecoderLayer"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+class LongTrainer(ContextParallelTrainer, transformers.Trainer):
+    pass
+
+
+def model(implementation: str, family: str = "MistralForCausalLM", **options):
+    torch.manual_seed(0)
+    made = getattr(transformers, family)
+    given = {"sliding_window": 9, **options, "attn_implementation": implementation}
+    built = made(made.config_class(**SIZES, **HEADS, **given)).double()
+    with torch.no_grad():
+        for parameter in built.parameters():  # biases of keys, whose gradient is 0, would else be relative to 0
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return built
+
+
+def rows(count: int, seed: int = 1):
+    """Rows of 11 to 37 tokens, whose first ones are a prompt: no labels."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length, prompt = (int(torch.randint(low, high, (), generator=draw)) for low, high in ((11, 38), (0, 6)))
+        ids = torch.randint(1, VOCABULARY, (length,), generator=draw)
+        made.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(length) < prompt, -100)})
+    return made
+
+
+def padded(batch):
+    """What a tokenizer's collator makes: padding on the right."""
+    masked = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in batch]
+    fill = {name: -100 if name == "labels" else 0 for name in masked[0]}
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {name: pad([row[name] for row in masked], batch_first=True, padding_value=fill[name]) for name in fill}
+
+
+def packed(batch):
+    lists = [{name: x.tolist() for name, x in row.items()} for row in batch]
+    return transformers.DataCollatorWithFlattening()(lists)
+
+
+def arguments(folder, **changes):
+    """Of a run of 6 steps of two micro-batches; the last of each epoch has but one, of 14 rows."""
+    given = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_steps": 3, "logging_steps": 1}
+    given |= {"eval_strategy": "steps", "save_strategy": "steps", "report_to": [], "disable_tqdm": True}
+    given |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
+    given |= {"include_num_input_tokens_seen": "non_padding", "use_cpu": True, "dataloader_pin_memory": False}
+    return transformers.TrainingArguments(str(folder), **given | changes)
+
+
+def trainer(kind: type, implementation: str, folder, collator=padded, data=None, family=None, **changes):
+    built = model(implementation, **family or {})
+    return kind(built, arguments(folder, **changes), collator, data or rows(14), eval_dataset=rows(4, seed=2))
+
+
+def trained(kind: type, implementation: str, folder, resume: int = 0, **changes):
+    """What is logged, the parameters, and predictions for five more rows, then without labels.
+
+    Args:
+        resume: the step after which to go on.
+    """
+    run = trainer(kind, implementation, folder, **changes)
+    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{resume}") if resume else None)
+    learned = [getattr(p, "full_tensor", p.clone)().detach() for p in run.model.parameters()]
+    found = run.predict(rows(5, seed=3))
+    run.args.include_num_input_tokens_seen = "no"
+    unlabelled = run.predict([{"input_ids": row["input_ids"]} for row in rows(5, seed=3)]).predictions
+    return run.state.log_history, learned, found, unlabelled
+
+
+SHORT = {"max_steps": 2, "eval_steps": 2, "save_strategy": "no"}
+SHORTER = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+ROBERTA = {"family": "RobertaForCausalLM", "is_decoder": True, "hidden_dropout_prob": 0.0}
+ROBERTA |= {"attention_probs_dropout_prob": 0.0}
+VARIANTS = {
+    "position ids from padding_idx": {"family": ROBERTA, "optim": "sgd"},  # AdamW would magnify a gradient of 0
+    "packed": {"collator": packed, "include_num_input_tokens_seen": "all"},
+    "smoothed": {"label_smoothing_factor": 0.1},
+}
+
+
+def variants(kind: type, implementation: str, folder):
+    found = {}
+    for name, changes in VARIANTS.items():
+        run = trainer(kind, implementation, folder / name, **SHORT | changes)
+        run.train()
+        found[name] = run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
+    return found
+
+
+def on_ranks(folder):
+    """6 steps under DDP, and again from the middle on; fewer under FSDP2 in two groups; variants; what is refused."""
+    usp = Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
+    register_transformers(usp)
+    register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
+    found = {}
+    with accelerated():
+        found["ddp"] = trained(LongTrainer, "armillary", folder / "ddp")
+        found["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=3)
+        found |= variants(LongTrainer, "armillary", folder)
+        found["refused"] = refused_on_ranks(folder)
+    with accelerated():
+        halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1} | SHORTER
+        sharded = {"fsdp": True, "fsdp_config": FSDP2, **halves}
+        found["fsdp2"] = trained(LongTrainer, "in groups", folder / "fsdp2", **sharded)
+        found["fsdp2, resumed"] = trained(LongTrainer, "in groups", folder / "fsdp2", resume=2, **sharded)
+    return found
+
+
+def refused_on_ranks(folder):
+    """What is said of rows that differ, and of a loss that is not of the next token."""
+    said = []
+    run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(14, seed=dist.get_rank() // 3), **SHORT)
+    tagger = model("armillary", "MistralForTokenClassification")
+    batch = shard_batch(run.attend, torch.ones(2, 16, dtype=torch.long))
+    with pytest.raises(ValueError) as raised:
+        run.train()
+    said.append(str(raised.value))
+    with pytest.raises(ValueError) as raised, batch.sequence():
+        tagger(**batch.inputs)
+    return [*said, str(raised.value)]
+
+
+@pytest.fixture(scope="module")
+def runs(worlds, tmp_path_factory):
+    """Of one rank, and of each of four."""
+    folder = tmp_path_factory.mktemp("trainer")
+    ranks = worlds(4).run(on_ranks, folder)
+    with accelerated():
+        one = variants(transformers.Trainer, "sdpa", folder / "one")
+        for name, resume, steps in (("ddp", 3, {}), ("fsdp2", 2, SHORTER)):
+            one[name] = trained(transformers.Trainer, "sdpa", folder / name / "one", **steps)
+            one[f"{name}, resumed"] = trained(transformers.Trainer, "sdpa", folder / name / "one", resume, **steps)
+    return one, ranks
+
+
+def check_logs(found, expected):
+    for mine, whole in zip(found, expected, strict=True):
+        for name in whole:
+            if not any(word in name for word in MEASURED):
+                assert mine[name] == pytest.approx(whole[name], rel=1e-6), name  # losses are logged in float32
+
+
+def check_parameters(found, expected):
+    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("run", ["ddp", "fsdp2"])
+def test_steps_are_those_of_one_rank_and_go_on_from_a_checkpoint(runs, run):
+    one, ranks = runs
+    for rank in ranks:
+        for part in (run, f"{run}, resumed"):
+            check_logs(rank[part][0], one[part][0])
+            check_parameters(rank[part][1], one[run][1])
+
+
+@pytest.mark.parametrize("run", ["ddp", "fsdp2"])
+def test_predictions_are_those_of_one_rank_in_sequence_order(runs, run):
+    one, ranks = runs
+    for rank in ranks:
+        _, _, found, unlabelled = rank[run]
+        whole = one[run][2]
+        assert np.array_equal(found.label_ids, whole.label_ids)
+        seen = (whole.label_ids != -100).nonzero()
+        for mine, expected in ((found.predictions, whole.predictions), (unlabelled, one[run][3])):
+            assert mine.shape == expected.shape
+            assert relative_error(torch.tensor(mine[seen]), torch.tensor(expected[seen])) < 1e-12
+        if run == "ddp":  # of a last batch that some groups lack, Trainer's loss is another on several ranks
+            assert found.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_those_of_one_rank(runs, variant):
+    one, ranks = runs
+    check_logs(ranks[0][variant][0], one[variant][0])
+    check_parameters(ranks[0][variant][1], one[variant][1])
+
+
+def test_what_ranks_cannot_train_on_is_refused_by_all(runs):
+    _, ranks = runs
+    for said in zip(*(rank["refused"] for rank in ranks), strict=True):
+        assert len(set(said)) == 1
+    assert "shards 0 and 3 were given different input_ids" in ranks[0]["refused"][0]
+    assert "ForTokenClassification takes no shift_labels" in ranks[0]["refused"][1]
+
+
+class Squared(transformers.Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) ** 2
+
+
+class Wrong(ContextParallelTrainer, Squared):
+    pass
+
+
+REFUSED = {
+    "own loss": ({"kind": Wrong}, "Squared.compute_loss would be handed one rank's tokens"),
+    "sdpa": ({"implementation": "sdpa"}, "attends by 'sdpa'"),
+    "loss function": ({"compute_loss_func": print}, "override compute_loss in a class with takes_shards"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "scales its noise by the length"),
+    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+    "compiled": ({"torch_compile": True}, "torch_compile=True"),
+    "rebalanced": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+    "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
+    "routers": ({"family": "MixtralForCausalLM", "output_router_logits": True}, "auxiliary loss is not linear"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_would_be_wrong_on_shards_is_refused_when_a_trainer_is_made(tmp_path, wrong):
+    given, said = REFUSED[wrong]
+    given = dict(given)
+    register_transformers(Local())
+    kind, named = given.pop("kind", LongTrainer), given.pop("implementation", "armillary")
+    of_model = {name: given.pop(name) for name in ("family", "output_router_logits") if name in given}
+    of_trainer = {name: given.pop(name) for name in ("compute_loss_func",) if name in given}
+    with accelerated(), pytest.raises(ValueError, match=said):
+        kind(model(named, **of_model), arguments(tmp_path, **SHORT | given), padded, rows(2), rows(2), **of_trainer)
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+
+def test_padding_before_and_behind_tokens_is_seen_by_nobody():
+    attend = Local()
+    register_transformers(attend)
+    ids = torch.stack([torch.arange(1, 13), torch.arange(21, 33)])
+    seen = torch.ones_like(ids)
+    seen[0, :3] = seen[0, 10:] = seen[1, 9:] = 0
+    positions = torch.arange(12)[None]
+    batch = shard_batch(attend, ids, attention_mask=seen, position_ids=positions * seen)  # as collators pad them
+    with batch.sequence():
+        found = model("armillary")(**batch.inputs, use_cache=False)
+    whole = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
+    at = seen.bool()
+    assert relative_error(found.logits[at], whole.logits[at]) < 1e-12
+    assert batch.labelled == 6 + 8
+    assert float(found.loss.detach()) == pytest.approx(loss_without_the_first(whole.logits, ids, seen), rel=1e-6)
+
+
+def loss_without_the_first(logits, ids, seen):
+    """The mean over tokens that have one before them: transformers has the first one predicted by padding."""
+    ahead = (seen[:, 1:] * seen[:, :-1]).bool()
+    return float(torch.nn.functional.cross_entropy(logits[:, :-1][ahead].detach(), ids[:, 1:][ahead]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "labels", "said"),
+    [
+        ([1, 1, 0, 1], None, "hides tokens 2 to 2 between others"),
+        ([0, 1, 0, 1], None, "hides tokens 2 to 2 between others"),
+        ([0, 1, 1, 1], None, "hides tokens 0 to 0 before others"),
+        ([1, 1, 2, 2], None, "attention_mask has 2"),
+        ([1, 1], None, r"attention_mask \(1, 2\) for ids \(1, 4\)"),
+        ([1, 1, 1, 0], [5, 6, 7, 8], "hides have labels"),
+    ],
+)
+def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, said):
+    shifted = None if labels is None else torch.tensor([labels])
+    with pytest.raises(ValueError, match=said):
+        shard_batch(Local(), torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
+
+
+def test_boundaries_alone_leave_position_ids_counting_from_padding_idx():
+    ids, ends = torch.arange(5, 17)[None], torch.tensor([0, 7, 12])
+    batch, own = shard_inputs(Local(), {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}, padding_idx=3)
+    assert batch.documents == (0, 7, 12)
+    assert own["position_ids"].tolist() == [list(range(4, 16))]
+
+
+def test_packed_rows_with_a_mask_are_refused_as_transformers_would_join_them():
+    ids = torch.arange(1, 7)[None]
+    rows_of_two = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    with pytest.raises(ValueError, match="leave attention_mask out of packed rows"):
+        shard_inputs(Local(), rows_of_two | {"attention_mask": torch.ones_like(ids)})
+    batch, _ = shard_inputs(Local(), rows_of_two)
+    assert batch.documents == (0, 3, 6)
+    assert batch.labels.tolist() == [[2, 3, 4, 5, 6, -100]]  # as transformers has it, which predicts the next document

@@ -1,0 +1,670 @@
+"""Unmodified transformers models on shards: logits and parameter gradients of the whole sequence on one rank."""
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from armillary.attention import Local, Ring, Ulysses, sdpa_parallel, sequence
+from armillary.attention.context_parallel import shard_batch, whole_loss
+from armillary.core import SequenceLayout
+from armillary.core.testing import mesh, relative_error
+from armillary.integrations import register_transformers
+
+transformers = pytest.importorskip("transformers")
+
+AXES = {"ring": 2, "ulysses": 2}
+LENGTH, VOCABULARY = 48, 64
+SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "num_hidden_layers": 3, "pad_token_id": 0}
+SMALL |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+IN_FLOAT64 = {"experts_implementation": "eager"}
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral, narrow": ("Mistral", {"sliding_window": 5}),
+    "mistral, one token": ("Mistral", {"sliding_window": 1}),
+    "mistral, wider than a shard": ("Mistral", {"sliding_window": 17}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "qwen3": ("Qwen3", {}),
+    "gpt-bigcode, position ids for masks alone": ("GPTBigCode", {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
+    "qwen2-moe, a window of 0 that no layer has": (
+        "Qwen2Moe",
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16} | IN_FLOAT64,
+    ),
+    "gemma2": ("Gemma2", {"sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", {"sliding_window": 7, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
+    "gpt-oss": (
+        "GptOss",
+        {"sliding_window": 9, "layer_types": ALTERNATING, "num_local_experts": 4} | IN_FLOAT64,
+    ),
+}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def usp():
+    return Ulysses(mesh(**AXES)["ulysses"], inner=Ring(mesh(**AXES)["ring"]))
+
+
+def model(name: str, implementation: str, **changes):
+    """A tiny one with the same random weights wherever it is built, sinks and all."""
+    family, options = MODELS[name]
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+        **SMALL | options | changes, attn_implementation=implementation
+    )
+    torch.manual_seed(0)
+    built = getattr(transformers, f"{family}ForCausalLM")(config).double().train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+    return built
+
+
+def tokens(batch: int = 2):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, VOCABULARY, (batch, LENGTH), generator=generator)
+    return ids, torch.randn(batch, LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+def restarting(documents):
+    """Position ids [1 or rows, LENGTH] that start at 0 in each document."""
+    rows = documents if isinstance(documents[0], tuple) else (documents,)
+    return torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(r)]) for r in rows])
+
+
+class InFloat64(TorchFunctionMode):
+    """Keeps float64 where models round to float32 whatever they are in: eager softmax, Gemma's norms (whose gradients
+    would be sums in float32, in another order on shards)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if func is not F.softmax or k != "dtype"})
+
+
+def on_a_shard(name: str, kind: str, documents, told: str, checkpointed: bool = False, fine: bool = True):
+    """This rank's logits and its share of the gradients. `told`: how documents get there."""
+    attend = usp()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH, kind)
+    ids, dout = (layout.take(x, attend.shard) for x in tokens())
+    position_ids = layout.positions(attend.shard)[None]
+    extra = {}
+    if told == "restarts":
+        position_ids = layout.take(restarting(documents), attend.shard)
+    if told == "cu_seq_lens":
+        extra = {f"cu_seq_lens_{which}": torch.tensor(documents) for which in "qk"}
+    built = model(name, "armillary")
+    if checkpointed:
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+    held = {"layout": layout if fine else layout.coarsen(2), "documents": documents if told == "sequence" else None}
+    with sequence(**held), InFloat64():
+        logits = built(ids, position_ids=position_ids, use_cache=False, **extra).logits
+    logits.backward(dout)
+    return logits.detach(), [p.grad for p in built.parameters()]
+
+
+def on_one_rank(name: str, documents):
+    """Eager, one document at a time."""
+    built, (ids, dout) = model(name, "eager"), tokens()
+    logits = []
+    for row in range(len(ids)):
+        ends = documents[row] if documents and isinstance(documents[0], tuple) else documents or (0, LENGTH)
+        with InFloat64():
+            parts = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
+        logits.append(torch.cat(parts, dim=1))
+    logits = torch.cat(logits)
+    logits.backward(dout)
+    return logits.detach(), [p.grad for p in built.parameters()]
+
+
+def test_a_layer_may_have_several_sinks_a_head():
+    """Two of them weigh as much as the one whose logarithm they split."""
+    register_transformers(Local())
+    ids, dout = tokens()
+    results = []
+    for several in (False, True):
+        built = model("gpt-oss", "armillary")
+        for layer in built.model.layers if several else ():
+            sinks = layer.self_attn.sinks.detach()
+            layer.self_attn.sinks = nn.Parameter(torch.stack([sinks + math.log(0.3), sinks + math.log(0.7)]))
+        with sequence(layout=Local().layout(LENGTH)), InFloat64():
+            logits = built(ids, use_cache=False).logits
+        logits.backward(dout)
+        shares = [layer.self_attn.sinks.grad for layer in built.model.layers]
+        results.append((logits.detach(), torch.stack(shares)))
+    (logits, gradient), (same, shares) = results
+    assert relative_error(same, logits) < 1e-12
+    assert relative_error(shares, gradient[:, None] * torch.tensor([0.3, 0.7], dtype=torch.float64)[:, None]) < 1e-10
+
+
+def each_on_a_shard(todo: list[tuple]):
+    return [on_a_shard(*given) for given in todo]
+
+
+def errors(worlds, *todo: tuple) -> list[float]:
+    """For each set of arguments of `on_a_shard` the largest error, of the logits or of a gradient."""
+    answers = worlds(4).run(each_on_a_shard, todo)
+    return [errors_of(given, ranks) for given, *ranks in zip(todo, *answers, strict=True)]
+
+
+def errors_of(given: tuple, ranks: list) -> float:
+    name, kind, documents, *told = given
+    expected, gradients = on_one_rank(name, documents)
+    outs, shares = zip(*ranks, strict=True)
+    logits = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2).join(outs)
+    worst = 0.0
+    for gradient, *parts in zip(gradients, *shares, strict=True):
+        if gradient is None or gradient.norm() < 1e-12:  # as of queries that see one key
+            assert not any(part is not None and part.norm() > 1e-12 for part in parts)
+        else:
+            got = sum(part if part is not None else torch.zeros_like(gradient) for part in parts)
+            worst = max(worst, relative_error(got, gradient))
+    print(f"{name}, {kind}, {told}: logits {relative_error(logits, expected):.1e}, gradients {worst:.1e}")
+    return max(relative_error(logits, expected), worst)
+
+
+# Rotary angles are float32 in transformers whatever the model is, but the same on each side.
+TOLERANCE = 1e-9
+
+
+@pytest.mark.parametrize("some", [list(MODELS)[:5], list(MODELS)[5:]], ids=", ".join)
+def test_a_shard_computes_what_one_rank_does(worlds, some):
+    found = errors(worlds, *((name, "zigzag", None, "") for name in some))
+    assert max(found) < TOLERANCE, dict(zip(some, found, strict=True))
+
+
+ENDS = (0, 3, 4, 25, 40, LENGTH)
+PER_ROW = (ENDS, (0, 12, LENGTH))
+PACKED = [
+    ("llama", "contiguous", PER_ROW, "restarts"),
+    ("gemma3", "striped", ENDS, "restarts"),
+    ("gpt-oss", "zigzag", PER_ROW, "restarts"),
+    ("llama", "zigzag", PER_ROW, "sequence"),
+    ("mistral, wider than a shard", "contiguous", ENDS, "cu_seq_lens"),
+    ("gpt-oss", "zigzag", ENDS, "restarts", True, False),  # checkpointed: recomputed outside of the block
+    ("gpt-oss", "zigzag", ENDS, "sequence", True, False),
+]
+
+
+def test_packed_rows(worlds):
+    """Rotary positions are relative, so that global ones and restarting ones give the same."""
+    for given, error in zip(PACKED, errors(worlds, *PACKED), strict=True):
+        assert error < (TOLERANCE if given[3] == "restarts" else 1e-5), given
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def labels_with_gaps():
+    """Some tokens have no label; so have all that the first shard of a contiguous layout has."""
+    ids, _ = tokens(1)
+    return ids, ids.masked_fill(torch.arange(LENGTH) % 5 == 3, -100).index_fill(1, torch.arange(14), -100)
+
+
+def loss_on_a_shard(kind: str, documents, evaluated: bool):
+    """This rank's share of the loss, the whole of it, and this rank's share of the gradients."""
+    attend = usp()
+    register_transformers(attend)
+    ids, labels = labels_with_gaps()
+    batch = shard_batch(attend, ids, labels, documents=documents, layout=attend.layout(LENGTH, kind))
+    built = model("llama", "armillary").train(not evaluated)
+    with batch.sequence(), torch.set_grad_enabled(not evaluated), InFloat64():
+        share = built(**batch.inputs, use_cache=False).loss
+    whole = whole_loss(share, attend)
+    if not evaluated:
+        whole.backward()
+    return share.detach(), whole.detach(), [p.grad for p in built.parameters()]
+
+
+def loss_on_one_rank(documents):
+    """Of transformers' own loss, as its collator labels packed rows: the first token of a document is not predicted."""
+    ids, labels = labels_with_gaps()
+    built = model("llama", "eager")
+    ends = documents or (0, LENGTH)
+    labels[:, list(ends[:-1])] = -100
+    with InFloat64():
+        logits = torch.cat([built(ids[:, a:b], use_cache=False).logits for a, b in pairwise(ends)], 1)
+        loss = built.loss_function(logits, labels, VOCABULARY)
+    loss.backward()
+    return loss.detach(), [p.grad for p in built.parameters()]
+
+
+BATCHES = [("zigzag", None), ("contiguous", (0, 3, 20, LENGTH))]
+
+
+def losses_on_a_shard():
+    """Of each batch, in training and evaluated."""
+    return [[loss_on_a_shard(*batch, evaluated) for evaluated in (False, True)] for batch in BATCHES]
+
+
+def test_the_loss_of_a_sharded_batch_is_that_of_one_rank(worlds):
+    for (kind, documents), *ranks in zip(BATCHES, *worlds(4).run(losses_on_a_shard), strict=True):
+        expected, gradients = loss_on_one_rank(documents)
+        shares, wholes, parts = zip(*(trained for trained, _ in ranks), strict=True)
+        assert kind == "zigzag" or shares[0] == 0  # not NaN
+        assert relative_error(sum(shares), expected) < 1e-12 and relative_error(wholes[0], expected) < 1e-12
+        for gradient, *of_ranks in zip(gradients, *parts, strict=True):
+            assert relative_error(sum(of_ranks), gradient) < TOLERANCE
+        assert all(torch.equal(whole, wholes[0]) for whole in (*wholes, *(evaluated[1] for _, evaluated in ranks)))
+
+
+def unlike_one_rank(wrong: str) -> str:
+    """What is said where the loss of a shard would not be a share of the whole one."""
+    attend = usp()
+    register_transformers(attend)
+    batch = shard_batch(attend, tokens()[0])
+    given = batch.inputs
+    options = {"output_router_logits": True} if wrong == "routers" else {}
+    given |= {"output_router_logits": True} if wrong == "routers now" else {}
+    if wrong in given:
+        del given[wrong]
+    try:
+        with batch.sequence():
+            if wrong == "of its own":
+                whisper()(**given)
+            else:
+                model("gpt-oss" if "routers" in wrong else "llama", "armillary", **options)(**given)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+def whisper():
+    """A decoder whose `forward` takes the mean over the labels of a shard, without transformers' loss function."""
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
+    config = transformers.WhisperConfig(**sizes, pad_token_id=0, attn_implementation="armillary")
+    return transformers.WhisperForCausalLM(config)
+
+
+LOSSES = {
+    "shift_labels": "the loss of a shard needs shift_labels",
+    "num_items_in_batch": "the loss of a shard needs num_items_in_batch",
+    "routers": "output_router_logits=True",
+    "routers now": "output_router_logits=True",
+    "of its own": "WhisperForCausalLM computes its loss by itself",
+}
+
+
+def each_unlike_one_rank() -> list[str]:
+    return [unlike_one_rank(wrong) for wrong in LOSSES]
+
+
+def test_a_loss_that_is_no_share_of_the_whole_one_is_refused(worlds):
+    for rank in worlds(4).run(each_unlike_one_rank):
+        for said, answer in zip(LOSSES.values(), rank, strict=True):
+            assert said in answer
+
+
+def test_on_one_rank_the_loss_is_the_models_own():
+    register_transformers(Local())
+    ids, _ = tokens()
+    losses = [model("llama", name)(ids, labels=ids).loss for name in ("armillary", "eager")]
+    assert relative_error(*losses) < 1e-6
+    batch = shard_batch(Local(), ids)
+    with batch.sequence():
+        assert relative_error(model("llama", "armillary")(**batch.inputs).loss, losses[1]) < 1e-6
+
+
+def test_a_batch_is_shifted_before_it_is_sharded():
+    ids = torch.arange(1, 13).reshape(2, 6)
+    batch = shard_batch(Local(), ids, documents=[[0, 2, 6], [0, 6]])
+    assert batch.labels.tolist() == [[2, -100, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]] and batch.labelled == 9
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3], list(range(6))]
+    seen = shard_batch(Local(), ids, position_ids=batch.position_ids)
+    assert seen.documents == batch.documents == ((0, 2, 6), (0, 6)) and torch.equal(seen.labels, batch.labels)
+    late = shard_batch(Local(), ids, ids.fill_(-100), position_ids=torch.arange(7, 13)[None], labelled=40)
+    assert (late.documents, late.labelled) == ((0, 6), 40) and bool((late.labels == -100).all())
+    assert shard_batch(Local(), ids, ids).labelled == 1  # nothing to divide: a loss of 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ids": torch.zeros(6)}, "whole batch"),
+        ({"labels": torch.zeros(2, 5)}, "one shape"),
+        ({"position_ids": torch.zeros(3, 6)}, "would do"),
+        ({"layout": SequenceLayout.contiguous(5, 1)}, "attend.layout"),
+        ({"layout": SequenceLayout.contiguous(6, 2)}, "2 shards"),
+        ({"documents": [0, 5]}, "end at 5"),
+        ({"documents": [[0, 6]]}, "1 rows"),
+        ({"labelled": 0}, "labelled=0"),
+        ({"labelled": 2.5}, "labelled=2.5: an integer"),
+        ({"labelled": float("nan")}, "labelled=nan: an integer"),
+        ({"labelled": "9"}, "labelled='9': an integer"),
+        ({"ids": [[1, 2]]}, "ids is a list; a tensor"),
+        ({"labels": np.zeros((2, 6))}, "labels is a ndarray; a tensor"),
+        ({"position_ids": [0, 1]}, "position_ids is a list; a tensor"),
+        ({"layout": "zigzag"}, "layout is 'zigzag'; a SequenceLayout"),
+    ],
+)
+def test_a_batch_that_cannot_be_sharded_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        shard_batch(Local(), **{"ids": torch.zeros(2, 6, dtype=torch.long)} | given)
+
+
+@pytest.mark.parametrize("given", [None, "ring", Local])
+def test_what_is_no_method_is_refused(given):
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    for call in (
+        register_transformers,
+        sdpa_parallel,
+        partial(shard_batch, ids=ids),
+        partial(whole_loss, torch.ones(())),
+    ):
+        with pytest.raises(ValueError, match="is no method"):
+            call(given)
+
+
+@pytest.mark.parametrize("share", [1.0, None, np.float32(1), torch.tensor(1), torch.tensor(True), torch.ones(1)])
+def test_what_is_no_loss_is_refused(share):
+    with pytest.raises(ValueError, match=r"share is a|one floating-point number"):
+        whole_loss(share, Local())
+
+
+def test_a_loss_that_is_not_finite_stays_what_it_is():
+    for value in (float("inf"), -float("inf"), float("nan"), 2.0):
+        share = torch.tensor(value, requires_grad=True)
+        whole = whole_loss(share, Local())
+        torch.testing.assert_close(whole.detach(), torch.tensor(value), equal_nan=True, rtol=0, atol=0)
+        assert float(torch.autograd.grad(whole, share)[0]) == 1
+
+
+def loss_over_a_group_of_several_backends() -> float:
+    group = dist.new_group(backend="cpu:gloo")  # torch's own init_device_mesh starts groups like it: no one backend
+    return float(whole_loss(torch.tensor(1.0), Ring(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",)))))
+
+
+def test_a_loss_is_summed_where_the_group_was_started_for_all_devices(worlds):
+    assert worlds(2).run(loss_over_a_group_of_several_backends) == [2, 2]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", 5])
+def test_a_sequence_of_no_layout_is_refused(layout):
+    with pytest.raises(ValueError, match="a SequenceLayout is needed"), sequence(layout=layout):
+        pass
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusal(wrong: str) -> str:
+    """What is said of one wrong use, on this rank."""
+    attend = usp()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH, "contiguous")
+    ids, _ = (layout.take(x, attend.shard) for x in tokens())
+    built = model("llama", "armillary")
+    given = {"position_ids": layout.positions(attend.shard)[None], "use_cache": False}
+    held = {"layout": layout}
+    ones = torch.ones_like(ids)
+    match wrong:
+        case "padding":  # on one rank only
+            given["attention_mask"] = ones.index_fill(1, torch.tensor([0]), int(attend.shard != 2))
+        case "whole padding mask":
+            given["attention_mask"] = torch.ones(2, LENGTH)
+        case "own mask":
+            given["attention_mask"] = torch.zeros(2, 1, LENGTH // 4, LENGTH // 4)
+        case "no layout":
+            held = {}
+        case "layout of others":
+            held = {"layout": SequenceLayout.contiguous(LENGTH, 3)}
+        case "whole sequence":
+            ids, _ = tokens()
+            del given["position_ids"]
+        case "no positions":
+            del given["position_ids"]
+        case "no positions, documents":
+            del given["position_ids"]
+            held["documents"] = [0, LENGTH]
+        case "jumps":
+            given["position_ids"] = given["position_ids"] + 3 * (given["position_ids"] > 30)
+        case "late":
+            given["position_ids"] = given["position_ids"] + 1
+        case "counting from 0, documents":
+            given["position_ids"] = torch.arange(ids.shape[1])[None]
+            held["documents"] = [0, 5, LENGTH]
+        case "falling, documents":
+            given["position_ids"] = given["position_ids"] - 2 * (given["position_ids"] > 30)
+            held["documents"] = [0, 5, LENGTH]
+        case "a shard too long":  # on one rank only
+            ids, _ = tokens()
+            ids = ids[:, : LENGTH // 4 + (attend.shard == 1)]
+            given["position_ids"] = torch.arange(ids.shape[1])[None]
+        case "too many positions":
+            given["position_ids"] = torch.arange(1)[None] if attend.shard == 1 else given["position_ids"]
+        case "cu_seq_lens of a shard":
+            given["cu_seq_lens_q"] = torch.tensor([0, LENGTH // 4])
+        case "dropout":
+            built = model("llama", "armillary", attention_dropout=0.1)
+        case "weights":
+            built.set_attn_implementation("armillary")
+            given["output_attentions"] = True
+        case "bias":
+            given["position_bias"] = torch.zeros(1)
+        case "window without keys":
+            built = model("mistral, one token", "armillary", sliding_window=0)
+        case "not causal":
+            built.model.layers[0].self_attn.is_causal = False
+        case _:
+            raise AssertionError(wrong)
+    try:
+        with sequence(**held):
+            built(ids, **given)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+REFUSED = {
+    "padding": "Give it to shard_batch",
+    "whole padding mask": "no KV cache",
+    "own mask": "of its own",
+    "no layout": "sequence(layout=attend.layout(length))",
+    "layout of others": "3 shards",
+    "whole sequence": "layout.take",
+    "no positions": "layout.positions(attend.shard)",
+    "no positions, documents": "layout.positions(attend.shard)",
+    "jumps": "layout.positions(attend.shard)",
+    "late": "layout.positions(attend.shard)",
+    "counting from 0, documents": "at position 12 of row 0 has position id 0, which is not beyond",
+    "falling, documents": "at position 31 of row 0 has position id 29, which is not beyond",
+    "a shard too long": "12 tokens; the model was given 13",
+    "too many positions": "shard 1 has 12 tokens and 1 position ids",
+    "cu_seq_lens of a shard": "whole sequence",
+    "dropout": "attention_dropout=0",
+    "weights": "output_attentions",
+    "bias": "position_bias",
+    "window without keys": "sliding_window=0",
+    "not causal": "is bidirectional, but its mask is causal",
+}
+
+
+def refusals() -> list[str]:
+    return [refusal(wrong) for wrong in REFUSED]
+
+
+def test_what_cannot_be_done_is_refused(worlds):
+    for (wrong, said), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
+        assert said in answers[0], (wrong, answers)
+        assert len(set(answers)) == 1, (wrong, answers)
+
+
+def at_other_positions(how: str):
+    """Logits of a shard, for position ids that don't count from 0, and what else transformers' users pass."""
+    attend = usp()
+    register_transformers(attend)
+    (ids, _), positions = tokens(), torch.arange(LENGTH)
+    offsets = {"late": positions + 2, "skipping": positions + 7 * (positions >= 20) + 30 * (positions > 40)}
+    rows = torch.stack([positions, positions + LENGTH]) if how == "later rows" else offsets[how][None]
+    batch = shard_batch(attend, ids, position_ids=rows)
+    if how == "later rows":
+        batch = batch._replace(documents=(0, LENGTH))
+    seq_idx = torch.zeros_like(batch.ids, dtype=torch.int32)
+    with batch.sequence(), InFloat64():
+        logits = model("mistral, narrow", "armillary")(**batch.inputs, seq_idx=seq_idx).logits
+    return logits.detach(), rows
+
+
+def each_at_other_positions():
+    return [at_other_positions(how) for how in ("late", "skipping", "later rows")]
+
+
+def test_position_ids_may_start_anywhere_and_skip(worlds):
+    layout, ones = SequenceLayout.zigzag(LENGTH, 2).refine(2), torch.ones(2, LENGTH)
+    built = model("mistral, narrow", "eager")
+    for found in zip(*worlds(4).run(each_at_other_positions), strict=True):
+        with InFloat64():  # a mask of ones, or transformers would take what skips for packed rows
+            expected = built(tokens()[0], position_ids=found[0][1], attention_mask=ones).logits
+        assert relative_error(layout.join([logits for logits, _ in found]), expected) < TOLERANCE
+
+
+def test_a_filled_cache_is_refused_an_empty_one_is_not():
+    register_transformers(Local())
+    built, (ids, _) = model("llama", "armillary").eval(), tokens()
+    with torch.no_grad():
+        first = built(ids, use_cache=True)
+        assert relative_error(first.logits, model("llama", "sdpa").eval()(ids).logits) < TOLERANCE
+        with pytest.raises(ValueError, match="KV cache"):
+            built(ids[:, :1], past_key_values=first.past_key_values)
+
+
+def test_a_mask_of_ones_is_no_padding():
+    register_transformers(Local())
+    ids, _ = tokens()
+    ones = torch.ones_like(ids)
+    got = model("gpt-oss", "armillary")(ids, attention_mask=ones).logits
+    assert relative_error(got, model("gpt-oss", "eager")(ids, attention_mask=ones).logits) < TOLERANCE
+
+
+def test_cross_attention_is_refused():
+    register_transformers(Local())
+    small = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    config = transformers.BartConfig(
+        **small, decoder_attention_heads=2, vocab_size=VOCABULARY, attn_implementation="armillary", dropout=0.0
+    )
+    ids, _ = tokens()
+    with pytest.raises(ValueError, match="mask of cross-attention"), sequence(documents=[0, LENGTH]):
+        transformers.BartModel(config)(ids, decoder_input_ids=ids)
+
+
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
+STATES = {"Mamba": {}, "Mamba2": {}, "Rwkv": {}, "xLSTM": {}, "FalconMamba": {}, "Jamba": {}, "Qwen3Next": {}}
+STATES |= {"Zamba": {}, "FalconH1": {}, "Lfm2": {"full_attn_idxs": [2]}, "Bamba": {}}
+ALONE = ("Falcon", "GPTJ", "GPTNeo", "Bloom", "Mpt", "XGLM", "CodeGen", "CpmAnt", "OpenAIGPT", "XLM")
+
+
+@pytest.mark.parametrize("family", [*STATES, *ALONE])
+def test_models_that_see_tokens_by_other_means_are_refused_by_name(family):
+    register_transformers(Local())
+    config = getattr(transformers, f"{family}Config")(**STATES.get(family, {}))
+    for field, value in SMALLER.items():
+        if family not in STATES and hasattr(config, field):
+            setattr(config, field, value)
+    made = transformers.AutoModelForCausalLM if family in STATES else transformers.AutoModel
+    said = f"{family}.*(state along the sequence|layers of kind|attention by itself)"
+    with torch.device("meta"), pytest.raises(ValueError, match=said):
+        made.from_config(config, attn_implementation="armillary")
+
+
+@pytest.mark.parametrize("mixer", [torch.nn.Conv1d(32, 32, 3, padding=2), torch.nn.LSTM(32, 32)])
+def test_modules_that_mix_tokens_are_refused_whatever_the_config_says(mixer):
+    register_transformers(Local())
+    built = model("llama", "armillary")
+    built.model.layers[1].mixer = mixer
+    with pytest.raises(ValueError, match=rf"LlamaModel.layers.1.mixer \({type(mixer).__name__}\)"):
+        built(tokens()[0])
+    built.model.layers[1].mixer = torch.nn.Conv1d(32, 32, 1)
+    built(tokens()[0])
+
+
+def test_a_mask_that_a_model_computes_with_is_refused():
+    register_transformers(Local())
+    doge = transformers.DogeConfig(**SMALL, attn_implementation="armillary")
+    with pytest.raises(ValueError, match="no tensor"):
+        transformers.DogeForCausalLM(doge)(tokens()[0])
+    seen = []
+
+    def change(_module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        assert not hasattr(mask, "shape") and getattr(mask, "dtype", None) is None
+        for use in (lambda: mask[:, :, :1], lambda: torch.zeros(1) + mask, lambda: mask.dtype, lambda: mask.to("cpu")):
+            with pytest.raises(ValueError, match="no tensor"):
+                use()
+            seen.append(use)
+
+    built = model("llama", "armillary")
+    built.model.layers[0].self_attn.register_forward_pre_hook(change, with_kwargs=True)
+    built(tokens()[0])
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_sdpa_parallel_refuses_models_of_transformers(implementation):
+    """Mistral's window is longer than what it is given here, as it is than a shard: it passes no mask."""
+    built, (ids, _) = model("mistral, wider than a shard", implementation), tokens()
+    alone = built(ids).logits if implementation == "sdpa" else None
+    with pytest.raises(ValueError, match="MistralConfig: a model of Hugging Face transformers"), sdpa_parallel(Local()):
+        built(ids[:, :8])
+    if implementation == "sdpa":  # a tower without masks
+        layer = built.model.layers[0].self_attn
+        q = torch.zeros(1, 4, 8, 8)
+        attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        with pytest.raises(ValueError, match="MistralAttention"), sdpa_parallel(Local()):
+            transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](layer, q, q, q, None)
+        assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
+        assert torch.equal(built(ids).logits, alone)
+
+
+def test_both_integrations_in_one_block():
+    register_transformers(Local())
+    built, (ids, _) = model("mistral, narrow", "armillary"), tokens()
+    q = torch.zeros(1, 4, 8, 8)
+    with sdpa_parallel(Local()):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        logits = built(ids).logits
+    assert relative_error(logits, model("mistral, narrow", "eager")(ids).logits) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "armillary"])
+def test_a_model_that_does_not_ask_for_the_sharding_is_refused_when_the_block_ends(implementation):
+    register_transformers(Local())
+    built, (ids, _) = model("llama", implementation), tokens()
+    if implementation == "armillary":
+        with sequence(documents=[0, 5, LENGTH]):
+            built(ids, position_ids=torch.arange(LENGTH)[None])
+        return
+    with pytest.raises(ValueError, match=r"nothing inside `with sequence"), sequence(documents=[0, 5, LENGTH]):
+        built(ids)
+
+
+def test_a_layer_that_contradicts_its_mask_is_refused():
+    register_transformers(Local())
+    built = model("gemma3", "armillary")
+    built.model.layers[1].self_attn.sliding_window = 4
+    with pytest.raises(ValueError, match="sliding_window=4, but its mask has no window"):
+        built(tokens()[0])
+
+
+def test_importing_the_package_imports_neither_hosts_nor_the_compiler():
+    import subprocess
+    import sys
+
+    check = "import sys, armillary.attention.context_parallel, armillary.integrations; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in imported
+    others = {"diffusers", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"}
+    assert not others & set(imported)

@@ -1,0 +1,211 @@
+"""Models of transformers that make position ids by a rule of their own: as on one rank by that rule, or refused."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from armillary.attention import Local, Ring, Ulysses, sequence
+from armillary.attention.context_parallel import shard_batch
+from armillary.core.testing import mesh, relative_error
+from armillary.integrations import padding_idx_of, register_transformers
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, VOCABULARY, PADDING = 50, 64, 3
+DOCUMENTS = ((0, 11, 33, LENGTH), (0, LENGTH))
+VISIBLE = (LENGTH, 37)
+"""Tokens of each row that padding follows."""
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 96, "pad_token_id": PADDING}
+SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+PROTEIN = {"mask_token_id": 1, "token_dropout": False}
+FAMILIES = {
+    "RobertaForMaskedLM": {},
+    "RobertaForCausalLM": {"is_decoder": True},
+    "CamembertForCausalLM": {"is_decoder": True},
+    "XLMRobertaForMaskedLM": {},
+    "XLMRobertaXLForMaskedLM": {},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+    "RobertaPreLayerNormForMaskedLM": {},
+    "Data2VecTextForMaskedLM": {},
+    "EsmForMaskedLM": PROTEIN,
+    "EsmForMaskedLM, rotary": PROTEIN | {"position_embedding_type": "rotary"},
+    "BertForMaskedLM": {},
+}
+COUNTING_FROM_0 = ("EsmForMaskedLM, rotary", "BertForMaskedLM")
+
+
+class InFloat64(TorchFunctionMode):
+    """Keeps float64 where models round to float32 whatever they are in."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if func is not F.softmax or k != "dtype"})
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def usp():
+    return Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
+
+
+def model(family: str, implementation: str, **changes):
+    kind = getattr(transformers, family.split(",")[0])
+    config = kind.config_class(**SIZES | FAMILIES.get(family, {}) | changes, attn_implementation=implementation)
+    torch.manual_seed(0)
+    built = kind(config).double().train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+    return built
+
+
+def tokens(padded: bool):
+    """Returns ids [2, LENGTH], their attention mask, and the gradient of the logits, 0 for padding."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(PADDING + 1, VOCABULARY, (2, LENGTH), generator=generator)
+    dout = torch.randn(2, LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row, count in enumerate(VISIBLE):
+            mask[row, count:] = 0
+    return ids.masked_fill(mask == 0, PADDING), mask, dout * mask[..., None]
+
+
+def on_a_shard(family: str, how: str):
+    """Returns this rank's logits, with those of padding 0, its share of the gradients, and where its tokens are."""
+    attend = usp()
+    register_transformers(attend)
+    built, (ids, mask, dout) = model(family, "armillary"), tokens(how == "padded")
+    given = {"documents": DOCUMENTS} if how == "packed" else {"attention_mask": mask} if how == "padded" else {}
+    batch = shard_batch(attend, ids, padding_idx=padding_idx_of(built), **given)
+    inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "attention_mask": batch.attention_mask}
+    with batch.sequence(), InFloat64():
+        logits = built(**inputs).logits
+    logits.backward(batch.layout.take(dout, attend.shard))
+    seen = batch.layout.take(mask, attend.shard)[..., None]
+    return logits.detach() * seen, [p.grad for p in built.parameters()], batch.layout.positions(attend.shard)
+
+
+def on_one_rank(family: str, how: str):
+    """By the model's own position ids, one document at a time."""
+    built, (ids, mask, dout) = model(family, "eager"), tokens(how == "padded")
+    logits = []
+    with InFloat64():
+        for row in range(2):
+            for low, high in pairwise(DOCUMENTS[row] if how == "packed" else (0, LENGTH)):
+                part = slice(row, row + 1), slice(low, high)
+                logits.append(built(ids[part], attention_mask=mask[part]).logits)
+    whole = torch.cat(logits, 1).view(2, LENGTH, VOCABULARY)
+    whole.backward(dout)
+    return whole.detach() * mask[..., None], [p.grad for p in built.parameters()]
+
+
+CASES = [(family, "packed") for family in FAMILIES]
+CASES += [("RobertaForMaskedLM", "whole"), ("RobertaForMaskedLM", "padded"), ("RobertaForCausalLM", "padded")]
+
+
+def each_on_a_shard():
+    transformers.logging.set_verbosity_error()
+    return [on_a_shard(*case) for case in CASES]
+
+
+def test_shards_have_the_position_ids_that_a_model_makes_of_whole_rows(worlds):
+    for case, *answers in zip(CASES, *worlds(4).run(each_on_a_shard), strict=True):
+        logits, gradients = on_one_rank(*case)
+        whole = torch.zeros_like(logits)
+        for part, _, positions in answers:
+            whole[:, positions] = part
+        assert relative_error(whole, logits) < 1e-12, case
+        for gradient, *shares in zip(gradients, *(answer[1] for answer in answers), strict=True):
+            if gradient is not None and gradient.norm() > 1e-9:
+                total = sum(share for share in shares if share is not None)
+                assert relative_error(total, gradient) < 1e-12, case
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rule_is_read_from_the_model(family):
+    register_transformers(Local())
+    expected = None if family in COUNTING_FROM_0 else PADDING
+    assert padding_idx_of(model(family, "armillary")) == expected
+
+
+def test_a_rule_that_is_not_known_is_refused(monkeypatch):
+    register_transformers(Local())
+    built = model("RobertaForMaskedLM", "armillary")
+    embeddings = type(built.roberta.embeddings)
+    monkeypatch.setattr(embeddings, "create_position_ids_from_input_ids", staticmethod(lambda ids, padding_idx: ids))
+    with pytest.raises(ValueError, match=r"RobertaEmbeddings\.create_position_ids_from_input_ids"):
+        padding_idx_of(built)
+
+
+def test_a_batch_counts_from_padding_idx():
+    ids, mask, _ = tokens(padded=True)
+    batch = shard_batch(Local(), ids, attention_mask=mask, padding_idx=PADDING)
+    rule = transformers.models.roberta.modeling_roberta.RobertaEmbeddings.create_position_ids_from_input_ids
+    assert torch.equal(batch.position_ids * mask, rule(ids, PADDING) * mask)
+    documents = shard_batch(Local(), tokens(False)[0], documents=DOCUMENTS, padding_idx=PADDING)
+    again = shard_batch(Local(), tokens(False)[0], position_ids=documents.position_ids, padding_idx=PADDING)
+    assert again.documents == documents.documents == DOCUMENTS
+    assert int(documents.position_ids.min()) == PADDING + 1
+
+
+@pytest.mark.parametrize(("padding_idx", "said"), [(PADDING, f"padding_idx={PADDING}"), (-1, "padding_idx=-1")])
+def test_padding_that_is_visible_and_negative_indices_are_refused(padding_idx, said):
+    ids, _, _ = tokens(padded=True)
+    with pytest.raises(ValueError, match=said):
+        shard_batch(Local(), ids, padding_idx=padding_idx)
+
+
+DECODER = {"is_decoder": True, "d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_ffn_dim": 32}
+DECODER |= {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "dropout": 0.0}
+MOBILE = {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32, "num_feedforward_networks": 1}
+REFUSED = {
+    "RobertaForMaskedLM": ({}, "padding_idx=3"),
+    "RobertaForCausalLM": ({"is_decoder": True}, "padding_idx=3"),
+    "RobertaForMaskedLM, no position ids": ({}, "padding_idx=3"),
+    "EsmForMaskedLM": (PROTEIN, "padding_idx=3"),
+    "EsmForMaskedLM, dropout": (PROTEIN | {"token_dropout": True}, "token_dropout=False"),
+    "MobileBertForMaskedLM": (MOBILE, "trigram_input=False"),
+    "BartForCausalLM": (DECODER, "BartDecoder.forward takes no position_ids"),
+    "MBartForCausalLM": (DECODER, "MBartDecoder.forward takes no position_ids"),
+    "PLBartForCausalLM": (DECODER, "PLBartDecoder.forward takes no position_ids"),
+    "PegasusForCausalLM": (DECODER, "PegasusDecoder.forward takes no position_ids"),
+    "MarianForCausalLM": (DECODER | {"decoder_vocab_size": VOCABULARY}, "MarianDecoder.forward takes no position_ids"),
+    "BlenderbotForCausalLM": (DECODER, "BlenderbotDecoder.forward takes no position_ids"),
+}
+
+
+def refusal(family: str) -> str:
+    """Returns the error of position ids that count from 0, or of none."""
+    attend = usp()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH)
+    ids = layout.take(tokens(False)[0], attend.shard)
+    try:
+        built = model(family, "armillary", **REFUSED[family][0])
+        position_ids = None if family.endswith("no position ids") else layout.positions(attend.shard)[None]
+        with sequence(layout=layout, documents=(0, LENGTH)):
+            built(ids, position_ids=position_ids)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def refusals() -> list[str]:
+    transformers.logging.set_verbosity_error()
+    return [refusal(family) for family in REFUSED]
+
+
+def test_what_would_count_from_each_shards_first_token_is_refused_on_every_rank(worlds):
+    for (family, (_, words)), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
+        assert words in answers[0], (family, answers)
+        assert len(set(answers)) == 1, (family, answers)
