@@ -18,8 +18,14 @@ from armillary.core.testing import mesh, relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.models.activation_checkpoint import checkpoint
 from armillary.models.activation_checkpoint.checkpoint import OnDevice
-from armillary.models.activation_checkpoint.keeping import Keep, fewest, keeps, most_held, segments
 from armillary.models.activation_checkpoint.offload import OffloadedTensors
+from armillary.models.activation_checkpoint.segments import (
+    Keep,
+    best_input_count,
+    kept_by_blocks,
+    peak_count,
+    segment_sizes,
+)
 from armillary.models.parallel import parallelize
 
 LAYERS = 7
@@ -49,10 +55,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def test_all_blocks_keep_what_the_policy_says_unless_told_otherwise():
-    assert LAYER.keeps(3) == (Keep(True, False, False),) * 3
-    assert replace(OUTPUT, offload=True).keeps(3) == (Keep(True, True, True),) * 3
-    assert replace(LAYER, inputs=3).keeps(3) == LAYER.keeps(3)
-    found = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).keeps(6)
+    assert LAYER.kept_by_blocks(3) == (Keep(True, False, False),) * 3
+    assert replace(OUTPUT, offload=True).kept_by_blocks(3) == (Keep(True, True, True),) * 3
+    assert replace(LAYER, inputs=3).kept_by_blocks(3) == LAYER.kept_by_blocks(3)
+    found = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).kept_by_blocks(6)
     assert [(k.x, k.attended, k.host) for k in found] == [
         (True, False, True),
         (False, False, True),
@@ -66,7 +72,7 @@ def test_all_blocks_keep_what_the_policy_says_unless_told_otherwise():
 def walked(layers: int, inputs: int, attended: int) -> int:
     """Inputs and results of attention, by walking through a step: a segment is run again when its last block is due."""
     start, held, most, without = layers, inputs + attended, inputs + attended, layers - attended
-    for size in reversed(segments(layers, inputs, attended)):
+    for size in reversed(segment_sizes(layers, inputs, attended)):
         start, end = start - size, start
         most = max(most, held + max(0, size - 2) + sum(i < without for i in range(start, end - 1)))
         held -= 1 + sum(i >= without for i in range(start, end))
@@ -77,20 +83,20 @@ def walked(layers: int, inputs: int, attended: int) -> int:
 @pytest.mark.parametrize("layers", [1, 2, 7, 32])
 def test_segments_hold_all_blocks_and_no_more_than_they_must(layers):
     for inputs, attended in product(range(1, layers + 1), (0, layers // 2, layers)):
-        sizes = segments(layers, inputs, attended)
+        sizes = segment_sizes(layers, inputs, attended)
         assert len(sizes) == inputs and sum(sizes) == layers and min(sizes) >= 1
         every = ceil(layers / inputs)  # every n-th block's input, n blocks a segment
         plain = inputs + attended + max(0, every - 2) + min(every - 1, layers - attended)
-        most = most_held(layers, inputs, attended)
+        most = peak_count(layers, inputs, attended)
         assert most == walked(layers, inputs, attended) and inputs + attended <= most <= plain
 
 
 def test_of_32_blocks_many_can_do_without_an_input_for_no_memory_later():
     """What is made again takes what blocks above have given back: without attention's results, with 13 inputs or more;
     with all of them, four inputs are enough."""
-    assert segments(32, 29, 0) == (1,) * 25 + (2, 2, 2, 1)
-    assert [most_held(32, inputs, 0) - inputs for inputs in range(32, 12, -1)] == [0] * 20
-    assert fewest(32, 32) == 4 and most_held(32, 4, 32) == 32 + 4
+    assert segment_sizes(32, 29, 0) == (1,) * 25 + (2, 2, 2, 1)
+    assert [peak_count(32, inputs, 0) - inputs for inputs in range(32, 12, -1)] == [0] * 20
+    assert best_input_count(32, 32) == 4 and peak_count(32, 4, 32) == 32 + 4
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -297,5 +303,5 @@ def test_counts_that_a_model_does_not_have_are_refused(options, why):
 
 
 def test_every_block_can_be_told_where_to_keep():
-    assert [k.host for k in keeps(4, 4, 0, 3)] == [True, True, True, False]
-    assert all(k.x for k in keeps(4, 4, 0, 1))
+    assert [k.host for k in kept_by_blocks(4, 4, 0, 3)] == [True, True, True, False]
+    assert all(k.x for k in kept_by_blocks(4, 4, 0, 1))

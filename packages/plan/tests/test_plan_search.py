@@ -17,7 +17,7 @@ from armillary.core import SequenceLayout
 from armillary.core.testing.examples import commands_in
 from armillary.data.parsing import parse
 from armillary.models import Checkpointing
-from armillary.models.activation_checkpoint.keeping import segments
+from armillary.models.activation_checkpoint.segments import segment_sizes
 from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
 from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, all_gather_seconds, plan_seconds
@@ -255,7 +255,7 @@ def test_cost_of_blocks_without_stored_input():
     rest = 1 - (model.heads + 2 * model.kv_heads) * model.head_dim * model.dim / block_parameters(model)
     assert fewer.recomputed - kept.recomputed == pytest.approx(10 * rest * kept.dense / 3 / 32, rel=1e-3)
     assert fewer.attention == kept.attention and fewer.parameters >= kept.parameters
-    again = len([size for size in segments(32, 22, 0) if size > 1])  # x fetched once more; out and lse come and go
+    again = len([size for size in segment_sizes(32, 22, 0) if size > 1])  # x fetched once more; out and lse come and go
     assert fewer.offload - kept.offload > again * x / device.host_bandwidth
 
 
@@ -288,7 +288,7 @@ def test_one_node_trains_8m_tokens_and_two_16m():
 
 def test_fitted_policies_store_as_many_checkpoints_as_fit():
     def memory(given: Checkpointing) -> Estimate:
-        keeps = given.keeps(8)
+        keeps = given.kept_by_blocks(8)
         sizes = [sum(k.x + k.attended for k in keeps if k.host == host) for host in (False, True)]
         return Estimate(10 + sizes[0], {}, sizes[1], {}, "", {})
 

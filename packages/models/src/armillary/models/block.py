@@ -1,4 +1,4 @@
-"""What the blocks of all models have in common: attention, and what follows it, on a residual stream."""
+"""Blocks and decoders of all models: attention and the MLP on a residual stream."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class AttentionFunction(Protocol):
-    """What a layer calls: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]. `layout`: where the T tokens lie.
+    """Attention of a layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D], with the layout of the T tokens.
 
-    If it has a method `projected` too, as armillary's have, that is called instead, with projections.
+    A method `projected`, which armillary's methods have, is called instead, with projections.
     """
 
     def __call__(
@@ -32,7 +32,7 @@ class AttentionFunction(Protocol):
 
 @runtime_checkable
 class TakesProjections(Protocol):
-    """Attention that makes q, k and v itself, when it needs them."""
+    """Attention that computes q, k and v itself, from projections."""
 
     def projected(
         self, x: Tensor, projections: TokenProjections, *, mask: AttentionMask, layout: SequenceLayout | None
@@ -44,17 +44,17 @@ HeadFunction = Callable[..., Any]
 
 
 def unchanged(head: HeadFunction, tokens: int) -> HeadFunction:
-    """The head of a model that is whole."""
+    """Returns the head of a model whose vocabulary is not sharded."""
     return head
 
 
 class Context:
-    """What the blocks are told about their tokens: how many, the rotation of each, who sees whom, where they lie.
+    """The tokens of a forward pass, for all blocks: their number, rotation, mask and layout.
 
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
     to reach those inside. Cosines in bfloat16 would blur positions.
 
-    `below`, one list for all blocks, has the checkpoint of the block before this one, if it has one.
+    `below`, a list shared by all blocks, has the checkpoint of the block before this one, if it has one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Context:
         self.below: list[ref[Checkpoint]] = []
 
     def seen_by(self, block: Any) -> Context:
-        """The same for one block, with the mask that it has. Made here, where torch.compile does not trace it."""
+        """Returns the context with a block's own mask. Built outside of the block, which torch.compile traces."""
         mask = block.visible(self.mask)
         if mask is self.mask:
             return self
@@ -74,11 +74,11 @@ class Context:
 
 
 class Block(nn.Module):
-    """[B, T, E] -> [B, T, E]: attention, and then what follows it token by token, both added to the residual stream.
+    """[B, T, E] -> [B, T, E]: attention, then the token-wise part (`rest`), both added to the residual stream.
 
-    `run` is how the two are done: `plainly`, unless an activation checkpointing policy is set. `gathered_ranks`: the
-    ranks whose tokens the norms before attention and MLP gather (tensor parallelism): for each token that the block is
-    given, attention and MLP have so many.
+    `run` computes the two: `run_plainly`, unless an activation checkpointing policy is set. `gathered_ranks` is the
+    number of ranks whose tokens the norms before attention and MLP gather (tensor parallelism): attention and MLP see
+    that many tokens for each token of the block's input.
     """
 
     run: Callable[[Block, Tensor, Context], Tensor]
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = plainly
+        self.run = run_plainly
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.run(self, x, context)
@@ -94,33 +94,33 @@ class Block(nn.Module):
     @property
     @abstractmethod
     def attention(self) -> AttentionFunction:
-        """What attends. May be set."""
+        """The layer's attention; can be set."""
 
     @attention.setter
     @abstractmethod
     def attention(self, attention: AttentionFunction) -> None: ...
 
     def visible(self, mask: AttentionMask) -> AttentionMask:
-        """What this block sees of what the mask allows: all, unless overridden."""
+        """Returns the mask of this block: the model's, unless overridden."""
         return mask
 
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
-        """x normed, as projections want it."""
+        """Returns x, normed for the projections."""
 
     @abstractmethod
     def projections(self, context: Context, normed: bool) -> TokenProjections:
-        """From x to q, k and v: from x `normed` already, or from x as it is."""
+        """Returns the projections from x to q, k and v; from `normed` x, or from x itself."""
 
     @abstractmethod
     def rest(self, x: Tensor, out: Tensor) -> Tensor:
-        """What follows attention, token by token: from x [B, T, E] and out [B, T, H, D] to the block's result."""
+        """Computes the token-wise part behind attention, from x [B, T, E] and out [B, T, H, D]."""
 
 
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
-    """out [B, T, H, D], all of it differentiated by autograd."""
+    """Computes attention, out [B, T, H, D], under autograd."""
     projections, x = block.projections(context, normed=True), block.norm(x)
-    x = x if block.gathered_ranks == 1 else x[:, : context.tokens]  # without what pads them
+    x = x if block.gathered_ranks == 1 else x[:, : context.tokens]  # drops padding
     with label("attention"):
         if isinstance(block.attention, TakesProjections):
             return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
@@ -129,8 +129,8 @@ def attend(block: Block, x: Tensor, context: Context) -> Tensor:
         return block.attention(q, k, v, mask=context.mask, layout=context.layout)
 
 
-def plainly(block: Block, x: Tensor, context: Context) -> Tensor:
-    """The block as autograd has it: everything that backward might want is kept."""
+def run_plainly(block: Block, x: Tensor, context: Context) -> Tensor:
+    """Runs a block under autograd, which keeps every tensor that backward needs."""
     out = attend(block, x, context)
     with label("mlp"):
         return block.rest(x, out)
@@ -139,7 +139,7 @@ def plainly(block: Block, x: Tensor, context: Context) -> Tensor:
 class Decoder(nn.Module):
     """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm.
 
-    `norm_in_chunks`: the norm keeps its input alone, and is run on `chunk` tokens at once.
+    With `norm_in_chunks` the final norm keeps only its input, and runs on `chunk` tokens at a time.
     """
 
     norm_in_chunks: bool = False
@@ -164,25 +164,29 @@ class Decoder(nn.Module):
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """[B, T, E]"""
+        """Returns the embeddings [B, T, E]."""
 
     @property
     @abstractmethod
     def blocks(self) -> Iterable[nn.Module]:
-        """In the order in which they are run."""
+        """The blocks, in order."""
 
     @property
     @abstractmethod
     def final_norm(self) -> nn.Module:
-        """What the hidden states go through at the end."""
+        """The norm behind the last block."""
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding | None:
-        """RoPE at these positions; none, unless overridden."""
+        """Returns RoPE at these positions; None unless overridden."""
         return None
 
 
 def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
-    """The positions [T] or [B, T] on the device of `ids`; refuses what does not match, and what cannot be known."""
+    """Returns the positions [T] or [B, T] on the device of `ids`.
+
+    Raises:
+        ValueError: positions that do not match the ids, or are missing on a shard.
+    """
     if compat.is_dtensor(ids) or compat.is_dtensor(positions):
         raise ValueError("ids or positions are a DTensor here, which the whole model takes; pass local tensors")
     if ids.ndim != 2:

@@ -1,4 +1,4 @@
-"""The sizes of models, and what follows from them: parameters and floating-point operations."""
+"""Sizes of models, and their numbers of parameters and floating-point operations."""
 
 from __future__ import annotations
 
@@ -157,11 +157,11 @@ class LlamaConfig:
         return cls(vocab_size=257, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352, rope_theta=10_000.0)
 
     def window_of(self, layer: int) -> int | None:
-        """How many keys a query sees at most in that layer."""
+        """Returns the largest number of keys that a query sees in that layer."""
         return self.window if layer >= self.window_from else None
 
     def parameters(self) -> int:
-        """How many numbers are trained: blocks, final norm, embedding table and, unless tied, head."""
+        """Number of trained parameters: blocks, final norm, embedding table and, unless tied, head."""
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         attention += 2 * self.head_dim if self.qk_norm else 0
         attention += self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
@@ -184,8 +184,8 @@ class LlamaConfig:
         """
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
         windows = (self.window_of(layer) for layer in range(self.layers))
-        seen = attended(length, mask, windows) * self.heads * self.head_dim
-        return 6 * (self.parameters() - looked_up) + 12 * seen
+        pair_count = attended(length, mask, windows) * self.heads * self.head_dim
+        return 6 * (self.parameters() - looked_up) + 12 * pair_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """K, as many as query heads."""
+        """K, equal to H."""
         return self.heads
 
     @property
@@ -261,7 +261,7 @@ class GPTConfig:
         return self.dim // self.heads
 
     def parameters(self) -> int:
-        """How many numbers are trained: blocks, final norm, embedding table and positions."""
+        """Number of trained parameters: blocks, final norm, embedding table and positions."""
         block = 12 * self.dim**2 + 13 * self.dim
         return self.layers * block + 2 * self.dim + (self.vocab_size + self.max_positions) * self.dim
 
@@ -272,14 +272,14 @@ class GPTConfig:
 
 
 def attended(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
-    """Keys that a query sees, summed over layers with these windows, on average over queries and the mask's rows."""
+    """Returns the keys that a query sees, summed over layers with these windows, on average over queries and rows."""
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1
     layers = Counter(windows)
     pairs = 0
     for window, count in layers.items():
-        seen = mask.narrowed(None if window is None else window - 1)
-        pairs += count * sum(seen.pairs(length, row) for row in range(rows))
+        pair_count = mask.narrowed(None if window is None else window - 1)
+        pairs += count * sum(pair_count.pairs(length, row) for row in range(rows))
     return pairs / (length * rows)
 
 

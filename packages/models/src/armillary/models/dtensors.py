@@ -1,6 +1,6 @@
-"""DTensors of tokens: a model and its losses compute with this rank's, and what they return is placed as those are.
+"""Models and losses on DTensors of tokens: computed on local tensors, with results placed as the tokens are.
 
-Nothing inside a model sees a DTensor of tokens. Placements are checked where they come in, on every rank alike.
+No module inside a model sees a DTensor of tokens. Placements are checked at the entrance, on every rank alike.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ROW_AXES = ("replicate", "shard")
 
 
 def takes_dtensors(forward: F) -> F:
-    """A model's `forward` that takes `ids` and `positions` as DTensors too.
+    """Returns a model's `forward` that also takes `ids` and `positions` as DTensors.
 
     `ids` [B, N] are `Shard(1)` on the axes of attention's method, as `distribute_sequence` makes them, `Shard(0)` on
     `replicate` and `shard`, `Replicate` on the axis of tensor parallelism, and either of these on axes of other names.
     `positions` are local; or DTensors on the same mesh, [B, N] placed as `ids`, or [N], `Shard(0)` where tokens are
-    sharded; unless given they are those of the layout, which counts from the start of the sequence.
+    sharded. By default they are the layout's, which counts from the start of the sequence.
 
-    Of what is returned, tensors of tokens [B, T, ...] become DTensors placed as `ids`; tensors without dims, of which
-    each rank has a share of a sum, become `Partial` wherever `ids` are sharded. Others are left as they are.
+    Of the result, tensors of tokens [B, T, ...] become DTensors placed as `ids`; tensors without dims, each rank's
+    share of a sum, become `Partial` wherever `ids` are sharded. Others are returned unchanged.
 
     Raises:
-        ValueError: with the placement that is wanted. Raised before any communication.
+        ValueError: names the accepted placement. Raised before any communication.
     """
 
     @wraps(forward)
@@ -75,13 +75,15 @@ def takes_dtensors(forward: F) -> F:
 
 
 def sums_dtensors(loss: F) -> F:
-    """A loss of `labels` [B, N] as DTensors too, of its first argument (hidden states or logits) on the same mesh.
+    """Returns a loss that also takes DTensors: `labels` [B, N], and hidden states or logits on the same mesh.
 
-    That argument may be local, as a model hands hidden states to a `head`; else it is placed as `labels`, and logits
-    are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, the last on `axis`. `LabelTriples` are
-    those of this rank's tokens: with them a first argument that is local stays so, and sums are placed by another's.
+    The first argument may be local, as a model passes hidden states to a `head`; else it is placed as `labels`, and
+    logits are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, the last on `axis`.
+    `LabelTriples` are those of this rank's tokens: a local first argument then stays local, and a DTensor's placements
+    decide the sums'.
 
-    What has tokens is returned placed as `labels`, and sums as `Partial` wherever these are sharded. Errors as above.
+    Tensors of tokens are returned placed as `labels`, and sums as `Partial` wherever these are sharded. Errors as in
+    `takes_dtensors`.
     """
     parameters = signature(loss)
 
@@ -89,28 +91,32 @@ def sums_dtensors(loss: F) -> F:
     def local_or_placed(*args: Any, **options: Any) -> Any:
         if not any(isinstance(x, DTensor) for x in (*args, *options.values())):
             return loss(*args, **options)
-        given = parameters.bind(*args, **options).arguments
-        first, labels = next(iter(parameters.parameters)), given["labels"]
-        if not isinstance(given[first], DTensor) and not isinstance(labels, DTensor):
+        arguments = parameters.bind(*args, **options).arguments
+        first, labels = next(iter(parameters.parameters)), arguments["labels"]
+        if not isinstance(arguments[first], DTensor) and not isinstance(labels, DTensor):
             return loss(*args, **options)
-        like = tokens_of(given[first]) if isinstance(labels, LabelTriples) else labels
+        like = tokens_of(arguments[first]) if isinstance(labels, LabelTriples) else labels
         if not isinstance(like, DTensor):
-            raise ValueError(f"{first} is {describe(given[first])} and labels are local; pass both as DTensors")
-        check_loss(first, given[first], like, None if given.get("axis") is None else Axis.of(given["axis"]))
-        if isinstance(given[first], DTensor):
-            if first == "logits" and given.get("axis") is not None:
-                given.setdefault("vocabulary", given[first].shape[2])
-            given[first] = local_of(given[first])
-        return placed_as(like, loss(**given | {"labels": labels if labels is not like else local_of(like)}))
+            raise ValueError(f"{first} is {describe(arguments[first])} and labels are local; pass both as DTensors")
+        check_loss(first, arguments[first], like, None if arguments.get("axis") is None else Axis.of(arguments["axis"]))
+        if isinstance(arguments[first], DTensor):
+            if first == "logits" and arguments.get("axis") is not None:
+                arguments.setdefault("vocabulary", arguments[first].shape[2])
+            arguments[first] = local_of(arguments[first])
+        return placed_as(like, loss(**arguments | {"labels": labels if labels is not like else local_of(like)}))
 
     return cast(F, local_or_placed)
 
 
-# -- what comes in ----------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------------------------
 
 
 def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method:
-    """Refuses ids that lie otherwise than the model's tokens do; returns attention's method."""
+    """Returns attention's method, after comparing the placements of ids with it.
+
+    Raises:
+        ValueError: other placements than the method's tokens have.
+    """
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, N]; got {describe(ids)}")
     names, methods, cut = axis_names("ids", ids), list(methods_of(model)), cast(Axis | None, model.tensor_axis)
@@ -132,14 +138,14 @@ def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method
 
 
 def axis_names(name: str, x: DTensor) -> tuple[str, ...]:
-    """The names of the axes of its mesh, outermost first."""
+    """Returns the names of the axes of a DTensor's mesh, outermost first."""
     if not x.device_mesh.mesh_dim_names:
         raise ValueError(f"{name} is {describe(x)}, whose mesh has no names of axes")
     return x.device_mesh.mesh_dim_names
 
 
 def methods_of(model: nn.Module) -> Iterator[Method]:
-    """What the model's blocks attend with, each once."""
+    """Yields the attention methods of a model's blocks, each once."""
     attending = {id(block.attention): block.attention for block in model.modules() if isinstance(block, Block)}
     for attention in attending.values():
         if not isinstance(attention, Method):
@@ -151,42 +157,42 @@ def methods_of(model: nn.Module) -> Iterator[Method]:
 
 
 def check_positions(positions: DTensor, ids: DTensor) -> None:
-    """Refuses positions [N] or [B, N] that are not those of the tokens that ranks hold."""
-    flat = [Shard(0) if found == Shard(1) else Replicate() for found in ids.placements]
-    wanted = flat if positions.ndim == 1 else ids.placements
-    check_alike("positions", positions, "ids", ids, wanted)
+    """Refuses positions, [N] or [B, N], that are not placed as the tokens."""
+    flat = [Shard(0) if placement == Shard(1) else Replicate() for placement in ids.placements]
+    expected = flat if positions.ndim == 1 else ids.placements
+    check_alike("positions", positions, "ids", ids, expected)
     if positions.shape not in (ids.shape, ids.shape[1:]):
         raise ValueError(f"positions are {describe(positions)}; with ids {describe(ids)} they must be [N] or [B, N]")
 
 
 def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> None:
-    """Refuses labels that are neither whole nor sharded by rows and tokens, and an x that lies otherwise."""
-    wanted: list[Placement] = list(labels.placements)
+    """Refuses labels that are neither replicated nor sharded by rows and tokens, and an x placed otherwise."""
+    expected: list[Placement] = list(labels.placements)
     for place, name in enumerate(axis_names("labels", labels)):
         if axis is not None and name == axis.name:
             check_placement("labels", labels, mesh_dim(labels, axis), Replicate())
-            wanted[place] = Shard(2)
+            expected[place] = Shard(2)
         elif labels.placements[place] not in (Replicate(), Shard(0)):
             check_placement("labels", labels, place, Shard(1))
     if not isinstance(x, DTensor):
         return
     if axis is not None and first != "logits":
         raise ValueError(f"{first} is {describe(x)}; over axis {axis.name!r} it must be local: every R-th token")
-    check_alike(first, x, "labels", labels, wanted)
+    check_alike(first, x, "labels", labels, expected)
     if x.shape[:2] != labels.shape:
         raise ValueError(f"{first} is {describe(x)} and labels are {describe(labels)}: other rows or tokens")
 
 
 def tokens_of(x: DTensor) -> DTensor:
-    """A DTensor [B, N] of zeros for the tokens of x [B, N, ...], placed as those are."""
-    placements = [found if found in (Shard(0), Shard(1)) else Replicate() for found in x.placements]
+    """Returns a DTensor [B, N] of zeros for the tokens of x [B, N, ...], with their placements."""
+    placements = [placement if placement in (Shard(0), Shard(1)) else Replicate() for placement in x.placements]
     local = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.to_local().shape[:2])
     stride = (x.shape[1], 1)
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape[:2], stride=stride)
 
 
 def check_alike(name: str, x: DTensor, other: str, like: DTensor, wanted: Sequence[Placement]) -> None:
-    """Refuses `x` unless it lies on the mesh of `like`, placed as is wanted."""
+    """Refuses `x` unless it is on the mesh of `like`, with the expected placements."""
     sizes = like.device_mesh.shape
     if x.device_mesh != like.device_mesh or any(
         found != expected and size > 1 for found, expected, size in zip(x.placements, wanted, sizes, strict=True)
@@ -196,18 +202,18 @@ def check_alike(name: str, x: DTensor, other: str, like: DTensor, wanted: Sequen
         )
 
 
-# -- what goes out ----------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------------
 
 
 def placed_as(like: DTensor, result: Any) -> Any:
-    """The result with DTensors in it: tensors of this rank's tokens placed as `like`, its shares of sums `Partial`."""
+    """Returns a result with DTensors: tensors of this rank's tokens placed as `like`, its shares of sums `Partial`."""
     local = like.to_local().shape
-    sums = {place: Partial() for place, found in enumerate(like.placements) if isinstance(found, Shard)}
-    wanted = [sums.get(place, found) for place, found in enumerate(like.placements)]
+    sums = {place: Partial() for place, placement in enumerate(like.placements) if isinstance(placement, Shard)}
+    placements = [sums.get(place, placement) for place, placement in enumerate(like.placements)]
 
     def place(x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
-            check_alike("the result", x, "tokens", like, wanted if x.ndim == 0 else like.placements)
+            check_alike("the result", x, "tokens", like, placements if x.ndim == 0 else like.placements)
             return x
         if x.ndim == 0:
             return dtensor_like(like, x, (), dict(sums))

@@ -1,8 +1,7 @@
 """GPT-2 (Radford et al., 2019) as a plain module on one device: LayerNorm, learned positions, GELU, biases, tied head.
 
-As `Llama` it knows nothing of parallelism: attention is handed in, positions are explicit, and every token is otherwise
-treated on its own. Attributes are named as in Hugging Face's `GPT2LMHeadModel`, but for queries, keys and values, which
-have a projection each; files have them as there.
+Like `Llama` it does not know about parallelism. Attributes are named as in Hugging Face's `GPT2LMHeadModel`, except
+that queries, keys and values have a projection each; files have Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class GPT(Pretrained):
         """Token ids [B, T] -> logits [B, T, V]. Arguments and errors as in `Llama.forward`.
 
         Raises:
-            ValueError: as there, and more tokens than positions that the model has learned.
+            ValueError: also more tokens than learned positions.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
         return self.heading(head, ids.shape[1])(hidden, self.head_weight)
@@ -127,7 +126,7 @@ class GPTBlock(Block):
 
 
 class GPTAttention(Projecting):
-    """What multi-head attention is made of: its projections, and what attends."""
+    """Projections and attention of multi-head attention."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
         super().__init__()

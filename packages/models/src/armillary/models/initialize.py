@@ -1,4 +1,4 @@
-"""Models and sizes without weights, and initial weights that do not depend on how the model is sharded."""
+"""Models without weights, and initial weights that do not depend on sharding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 
 
 def meta_model(config: LlamaConfig | GPTConfig, attention: AttentionFunction | None = None) -> Llama | GPT:
-    """The model on "meta", to be sharded before its weights take any memory."""
+    """Returns the model on "meta", to be sharded before its weights take any memory."""
     with torch.device("meta"):
         return Llama(config, attention) if isinstance(config, LlamaConfig) else GPT(config, attention)
 
@@ -66,7 +66,7 @@ def initialize(model: Llama | GPT, seed: int) -> None:
 
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
-    """The whole initial value of a parameter, in float32."""
+    """Returns the whole initial value of a parameter, in float32."""
     if parameter.ndim == 1:
         return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device=parameter.device)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

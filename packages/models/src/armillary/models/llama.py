@@ -1,8 +1,8 @@
 """LLaMA (arXiv 2302.13971, 2407.21783) as a plain module on one device.
 
-It knows nothing of parallelism. Attention is handed in, positions are explicit, and every token is otherwise treated on
-its own: so the same module runs on a whole sequence or on one shard of it. Attributes are named as in Hugging Face's
-`LlamaForCausalLM`, so that `state_dict` has its names.
+The module does not know about parallelism: attention is an argument, positions are explicit, and the rest is
+token-wise. So it runs on a whole sequence or on one shard of it. Attributes are named as in Hugging Face's
+`LlamaForCausalLM`, and `state_dict` has its names.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Llama(Pretrained):
 
 
 class Head(nn.Linear):
-    """From hidden states to logits. A module that takes what is to be done with its weight, which is whole here."""
+    """The LM head. Calls a function of hidden states and its weight, which is not sharded here."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -123,7 +123,7 @@ class LlamaBlock(Block):
     """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
 
     Args:
-        window: how many keys a query sees at most, its own among them; all unless given.
+        window: the largest number of keys that a query sees, its own included; None: all.
     """
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction, window: int | None = None) -> None:
@@ -158,12 +158,12 @@ class LlamaBlock(Block):
 
 @lru_cache(maxsize=8)
 def narrowed(mask: AttentionMask, left: int) -> AttentionMask:
-    """The same object for all layers: a mask may hold many documents, and be looked up in every call."""
+    """Returns the mask with a window. Cached, so that all layers share one object: a mask may hold many documents."""
     return mask.narrowed(left)
 
 
 class LlamaAttention(Projecting):
-    """What grouped-query attention with RoPE is made of: its projections, and what attends."""
+    """Projections and attention of grouped-query attention with RoPE."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
         super().__init__()

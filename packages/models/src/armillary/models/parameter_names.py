@@ -1,4 +1,4 @@
-"""Names of parameters, whatever their modules have been wrapped in."""
+"""Names of parameters without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_name(name: str) -> str:
-    """The name that the parameter has in the unwrapped model."""
+    """Returns the parameter's name in the unwrapped model."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

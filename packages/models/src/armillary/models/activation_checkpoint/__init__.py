@@ -1,1 +1,1 @@
-"""What blocks keep for backward, what they compute again, and what waits in the host's memory meanwhile."""
+"""Activation checkpointing: tensors that blocks keep for backward, recompute, or offload to the host."""

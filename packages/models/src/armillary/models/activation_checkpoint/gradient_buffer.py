@@ -1,8 +1,8 @@
-"""Whether a gradient that autograd hands over belongs to nobody else, so that its memory may be reused.
+"""Reuse of an incoming gradient's memory, if no one else refers to it.
 
-It saves one tensor as large as x [B, T, E] at the peak of a step: by the planner's memory simulator, four blocks
-of LLaMA 3 8B in bfloat16 with 131,072 tokens on each of 8 ranks (UPipe) hold 17.07 GiB and not 18.07 under policy
-"layer", 20.12 and not 21.12 under "attention_output". Autograd promises nothing, hence the counting of references.
+It saves one tensor as large as x [B, T, E] at the peak of a step: by the planner's memory simulator, four blocks of
+LLaMA 3 8B in bfloat16 with 131,072 tokens on each of 8 ranks (UPipe) take 17.07 GiB instead of 18.07 under policy
+"layer", and 20.12 instead of 21.12 under "attention_output". Autograd makes no promise, so references are counted.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from armillary.core import compat
 
 
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
-    """The one gradient in `grad_outputs`, if nobody else refers to it; else a copy.
+    """Returns the one gradient in `grad_outputs` if no one else refers to it, else a copy.
 
-    To be called from the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`, before anything
-    else there refers to the gradient: a hook, a caller of `torch.autograd.grad` or a neighbour in the graph that keeps
-    it, or something that it is a view of, shows as one reference more than usual.
+    Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`: a hook, a caller
+    of `torch.autograd.grad` or a neighbour in the graph that keeps the gradient, or a base that it is a view of, shows
+    as one reference more than usual.
     """
-    found = references(grad_outputs)
+    counts = references(grad_outputs)
     (grad,) = grad_outputs
-    alone = all(count <= most for count, most in zip(found, usual(type(grad)), strict=True))
+    alone = all(count <= usual_counts for count, usual_counts in zip(counts, usual(type(grad)), strict=True))
     if alone and grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.nbytes:
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 
 
 def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int, int]:
-    """How many refer to the gradient from Python, to it from autograd's own code, and to its storage (views)."""
+    """Returns the numbers of references from Python, from autograd's own code, and to the storage (views)."""
     return sys.getrefcount(grad_outputs[0]), *compat.references(grad_outputs[0])
 
 
 @cache
 def usual(kind: type[Tensor]) -> tuple[int, int, int]:
-    """The references to a gradient of this class that belongs to nobody else, in this release of torch: tried out."""
+    """Returns the references to an unshared gradient of this class in this release of torch, found by a trial."""
     with torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
         if type(x.detach()) is not kind:  # a subclass that does its own counting
             return 0, 0, 0
-        found: list[tuple[int, int, int]] = []
+        counts: list[tuple[int, int, int]] = []
         probe = cast(Any, _Probe).apply
-        probe(probe(x, found), found).backward(torch.ones(1))
-    return found[-1]
+        probe(probe(x, counts), counts).backward(torch.ones(1))
+    return counts[-1]
 
 
 class _Probe(torch.autograd.Function):
-    """Notes the references to its gradient."""
+    """Records the references to its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[tuple[int, int, int]]) -> Tensor:
-        ctx.found = found
+    def forward(ctx: Any, x: Tensor, counts: list[tuple[int, int, int]]) -> Tensor:
+        ctx.found = counts
         return x.clone()
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Keeping in the host's memory what a layer's backward needs, while other layers are at work.
+"""Offloading the tensors for a layer's backward to the host's memory while other layers run.
 
 On CUDA, tensors go to pinned memory and come back on a stream of their own; on the CPU they are copied.
 
-The allocator gives the memory of a tensor that is dropped to what the stream that it was made on computes next. By
-`record_stream` it would first see whether a copy on another stream is done; but the host is ahead of the GPU, sees that
-it is not, and allocates anew, layer after layer. So whatever a copy reads or writes is held until the stream that
-computes has been told to wait for the copy, and dropped then: its memory is used again at once, and in order.
+The allocator reuses a freed tensor's memory for the next op on the stream that allocated it. With `record_stream` it
+would first check if a copy on another stream is done; but the host runs ahead of the GPU, finds that it is not, and
+allocates more memory, layer after layer. Therefore tensors that a copy reads or writes are held until the computing
+stream has been told to wait for the copy, and released then: their memory is reused at once, and in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ much."""
 
 
 class SideStream:
-    """The stream of a GPU that copies run on, beside what is computed."""
+    """A GPU stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -35,8 +35,9 @@ class SideStream:
         """The latest copies to the host."""
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
-        """Runs `copy` after all that the current stream has been given. What is returned has that stream wait for it,
-        and the stream that is then the current one; the host never waits."""
+        """Runs `copy` after all work of the current stream. The returned function makes the then current stream wait
+        for it; the host never waits.
+        """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -49,7 +50,7 @@ class SideStream:
 
 
 class SimulatedStream:
-    """Instead of a GPU's: copies are made at once, and what they read is held for as long as there."""
+    """A stand-in for a GPU's stream: copies happen at once, and their sources are held as long as on a GPU."""
 
     def __init__(self) -> None:
         self.leaving: Callable[[], Transfer | None] = lambda: None
@@ -64,7 +65,7 @@ _simulated: ContextVar[SimulatedStream | None] = ContextVar("simulated stream", 
 
 @contextmanager
 def simulated_stream() -> Generator[None]:
-    """Meanwhile, on this thread, tensors of the CPU are held for as long as a GPU's are: for simulations of memory."""
+    """Holds CPU tensors of this thread as long as a GPU's would be: for simulations of memory."""
     token = _simulated.set(SimulatedStream())
     try:
         yield
@@ -73,27 +74,28 @@ def simulated_stream() -> Generator[None]:
 
 
 def side_stream(device: torch.device) -> SideStream | SimulatedStream | None:
-    """That of a GPU; None where copies are done at once."""
+    """Returns the copy stream of a GPU; None where copies happen at once."""
     return stream_of_gpu(device) if device.type == "cuda" else _simulated.get()
 
 
 @cache
 def stream_of_gpu(device: torch.device) -> SideStream:
-    """One for each."""
+    """Returns the copy stream of a GPU, one for each."""
     return SideStream(device)
 
 
 def settle(device: torch.device) -> None:
-    """Has the current stream wait for the latest copies to the host, if it has not, and holds what they read no longer.
+    """Makes the current stream wait for the latest copies to the host, and releases their sources.
 
-    To be called when a block is done, for those of the block before."""
+    To be called when a block is done, for the copies of the block before.
+    """
     side = side_stream(device)
     if side is not None and (before := side.leaving()) is not None:
         before.finish()
 
 
 class Transfer:
-    """Copies between host and device, begun; holds the device's tensors until `finish`, or until it is dropped."""
+    """A copy in flight between host and device; holds the device's tensors until `finish`, or until it is dropped."""
 
     def __init__(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
         self.tensors, self._wait = tensors, None
@@ -104,7 +106,7 @@ class Transfer:
             self._wait = side.start(copy)
 
     def finish(self) -> Sequence[Tensor]:
-        """The tensors, which the current stream may use and drop now."""
+        """Returns the tensors, which the current stream may use and free now."""
         if self._wait is not None:
             self._wait()
         tensors, self.tensors, self._wait = self.tensors, (), None
@@ -115,7 +117,7 @@ class Transfer:
 
 
 class HostCopy:
-    """Room for a tensor in the host's memory, in parts."""
+    """Host memory for a tensor, in parts."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
@@ -126,17 +128,17 @@ class HostCopy:
             self.parts = [torch.empty(n, dtype=x.dtype, device="cpu", pin_memory=pinned) for n in sizes]
 
     def write(self, x: Tensor) -> None:
-        """Begins to copy the tensor to here."""
+        """Starts to copy the tensor to the host."""
         for part, source in zip(self.parts, x.detach().reshape(-1).split(self.size), strict=True):
             part.copy_(source, non_blocking=True)
 
     def read(self, x: Tensor) -> None:
-        """Begins to copy what is here to a tensor."""
+        """Starts to copy the host's values to a tensor."""
         for part, target in zip(self.parts, x.view(-1).split(self.size), strict=True):
             target.copy_(part, non_blocking=True)
 
     def like(self) -> Tensor:
-        """Room for it on its device."""
+        """Returns an empty tensor on its device."""
         with label("checkpoints"):
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
@@ -144,11 +146,11 @@ class HostCopy:
 class OffloadedTensors:
     """Copies of tensors in the host's memory.
 
-    On CUDA the tensors themselves are held until the next layer is done (`settle`), or these are asked for, or dropped;
-    so in forward one layer's are still there beside those of the layer at work.
+    On CUDA the tensors themselves are held until the next layer is done (`settle`), or until they are requested or
+    dropped: in forward, one layer's tensors coexist with those of the running layer.
 
     Args:
-        tensors: to be copied, of one device. Must not be written to while this lives.
+        tensors: the tensors to copy, of one device. Must not be written to while this lives.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -163,23 +165,23 @@ class OffloadedTensors:
             side.leaving = ref(self.leaving)
 
     def settle(self) -> None:
-        """Has the current stream wait until the copies are made, and holds the tensors themselves no longer."""
+        """Makes the current stream wait for the copies, and releases the tensors themselves."""
         self.leaving.finish()
 
     def fetch(self) -> None:
-        """Starts bringing the tensors back, if nobody has, and if they are not here still."""
+        """Starts to copy the tensors back, unless that was done or they are still on the device."""
         if self.coming is None and not self.leaving.tensors:
             tensors = [copy.like() for copy in self.host]
             self.coming = Transfer(tensors, partial(each, HostCopy.read, self.host, tensors))
 
     def take(self) -> Sequence[Tensor]:
-        """The tensors on their device, ready for the current stream. The copies stay."""
+        """Returns the tensors on their device, ready for the current stream. The copies stay."""
         self.fetch()
-        found, self.coming = self.coming or self.leaving, None
-        return found.finish()
+        tensors, self.coming = self.coming or self.leaving, None
+        return tensors.finish()
 
 
 def each(copy: Callable[[HostCopy, Tensor], None], host: Sequence[HostCopy], tensors: Sequence[Tensor]) -> None:
-    """Copies all."""
-    for there, here in zip(host, tensors, strict=True):
-        copy(there, here)
+    """Copies all parts."""
+    for target, source in zip(host, tensors, strict=True):
+        copy(target, source)

@@ -1,17 +1,17 @@
-"""What blocks keep for their backward pass: checkpoint policies, applied to a plain model from outside.
+"""Checkpoint policies, applied to a plain model from outside.
 
-    policy              kept of each block      computed again in backward
-    none                all that autograd wants nothing
-    layer               x                       all of it
+    policy              kept of each block      recomputed in backward
+    none                all that autograd saves nothing
+    layer               x                       everything
     attention_output    x, out, lse             all but attention (DistFlashAttention, arXiv 2310.03294)
 
-Fewer blocks may keep x (`inputs`), or out and lse (`outputs`): see `keeping`. A block without x costs what follows the
-attention of the block below once more, and no attention: that result is kept from then on, in memory that blocks above
-have given back.
+Fewer blocks may keep x (`inputs`), or out and lse (`outputs`): see `segments`. A block without x costs one more run of
+the token-wise part of the block below, and no attention: its output is kept from then on, in memory that the blocks
+above have released.
 
-Under the last two a block is one `autograd.Function`. What surrounds attention is run on a few tokens at a time, q, k
-and v come in stages of heads where the method has some (UPipe), and residuals and gradients are added in place. So of
-tensors as large as x [B, T, E] there are, at a time: in forward x and out, which becomes the result (under
+Under the last two policies a block is one `autograd.Function`. The token-wise parts run on a few tokens at a time, q, k
+and v come in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So the
+tensors as large as x [B, T, E] that exist at a time are: in forward x and out, which becomes the result (under
 "attention_output", or where it does not fit, the result beside them); in backward x, out, dy = dx and dout. In 16 bits
 dx is rounded each time that a stage of heads adds to it.
 """
@@ -35,8 +35,8 @@ from armillary.core import label
 from armillary.core.observe.ledger import phase
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
-from armillary.models.activation_checkpoint.keeping import Keep, keeps
-from armillary.models.block import Block, Context, Decoder, attend, plainly
+from armillary.models.activation_checkpoint.segments import Keep, kept_by_blocks
+from armillary.models.block import Block, Context, Decoder, attend, run_plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained
 
@@ -97,11 +97,11 @@ class Checkpointing:
             if count is not None and count < least:
                 raise ValueError(f"{name} {count}: at least {least} is needed")
 
-    def keeps(self, layers: int) -> tuple[Keep, ...]:
-        """What each of so many blocks keeps, under a policy that runs them in parts; the first block first.
+    def kept_by_blocks(self, layers: int) -> tuple[Keep, ...]:
+        """Returns the tensors that each of so many blocks keeps, in order, under a policy that runs them in parts.
 
         Raises:
-            ValueError: counts that so many blocks do not have.
+            ValueError: counts above the number of blocks.
         """
         inputs = layers if self.inputs is None else self.inputs
         every = layers if self.policy == "attention_output" else 0
@@ -113,15 +113,15 @@ class Checkpointing:
             raise ValueError(
                 f"inputs {inputs}: the last {self.on_device} blocks (on_device) and the first one keep theirs"
             )
-        return keeps(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
+        return kept_by_blocks(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
     def apply(self, model: nn.Module) -> None:
-        """Sets how the blocks of `Llama` or `GPT` are run, in place; before FSDP or after it, once or again. Before
-        torch.compile, which replaces what is set here.
+        """Sets how the blocks of `Llama` or `GPT` run, in place; before FSDP or after it, repeatable. Before
+        torch.compile, which replaces the same attribute.
 
         Raises:
-            ValueError: a model of other blocks, counts that it does not have, or a policy other than "none" on
-                attention that is no armillary method.
+            ValueError: a model of other blocks, counts above its number of blocks, or a policy other than "none" on
+                attention that is not an armillary method.
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks and (self.policy != "none" or self.tiled):
@@ -138,21 +138,21 @@ class Checkpointing:
                 module.chunk = self.chunk
 
     def runners(self, layers: int) -> list[Callable[[Block, Tensor, Context], Tensor]]:
-        """How to run each block."""
+        """Returns the function that runs each block."""
         if self.policy == "none":
-            return [partial(run_tiled, self.chunk) if self.tiled else plainly] * layers
-        return [partial(run_checkpointed, self, keep) for keep in self.keeps(layers)]
+            return [partial(run_tiled, self.chunk) if self.tiled else run_plainly] * layers
+        return [partial(run_checkpointed, self, keep) for keep in self.kept_by_blocks(layers)]
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
-    """As `plainly`, but of what follows attention, only x and out are kept."""
+    """Runs a block under autograd, keeping only x and out of the part behind attention."""
     out = attend(block, x, context)
     with label("mlp"):
         return chunked.in_chunks(block.rest, (x, out), block, chunk, block.gathered_ranks)
 
 
 def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Keeps what is to be kept."""
+    """Runs a block as one `autograd.Function` under a checkpoint policy."""
     method = cast(Method, block.attention)
     call = method.check_projected(  # of this, which knows it from the block before; the next is another one each time
         like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
@@ -169,13 +169,13 @@ def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor
 
 
 def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
-    """A tensor shaped as what `x` is within attention. Takes no memory."""
+    """Returns a tensor shaped as x is within attention. Takes no memory."""
     return x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
 
 
 @dataclass
 class CheckpointedRun:
-    """One run of a block."""
+    """One run of a block, forward and backward."""
 
     options: Checkpointing
     keep: Keep
@@ -186,7 +186,7 @@ class CheckpointedRun:
     draws: RNGReplay = field(default_factory=RNGReplay)
 
     def again(self) -> CheckpointedRun:
-        """The same, with the random numbers that it drew."""
+        """Returns the same run, with the random numbers that it drew."""
         return replace(self, draws=self.draws.again())
 
     @property
@@ -194,13 +194,13 @@ class CheckpointedRun:
         return self.block.gathered_ranks
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """q, k and v, a few heads at a time, made of x, or of what is `inside`."""
+        """Returns the source of q, k and v, a few heads at a time, from x or from `inside`."""
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.options.chunk, dx, totals, self.draws)
 
     def inside(self, x: Tensor) -> Tensor:
-        """What q, k and v are made of: x, to be normed for each stage of heads; or all ranks' x, normed."""
+        """Returns the input of q, k and v: x, to be normed for each stage of heads; or all ranks' x, normed."""
         if self.gathered_ranks == 1:
             return x
         normed = chunked.forward(
@@ -209,17 +209,17 @@ class CheckpointedRun:
         return normed[:, : self.context.tokens]
 
     def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """out and lse, without autograd."""
+        """Computes out and lse, without autograd."""
         with label("attention"):
             return self.upipe.attend(self.source(self.inside(x)), self.call, into)
 
     def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
-        """The block's result."""
+        """Computes the block's result."""
         with label("mlp"):
             return chunked.forward(self.block.rest, (x, out), self.draws, self.options.chunk, into, self.gathered_ranks)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the block's result, out, lse). If out need not be kept, the result takes its place, chunk by chunk."""
+        """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it, chunk by chunk."""
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
         if self.keep.attended or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
@@ -233,7 +233,7 @@ class CheckpointedRun:
     def differentiate(
         self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: GradientSums, wants_dx: bool
     ) -> None:
-        """Turns dx, which holds dy at first, into the gradient of x."""
+        """Turns dx, which contains dy at first, into the gradient of x."""
         projections = self.block.projections(self.context, normed=False)
         attention_too = wants_dx or any(p.requires_grad for p in projections.parameters())
         with label("attention"):
@@ -254,7 +254,7 @@ class CheckpointedRun:
     def differentiate_inside(
         self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: GradientSums
     ) -> None:
-        """Adds to dx what comes by attention, where all ranks' x was brought in for it."""
+        """Adds attention's part to dx, where all ranks' x was gathered for it."""
         dinside = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
         source = self.source(self.inside(x), dinside[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
@@ -265,7 +265,7 @@ class CheckpointedRun:
 
 
 class CheckpointedBlock(torch.autograd.Function):
-    """A block as one step of autograd's."""
+    """A block as one autograd function."""
 
     @staticmethod
     def forward(ctx: Any, work: CheckpointedRun, below: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:

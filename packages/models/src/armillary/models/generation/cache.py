@@ -1,10 +1,10 @@
-"""Keys and values of tokens seen, kept where they are: each rank has those of its shard of the prompt.
+"""Sharded cache of keys and values: each rank keeps those of its shard of the prompt.
 
-    prompt     attention is whatever the layer has (Ring, Ulysses, ...), and each rank keeps k and v of its own tokens
-    one token  all ranks have its q, k and v; one keeps k and v; each attends to the keys that it has, and what they
-               found is merge_partial_attention by log-sum-exp
+    prompt     attention by the layer's method (Ring, Ulysses, ...); each rank keeps k and v of its own tokens
+    one token  every rank has its q, k and v; one rank keeps k and v; each attends to its own keys, and the partial
+               results are merged by log-sum-exp (`merge_partial_attention`)
 
-So of a long prompt's keys nothing ever moves again, and each new token costs the same few bytes whatever there is.
+The keys of a long prompt never move again, and each new token costs the same few bytes whatever the length.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from armillary.models.generation.decode_collectives import axes_of, merge_partia
 
 
 class CacheLayout:
-    """Which rank holds which token: of the prompt as its layout says, each new one whoever has the fewest.
+    """The rank of each token: the prompt's by its layout, and each new one on the rank with the fewest tokens.
 
-    All layers of a model share it. Ranks know it of each other without asking.
+    All layers of a model share it. Every rank computes it without communication.
 
     Args:
         shards: ranks.
-        shard: this one.
-        prompt: over all ranks; None: there are no tokens yet.
-        new_tokens: that are to come, at most.
+        shard: this rank.
+        prompt: layout over all ranks; None: there are no tokens yet.
+        new_tokens: upper bound of new tokens.
     """
 
     def __init__(self, shards: int, shard: int, prompt: SequenceLayout | None, new_tokens: int) -> None:
@@ -49,14 +49,14 @@ class CacheLayout:
 
     @property
     def spans(self) -> Spans:
-        """The positions of this rank's tokens, in the order in which they lie in memory."""
+        """The positions of this rank's tokens, in the order of memory."""
         return (*self._prompt, *self._since)
 
     def add(self) -> None:
-        """One new token, at position `length`.
+        """Adds one new token, at position `length`.
 
         Raises:
-            ValueError: no more are expected.
+            ValueError: no room is left.
         """
         if self.new_tokens == 0:
             raise ValueError(f"there is room for {self.length} tokens, and all of it is taken; ask for more at first")
@@ -68,13 +68,13 @@ class CacheLayout:
 
 
 def room(sizes: Sequence[int], new_tokens: int) -> tuple[int, ...]:
-    """Tokens of each rank at most, once `new_tokens` have gone, one by one, to whoever had the fewest."""
+    """Returns the most tokens of each rank after `new_tokens` have gone, one by one, to the rank with the fewest."""
     level = min(-(-(total + new_tokens) // (i + 1)) for i, total in enumerate(accumulate(sorted(sizes))))
     return tuple(max(size, level) for size in sizes)
 
 
 def extended(last: list[range], position: int) -> list[range]:
-    """A run, or none, and a position after it: in one run if there is a step that fits."""
+    """Returns a run (or none) and a later position, as one run if a step fits."""
     if not last:
         return [range(position, position + 1)]
     run, step = last[0], position - last[0][-1]
@@ -84,10 +84,10 @@ def extended(last: list[range], position: int) -> list[range]:
 
 
 class CachedAttention:
-    """A layer's attention with a memory: `method` over the prompt, and then token by token over all that is held.
+    """A layer's attention with a cache: `method` over the prompt, then token by token over all cached keys.
 
-    Called with a layout it is given the prompt, called without one the newest of `holdings`, the same on every rank.
-    It takes finished q, k, v alone. Nothing in it has a gradient.
+    Called with a layout it gets the prompt, called without one the newest token of `holdings`, the same on every rank.
+    It takes finished q, k, v only. Nothing in it has a gradient.
 
     Bytes sent for each token: at most (P - 1) B H (D e + 4), all-gather, however long the prompt.
     """
@@ -104,7 +104,7 @@ class CachedAttention:
         """q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]; T = 1 for a new token.
 
         Raises:
-            ValueError: a mask under which what is to come would change what was, or whose documents do not reach it.
+            ValueError: a mask under which new tokens would change earlier ones, or whose documents end before them.
         """
         check_mask(mask)
         if layout is None:
@@ -114,28 +114,29 @@ class CachedAttention:
         return out
 
     def _next(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """One token's attention over the keys of all ranks: [B, 1, H, D]."""
+        """Computes one token's attention over the keys of all ranks: [B, 1, H, D]."""
         holdings = self.holdings
         if holdings.owner == holdings.shard:
             self._keep(k, v, holdings.sizes[holdings.shard] - 1)
         return merge_partial_attention(*self._over_held(q, v, mask), self.axes)
 
     def _over_held(self, q: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        """(out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
+        """Returns (out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
         newest = range(self.holdings.length - 1, self.holdings.length)
         inputs = replace(Inputs.of(q, v), single=True)
         q, kernel = contiguous_rows(q), choose_kernel(inputs, self.method.kernel)
-        found, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
+        result, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
         for tile in tiles((newest,), self.holdings.spans, mask):
             assert self.k is not None and self.v is not None  # whoever holds a token has been given it
-            seen = slice(tile.k0, tile.k1)
-            found.add(
-                TilePart(ALL, ALL, ALL), *kernel.forward(q, self.k[:, seen], self.v[:, seen], tile.offsets, scores)
+            visible = slice(tile.k0, tile.k1)
+            result.add(
+                TilePart(ALL, ALL, ALL),
+                *kernel.forward(q, self.k[:, visible], self.v[:, visible], tile.offsets, scores),
             )
-        return found.result()
+        return result.result()
 
     def _keep(self, k: Tensor, v: Tensor, at: int) -> None:
-        """Copies k and v [B, T, K, D] into the room, from token `at` on."""
+        """Copies k and v [B, T, K, D] into the cache, from token `at` on."""
         if self.k is None or self.v is None:
             self.k, self.v = (x.new_empty((x.shape[0], self.holdings.room, *x.shape[2:])) for x in (k, v))
         self.k[:, at : at + k.shape[1]] = k
@@ -143,6 +144,6 @@ class CachedAttention:
 
 
 def check_mask(mask: AttentionMask) -> None:
-    """Refuses masks that one cannot go on with."""
+    """Refuses masks that cannot be continued by new tokens."""
     if not mask.causal or mask.documents is not None or mask.pattern is not None:
         raise ValueError(f"{mask}: only causal masks, with or without a window, can be continued token by token")

@@ -1,6 +1,6 @@
-"""What one rank of an attention method knows, on all of its ranks: for decoding, where all run the same tokens.
+"""Collectives of decoding, where all ranks of a method run the same tokens.
 
-Everything goes along one axis after the other, innermost first, so that no process group is made for it.
+They run along one axis after the other, innermost first, so that no process group is created.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from armillary.core.collectives.merge import merge_
 
 
 def axes_of(method: Method) -> tuple[Axis, ...]:
-    """The axes whose ranks share the sequence, outermost first: shard numbers count fastest along the last one.
+    """Returns the axes whose ranks share the sequence, outermost first: shard numbers count fastest along the last one.
 
     Raises:
-        ValueError: the method does not keep its axes in `axis`, as armillary's do.
+        ValueError: the method does not have its axes in `axis`, as armillary's do.
     """
     outer = () if method.sequence_method is method else axes_of(method.sequence_method)
-    own: Axis | None = getattr(method, "axis", None)
-    axes = outer if own is None else (*outer, own)
+    own_axis: Axis | None = getattr(method, "axis", None)
+    axes = outer if own_axis is None else (*outer, own_axis)
     ranks = prod(axis.size for axis in axes)
     if ranks != method.shards:
         name = type(method).__name__
@@ -35,7 +35,7 @@ def axes_of(method: Method) -> tuple[Axis, ...]:
 
 
 def broadcast_from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tensor:
-    """x [B, 1, ...] of the shard `owner`, on the ranks of all shards.
+    """Sends x [B, 1, ...] of the shard `owner` to the ranks of all shards.
 
     Args:
         x: [B, 1, ...] where `shard` is the owner; elsewhere [B, 0, ...].
@@ -54,10 +54,10 @@ def broadcast_from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]
 
 
 def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Attention of one token over each rank's keys -> over the keys of all, with the same bits on every rank.
+    """Merges one token's attention over each rank's keys, with the same bits on every rank.
 
-    Merges in rank order, in float32 (float64 for float64), as a rank that has seen nothing, with out = 0 and
-    lse = -inf, weighs nothing.
+    Merges in rank order, in float32 (float64 for float64). A rank that sees no keys, with out = 0 and lse = -inf,
+    counts nothing.
 
     Args:
         out: [B, 1, H, D], lse: [B, 1, H] in the accumulation dtype.
@@ -66,8 +66,8 @@ def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> T
     Returns:
         out [B, 1, H, D], in its dtype.
 
-    Bytes sent: at most (P - 1) B H (D e + 4), or 8 in float64; kind "all_gather". What was merged along the inner axis
-    goes on in float32, once instead of U times.
+    Bytes sent: at most (P - 1) B H (D e + 4), or 8 in float64; kind "all_gather". Results merged along the inner axis
+    travel in float32, once instead of U times.
     """
     dtype = out.dtype
     for axis in reversed(axes):
@@ -77,7 +77,7 @@ def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> T
 
 
 def _along(out: Tensor, lse: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys of this axis' ranks, in the accumulation dtype."""
+    """Returns (out, lse) over the keys of this axis' ranks, in the accumulation dtype."""
     moving = [start_all_gather(x, axis, [1] * axis.size) for x in (out, lse)]
     outs, lses = (move.wait().split(1, dim=1) for move in moving)
     total, total_lse = (

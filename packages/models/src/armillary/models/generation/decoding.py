@@ -1,4 +1,4 @@
-"""A model that remembers: the prompt all at once, sharded or not, and then one token after the other."""
+"""Decoding with a cache: the whole prompt at once, sharded or not, then one token after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import AttentionMask, Method
 from armillary.core import SequenceLayout, all_gather_interleaved
 from armillary.models.activation_checkpoint.policy import run_tiled
-from armillary.models.block import Block, Context, plainly
+from armillary.models.block import Block, Context, run_plainly
 from armillary.models.generation.cache import CachedAttention, CacheLayout, check_mask
 from armillary.models.generation.decode_collectives import axes_of, broadcast_from_shard
 from armillary.models.parallel.tensor import gathered_logits
@@ -25,17 +25,17 @@ BlockRunner = Callable[[Block, Tensor, Context], Tensor]
 class Decoding:
     """A `Llama` or `GPT` with a cache of keys and values on the ranks of its attention's method.
 
-    Between calls the model is as it was: it may be trained, or decode something else. All ranks of the method must make
+    Between calls the model is unchanged: it may be trained, or decode another prompt. All ranks of the method must make
     the same calls.
 
     Args:
         model: plain, or on a mesh (`parallelize`).
-        max_new_tokens: tokens to come after the prompt, at most: room is made for so many.
-        mask: causal unless given; with a window, maybe.
+        max_new_tokens: upper bound of tokens after the prompt, for which memory is allocated.
+        mask: causal by default; may have a window.
 
     Raises:
-        ValueError: a model without blocks of armillary's, whose attention is no armillary method, or whose layers have
-            methods that divide the sequence differently; a mask that cannot be continued.
+        ValueError: a model without armillary's blocks, whose attention is not an armillary method, or whose layers
+            have methods that divide the sequence differently; a mask that cannot be continued.
     """
 
     def __init__(self, model: nn.Module, *, max_new_tokens: int, mask: AttentionMask | None = None) -> None:
@@ -49,18 +49,18 @@ class Decoding:
         self.start(None, max_new_tokens)
 
     def start(self, prompt: SequenceLayout | None, new_tokens: int) -> None:
-        """Empty caches, with room for a prompt of this layout, over all ranks of the method, and what is to come."""
+        """Creates empty caches for a prompt of this layout, over all ranks of the method, and for new tokens."""
         self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
         self.layers = [CachedAttention(method, self.holdings) for method in methods_of(self.model, self.blocks)]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """The whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
+        """Runs the whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
 
-        Each rank takes its own tokens, and attention runs as in training. Logits of no other token are computed.
+        Each rank takes its own tokens, and attention runs as in training. Only the last token's logits are computed.
 
         Args:
-            layout: over all ranks of the method; `method.layout(N)` unless given. Where there are fewer tokens than
-                ranks and none is given, they come one by one.
+            layout: over all ranks of the method; `method.layout(N)` by default. With fewer tokens than ranks and no
+                layout, they are decoded one by one.
 
         Raises:
             ValueError: a layout of another length, or over another number of ranks.
@@ -80,18 +80,18 @@ class Decoding:
             )
 
     def step(self, token: Tensor) -> Tensor:
-        """The next token [B], the same on every rank -> logits [B, V] of the one after it, the same on every rank.
+        """Runs the next token [B], the same on every rank -> logits [B, V] of the one after it, the same on every rank.
 
         Raises:
-            ValueError: there is no room for it.
+            ValueError: no room is left.
         """
         position = torch.tensor([self.holdings.length], device=token.device)
         self.holdings.add()
-        with self._remembering(plainly):
+        with self._remembering(run_plainly):
             return self.model(token[:, None], positions=position, mask=self.mask)[:, 0]
 
     def broadcast_token(self, token: Tensor) -> Tensor:
-        """The token [B] of the first rank, on every rank: one that differs in a bit would go its own way from there.
+        """Returns the first rank's token [B] on every rank: ranks with different bits would diverge from there on.
 
         Bytes sent: at most (P - 1) 8 B, all-gather.
         """
@@ -99,7 +99,7 @@ class Decoding:
         return broadcast_from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
 
     def layout_for(self, ids: Tensor, layout: SequenceLayout | None) -> SequenceLayout | None:
-        """The layout of a prompt [B, N] over all ranks, checked; None for fewer tokens than ranks."""
+        """Returns the layout of a prompt [B, N] over all ranks, checked; None for fewer tokens than ranks."""
         length, shards = ids.shape[1], self.method.shards
         if layout is None:
             return self.method.layout(length) if length >= shards else None
@@ -124,20 +124,20 @@ class Decoding:
         axis: DeviceMesh | None = None,
         vocabulary: int = 0,
     ) -> Tensor:
-        """Logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E].
+        """Returns logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E].
 
-        With a tensor-parallel `axis`, hidden states are interleaved over it, and the weight is its rows of V.
+        With a tensor-parallel `axis`, hidden states are interleaved over it, and the weight has this rank's rows of V.
         """
         ranks = 1 if axis is None else axis.size()
-        mine = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
+        own = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
         if axis is not None and owner == self.method.shard:
-            mine = all_gather_interleaved(mine, axis)[:, index % ranks :][:, :1]
-        last = broadcast_from_shard(mine, owner, self.method.shard, self.axes)
+            own = all_gather_interleaved(own, axis)[:, index % ranks :][:, :1]
+        last = broadcast_from_shard(own, owner, self.method.shard, self.axes)
         return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 
     @contextmanager
     def _remembering(self, run: BlockRunner) -> Generator[None]:
-        """Around one forward: attention with a cache, blocks run so, no dropout, no gradients."""
+        """Sets up one forward pass: cached attention, no dropout, no gradients."""
         before = [(block.attention, block.run) for block in self.blocks]
         training = [module for module in self.model.modules() if module.training]
         try:
@@ -155,7 +155,7 @@ class Decoding:
 
 
 def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
-    """The method of each block, checked."""
+    """Returns the method of each block, checked."""
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no blocks of armillary's to generate with; give a Llama or a GPT")
     methods: list[Method] = []
@@ -172,7 +172,7 @@ def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
 
 
 def place(layout: SequenceLayout, position: int) -> tuple[int, int]:
-    """(shard, index among its tokens) of a position."""
+    """Returns (shard, index among its tokens) of a position."""
     for shard in range(layout.shards):
         at = 0
         for span in layout.spans(shard):

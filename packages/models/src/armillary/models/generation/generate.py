@@ -1,4 +1,4 @@
-"""Text from a model: enough to look at what was trained, and to read a prompt longer than one device holds.
+"""Text generation, also from a prompt longer than one device holds.
 
 for token in stream(model, ids, new_tokens=100, temperature=0.8, top_p=0.95): ...    # [B] at a time
 tokens = generate(model, ids, new_tokens=100)                                       # [B, 100]
@@ -32,28 +32,28 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> Tensor:
-    """What follows the prompt: [B, new_tokens], the same on every rank.
+    """Returns the tokens that follow the prompt: [B, new_tokens], the same on every rank.
 
-    All ranks of the attention method, with the same arguments, must call it, and under FSDP those of all other axes
-    with as many tokens to come. Each computes the prompt's tokens of its shard and keeps their keys and values, and all
-    run each new token.
+    All ranks of the attention method must call it with the same arguments, and under FSDP those of all other axes with
+    as many new tokens. Each rank computes the prompt's tokens of its shard and caches their keys and values; all run
+    each new token.
 
     Args:
-        model: on a device, plain or under FSDP. It stays as it is: attention, checkpoint policy, training flags.
+        model: on a device, plain or under FSDP. Attention, checkpoint policy and training flags are unchanged after it.
         ids: the whole prompt [B, N], integers, the same on every rank; all rows equally long.
-        new_tokens: how many.
-        layout: of the prompt, over all ranks of the method; `attend.layout(N)` unless given.
-        mask: causal unless given; with a window, maybe.
-        temperature, top_k, top_p: how to choose, as in `Sampling`; the likeliest token, unless given.
-        seed: of what is drawn. The same seed gives the same tokens, on devices of one type.
-        stop: ids after which a row has ended; the rest of it is filled with that id. Under FSDP all ranks must come to
-            the same number of steps: give none where others have other prompts.
+        new_tokens: number of tokens.
+        layout: of the prompt, over all ranks of the method; `attend.layout(N)` by default.
+        mask: causal by default; may have a window.
+        temperature, top_k, top_p: as in `Sampling`; the most likely token by default.
+        seed: of random draws. The same seed gives the same tokens, on devices of one type.
+        stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must take the same number
+            of steps: pass none if other ranks have other prompts.
 
     Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token (P - 1) B H (D e + 4)
     a layer (8 for 4 in float64), and (P - 1) 8 B.
 
     Raises:
-        ValueError: any of this does not fit, or GPT has not learned so many positions. Raised before any communication.
+        ValueError: arguments that do not fit, or too few learned positions of a GPT. Raised before any communication.
     """
     columns = list(
         stream(
@@ -85,10 +85,10 @@ def stream(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> Iterator[Tensor]:
-    """As `generate`, token by token: yields [B] as soon as it is known, and ends early once all rows have ended.
+    """Yields tokens [B] as they are generated, and ends early once all rows have ended. Otherwise as `generate`.
 
-    Arguments are checked at once; the prompt is computed when the first token is asked for. The model is in use only
-    meanwhile, not between tokens.
+    Arguments are checked at once; the prompt is computed when the first token is requested. Between tokens the model is
+    free.
     """
     check(model, ids, new_tokens)
     sampling = Sampling(temperature, top_k, top_p)
@@ -111,18 +111,18 @@ def _tokens(
     logits = decoding.prompt(ids, layout)
     token = ids[:, -1]
     over = torch.zeros_like(token, dtype=torch.bool)
-    for left in reversed(range(new_tokens)):
+    for remaining in reversed(range(new_tokens)):
         chosen = decoding.broadcast_token(sampling.choose(logits, generator))
         token = torch.where(over, token, chosen)
         over = over | torch.isin(token, stop)
         yield token
-        if left == 0 or (len(stop) and bool(over.all())):
+        if remaining == 0 or (len(stop) and bool(over.all())):
             return
         logits = decoding.step(token)
 
 
 def check(model: Llama | GPT, ids: Tensor, new_tokens: int) -> None:
-    """Refuses prompts that are none, and more tokens than GPT has positions for."""
+    """Refuses invalid prompts, and more tokens than a GPT has positions."""
     if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be integers [B, N], at least one of them; got {tuple(ids.shape)} of {ids.dtype}")
     if new_tokens < 1:

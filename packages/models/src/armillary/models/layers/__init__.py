@@ -1,1 +1,1 @@
-"""What blocks are made of: rotary embeddings, projections to heads, functions of tokens run in chunks."""
+"""Layers of blocks: rotary embeddings, projections to heads, token-wise functions in chunks."""

@@ -1,4 +1,4 @@
-"""Functions of single tokens, run on a few tokens at a time: what they make on the way never exists for all of them."""
+"""Token-wise functions, run on a few tokens at a time, so that intermediate results never exist for all of them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def in_chunks(
     chunk: int | None = None,
     gathered_ranks: int = 1,
 ) -> Tensor:
-    """`function(*inputs)`, differentiable, keeping the inputs alone: the rest is computed again, chunk by chunk.
+    """Computes `function(*inputs)`, differentiably; keeps only the inputs and recomputes the rest, chunk by chunk.
 
     Args:
         inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
-        module: whose parameters `function` uses.
-        chunk: tokens at once; by default that of `armillary.attention.call.token_chunks`.
+        module: the owner of the parameters that `function` uses.
+        chunk: tokens at a time; by default that of `armillary.attention.call.token_chunks`.
     """
     call = function, module, chunk, gathered_ranks, len(inputs)
     return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained(module)))
@@ -49,11 +49,11 @@ def forward(
     into: Tensor | None = None,
     gathered_ranks: int = 1,
 ) -> Tensor:
-    """`function(*inputs)`, without autograd, chunk by chunk.
+    """Computes `function(*inputs)`, without autograd, chunk by chunk.
 
     Args:
         draws: random numbers (dropout), which `backward` draws again.
-        into: where to put the result; may share memory with an input: each chunk of that is read before.
+        into: the result's memory, which may be an input's: each chunk is read before it is overwritten.
     """
     total = inputs[0].shape[1]
     for tokens in chunks(total, chunk):
@@ -78,13 +78,13 @@ def backward(
     chunk: int | None = None,
     gathered_ranks: int = 1,
 ) -> None:
-    """Computes `function` again, chunk by chunk, and its gradients.
+    """Recomputes `function`, chunk by chunk, and computes its gradients.
 
     Args:
         dy: [B, T, E].
-        grads: where the gradient of each input goes; None for one that needs none. One may be `dy` itself, of which
-            each chunk is read before.
-        totals: what parameters' gradients are added to.
+        grads: the memory of each input's gradient; None for an input without one. It may be `dy` itself: each chunk
+            is read before it is overwritten.
+        totals: sums of parameters' gradients, to which these are added.
         draws: the random numbers of `forward`, `again`.
     """
     total = inputs[0].shape[1]
@@ -95,28 +95,28 @@ def backward(
         ]
         with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*parts)
-        wanted = [part for part in parts if part.requires_grad]
+        parameters = [part for part in parts if part.requires_grad]
         # A copy: the share of a parameter that is merely added is this very tensor, and dy may be overwritten below.
-        dy_part, sources = part(dy, tokens, total, gathered_ranks).clone(), [*wanted, *totals.parameters]
-        shares: list[Tensor | None] = list(torch.autograd.grad(y, sources, dy_part, allow_unused=True))
+        dy_part, sources = part(dy, tokens, total, gathered_ranks).clone(), [*parameters, *totals.parameters]
+        gradients: list[Tensor | None] = list(torch.autograd.grad(y, sources, dy_part, allow_unused=True))
         del y, dy_part, sources
-        totals.add(shares[len(wanted) :])
-        for grad, share in zip((g for g in grads if g is not None), shares, strict=False):
-            if share is None:
+        totals.add(gradients[len(parameters) :])
+        for grad, gradient in zip((g for g in grads if g is not None), gradients, strict=False):
+            if gradient is None:
                 part(grad, tokens, total, gathered_ranks).zero_()
             else:
-                part(grad, tokens, total, gathered_ranks).copy_(share)
-        del parts, wanted, shares
+                part(grad, tokens, total, gathered_ranks).copy_(gradient)
+        del parts, parameters, gradients
 
 
 def part(x: Tensor, tokens: slice, total: int, gathered_ranks: int) -> Tensor:
-    """x at `tokens` of `total`, of which it has one each, or `gathered_ranks` each."""
+    """Returns x at `tokens` of `total`; x has one entry for each token, or `gathered_ranks`."""
     each = 1 if x.shape[1] == total else gathered_ranks
     return at_tokens(x, slice(tokens.start * each, tokens.stop * each))
 
 
 class ChunkedFunction(torch.autograd.Function):
-    """A token-wise function that keeps its inputs."""
+    """A token-wise function that saves only its inputs."""
 
     @staticmethod
     def forward(
@@ -138,9 +138,9 @@ class ChunkedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         inputs: Sequence[Tensor] = ctx.saved_tensors[: ctx.count]
-        needed = ctx.needs_input_grad[5 : 5 + ctx.count]
+        needs_grad = ctx.needs_input_grad[5 : 5 + ctx.count]
         with label("gradients"):
-            grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
+            grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs_grad, strict=True)]
         totals = GradientSums(trained(ctx.module))
         with ctx.autocast():
             backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.cut)
@@ -148,5 +148,5 @@ class ChunkedFunction(torch.autograd.Function):
 
 
 def trained(module: nn.Module) -> list[Tensor]:
-    """The parameters that want a gradient, as they are now: FSDP swaps them between forward and backward."""
+    """Returns the parameters that require a gradient, as they are now: FSDP swaps them between forward and backward."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

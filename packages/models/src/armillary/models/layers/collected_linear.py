@@ -1,4 +1,4 @@
-"""Linear layers whose weights' gradients are added up in one place, instead of as tensors as large as the weights."""
+"""Linear layers that add their weights' gradients to one buffer, not to a tensor as large as the weight each time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from armillary.attention.call.sources import head_slices, select_heads, update_h
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows of some heads, D `dim` each, of a weight [H D, E] or a bias [H D]."""
+    """The rows of some heads, D `dim` each, in a weight [H D, E] or a bias [H D]."""
 
     heads: tuple[int, ...]
     dim: int
 
     def of(self, parameter: Tensor) -> Tensor:
-        """[h D, ...]: a view where the heads are neighbours."""
+        """Returns [h D, ...]: a view if the heads are neighbours."""
         return select_heads(parameter.unflatten(0, (-1, self.dim)), self.heads, 0).flatten(0, 1)
 
-    def add_to(self, total: Tensor, share: Tensor) -> None:
-        """Adds `share` [h D, ...] to these rows of `total` [H D, ...]."""
-        update_heads(total.unflatten(0, (-1, self.dim)), self.heads, share.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
+    def add_to(self, total: Tensor, rows: Tensor) -> None:
+        """Adds [h D, ...] to these rows of `total` [H D, ...]."""
+        update_heads(total.unflatten(0, (-1, self.dim)), self.heads, rows.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
 
     def add_product(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; without a product where it can."""
-        run, *others = head_slices(self.heads)
-        if others or run.step != 1:
+        """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; fused if the rows allow."""
+        run, *more_runs = head_slices(self.heads)
+        if more_runs or run.step != 1:
             self.add_to(total, product(dy, x, total.dtype))
             return
         rows = total[run.start * self.dim : run.stop * self.dim]
@@ -43,21 +43,21 @@ class HeadRows:
 
 
 def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy^T x in `dtype`, of tensors that may be narrower."""
+    """Computes dy^T x in `dtype`, for tensors that may be narrower."""
     if dy.dtype == dtype or not dy.is_cuda:
         return dy.T.to(dtype) @ x.to(dtype)
     return torch.mm(dy.T, x, out_dtype=dtype)
 
 
 def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: GradientSums) -> Tensor:
-    """Some outputs [..., h D] of a linear layer. Its backward adds gradients of weight and bias to `totals`."""
+    """Computes some outputs [..., h D] of a linear layer. Backward adds gradients of weight and bias to `totals`."""
     # As registered: a sharded module's attributes are this rank's parts (`ShardedModule`).
     weight, bias = (linear._parameters[name] for name in ("weight", "bias"))  # pyright: ignore[reportPrivateUsage]
     return cast(Tensor, cast(Any, CollectedLinear).apply(x, weight, bias, rows, totals))
 
 
 class CollectedLinear(torch.autograd.Function):
-    """To autograd weight and bias are inputs without a gradient, so that it runs backward for them alone, too."""
+    """Weight and bias are inputs without a gradient, so that autograd runs backward even if x needs none."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""From hidden states to query, key and value heads, as many of them as somebody asks for."""
+"""Projections from hidden states to query, key and value heads, for any subset of the heads."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from armillary.models.layers.rope import RotaryEmbedding
 
 @dataclass(frozen=True)
 class HeadProjections:
-    """Linear projections [B, T, E] -> [B, T, H, D], with what comes before and after them: a `TokenProjections`.
+    """Linear projections [B, T, E] -> [B, T, H, D] with norms and rotation: a `TokenProjections`.
 
     Args:
-        query, key, value: from E to H D, K D and K D. Plain `nn.Linear`s compute the heads that are asked for; anything
-            else (LoRA adapters, float8, hooks) is called as a whole.
+        query, key, value: from E to H D, K D and K D. Plain `nn.Linear`s compute only the requested heads; anything
+            else
+            (LoRA adapters, float8, hooks) is called as a whole.
         head_dim: D.
         rotation: of queries and keys, for the tokens of x.
         norm: of x, first.
         query_norm, key_norm: of each head, before its rotation (Qwen3).
-        projector: registered number of the `Projecting` module that made them, if one did, as a tensor: torch.compile
-            then does not trace them.
-        totals: what backward adds the gradients of plain linear layers to, of which autograd then gives none.
+        projector: registered number of the `Projecting` module that made them, if any, as a tensor: torch.compile then
+            does not trace them.
+        totals: sums to which backward adds the gradients of plain linear layers, which autograd then does not return.
     """
 
     query: nn.Module
@@ -64,10 +65,12 @@ class HeadProjections:
         return chain.from_iterable(module.parameters() for module in modules if module is not None)
 
     def parts(self) -> ProjectionParts | None:
-        """What makes them again, inside an op; None where something else (LoRA, maybe with dropout) is between."""
+        """Returns the tensors from which an op remakes the projections; None if something else (such as LoRA) is
+        involved.
+        """
         modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
-        known = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
-        if self.projector is None or self.norm is not None or not known or self.key is self.value:
+        plain_modules = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
+        if self.projector is None or self.norm is not None or not plain_modules or self.key is self.value:
             return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
         parameters = [
@@ -81,11 +84,11 @@ class HeadProjections:
         return ProjectionParts(self.projector, self.head_dim, tensors, parameters)
 
     def made_of(self) -> Hashable | None:
-        """Of plain linear layers and norms, their parameters' dims and dtypes; None of anything else."""
+        """Returns a key of the parameters' dims and dtypes; None unless all layers and norms are plain."""
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
-        known = [() if module is None else described(module) for module in modules]
+        descriptions = [() if module is None else described(module) for module in modules]
         angles = () if self.rotation is None else (kind_of(self.rotation.cos), kind_of(self.rotation.sin))
-        return None if None in known else (self.heads, self.key_heads, self.head_dim, angles, *known)
+        return None if None in descriptions else (self.heads, self.key_heads, self.head_dim, angles, *descriptions)
 
     def of_tokens(self, tokens: slice) -> HeadProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
@@ -99,23 +102,23 @@ class HeadProjections:
     def _turned(self, x: Tensor) -> Tensor:
         return x if self.rotation is None else self.rotation(x)
 
-    def _project(self, linear: nn.Module, x: Tensor, wanted: Sequence[int], count: int) -> Tensor:
-        """The wanted ones of `count` heads."""
+    def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
+        """Computes the requested ones of `count` heads."""
         if self.totals is not None and isinstance(linear, nn.Linear) and plain(linear, nn.Linear):
-            y = collected_linear(x, linear, HeadRows(tuple(wanted), self.head_dim), self.totals)
-            return y.unflatten(-1, (len(wanted), self.head_dim))
-        if tuple(wanted) == tuple(range(count)):
+            y = collected_linear(x, linear, HeadRows(tuple(heads), self.head_dim), self.totals)
+            return y.unflatten(-1, (len(heads), self.head_dim))
+        if tuple(heads) == tuple(range(count)):
             return linear(x).unflatten(-1, (count, self.head_dim))
         if not isinstance(linear, nn.Linear) or not plain(linear, nn.Linear):
-            return select_heads(linear(x).unflatten(-1, (count, self.head_dim)), wanted)
-        rows = HeadRows(tuple(wanted), self.head_dim)
+            return select_heads(linear(x).unflatten(-1, (count, self.head_dim)), heads)
+        rows = HeadRows(tuple(heads), self.head_dim)
         bias = cast(Tensor | None, linear.bias)
         y = F.linear(x, rows.of(linear.weight), None if bias is None else rows.of(bias))
-        return y.unflatten(-1, (len(wanted), self.head_dim))
+        return y.unflatten(-1, (len(heads), self.head_dim))
 
 
 class Projecting(nn.Module):
-    """A module that makes `HeadProjections`, and can make them again inside an op that is given its number."""
+    """A module that makes `HeadProjections`, and remakes them inside an op from its registered number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,21 +130,21 @@ class Projecting(nn.Module):
 
     @abstractmethod
     def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
-        """From x [B, T, E] to q, k and v, with `norm` before them."""
+        """Returns the projections from x [B, T, E] to q, k and v, with `norm` before them."""
 
     def projections_of(self, tensors: Sequence[Tensor]) -> HeadProjections:
         return self.projections(RotaryEmbedding(*tensors) if tensors else None, None)
 
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether calling the module does what one of `kinds` does, and nothing else."""
+    """True if calling the module does exactly what one of `kinds` does."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     touched = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
     return any(type(module).forward is kind.forward for kind in kinds) and not touched
 
 
 def described(module: nn.Module) -> Hashable | None:
-    """What the dims and dtype of a plain module's result follow from; None of one that is not, or is made of others."""
+    """Returns a key for the dims and dtype of a plain module's result; None for modules that are not plain."""
     parameters = module._parameters  # pyright: ignore[reportPrivateUsage] - as attributes, some would be made here
     children = module._modules  # pyright: ignore[reportPrivateUsage] - a parametrization, or what a subclass calls
     if children or "weight" not in parameters or not plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm):
@@ -152,7 +155,7 @@ def described(module: nn.Module) -> Hashable | None:
 
 
 def kind_of(x: Tensor | None) -> Hashable:
-    """Dims, dtype and device of a tensor; of a DTensor also where it lies."""
+    """Returns dims, dtype and device of a tensor, and the mesh and placements of a DTensor."""
     if x is None:
         return None
     placed = (x.device_mesh, x.placements) if compat.is_dtensor(x) else ()

@@ -13,10 +13,10 @@ from armillary.models.layers.rope_scaling import RopeScaling, plain_frequencies
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """The angles by which the heads of T tokens are turned, as cosines and sines [T, 1, D / 2].
+    """Cosines and sines [T, 1, D / 2] of the angles by which RoPE rotates the heads of T tokens.
 
-    They are [B, T, 1, D / 2] where rows have positions of their own. A scaling's amplitude is in them too. Dims i and
-    i + D/2 make a pair, as in Hugging Face's weights (Meta's own pair 2i and 2i + 1).
+    They are [B, T, 1, D / 2] if rows have their own positions, and include a scaling's amplitude. Dims i and i + D/2
+    make a pair, as in Hugging Face's weights (Meta's own pair 2i and 2i + 1).
     """
 
     cos: Tensor
@@ -31,12 +31,12 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         scaling: RopeScaling | None = None,
     ) -> RotaryEmbedding:
-        """Pair i at position p turns by p * theta^(-2i / D), or as `scaling` has it.
+        """Returns the angles position * theta^(-2i / D) of pair i, or those of a scaling.
 
         Args:
-            positions: integers [T] or [B, T], as large as float64 holds them exactly (2^53).
+            positions: integers [T] or [B, T], as large as float64 represents exactly (2^53).
             head_dim: D.
-            dtype: of the model. Cosines and sines come in it, but at least in float32.
+            dtype: of the model; cosines and sines have it, or float32 if it is narrower.
             scaling: other frequencies, and a factor for cosines and sines.
         """
         # A float32 frequency is off by up to 6e-8 of itself: at position 5,000,000 that is 0.3 radians.
@@ -49,18 +49,18 @@ class RotaryEmbedding:
         return cls(cos.to(wide), sin.to(wide))
 
     def of_tokens(self, tokens: slice) -> RotaryEmbedding:
-        """The angles of some of the tokens."""
+        """Returns the angles of some of the tokens."""
         return RotaryEmbedding(self.cos[..., tokens, :, :], self.sin[..., tokens, :, :])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
+        """Rotates each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
         if torch.compiler.is_compiling():  # a graph fuses it anyway, and in torch 2.11's a Function's gradient was 0
             return turned(x, self.cos, self.sin, 1)
         return cast(Tensor, cast(Any, Turn).apply(x, self.cos, self.sin))
 
 
 class Turn(torch.autograd.Function):
-    """A linear map, whose transpose turns the other way: backward needs no x, and angles have no gradient."""
+    """RoPE, a linear map whose transpose rotates backwards: backward needs no x, and angles have no gradient."""
 
     generate_vmap_rule = True
 
@@ -78,7 +78,7 @@ class Turn(torch.autograd.Function):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x turned by its angles, or by -1 times these."""
+    """Rotates x by its angles times `sign`."""
     a, b = x.chunk(2, dim=-1)
     parts = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
     return torch.cat(parts, dim=-1).to(x.dtype)

@@ -1,6 +1,6 @@
-"""How RoPE's frequencies are changed for longer sequences than a model was first trained on.
+"""Scalings of RoPE's frequencies for sequences longer than those of pre-training.
 
-Fields are named as in Hugging Face's `rope_parameters`, and mean the same.
+Fields have the names and meanings of Hugging Face's `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from armillary.core.validation import flag, number
 
 
 class RopeScaling(Protocol):
-    """Frequencies, and what cosines and sines are multiplied by. A value: hashable and comparable."""
+    """Frequencies, and a factor for cosines and sines. A value: hashable and comparable."""
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by: scores then grow by its square."""
+        """Factor of cosines and sines; scores grow by its square."""
         ...
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-        """Radians by which each pair turns from one position to the next, float64 [D / 2]."""
+        """Returns radians per position for each pair, float64 [D / 2]."""
         ...
 
 
 def plain_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """theta^(-2i / D) for pair i, float64 [D / 2]."""
+    """Returns theta^(-2i / D) for pair i, float64 [D / 2]."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
     return theta ** (-pairs / head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Every pair turns `factor` times more slowly (position interpolation, arXiv 2306.15595).
+    """Divides every frequency by `factor` (position interpolation, arXiv 2306.15595).
 
     Raises:
         ValueError: a factor that is not above 0.
@@ -57,13 +57,13 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """LLaMA 3.1's: slow pairs turn `factor` times more slowly, fast ones as before, those between by a blend.
+    """LLaMA 3.1's scaling: divides low frequencies by `factor`, keeps high ones, and blends between.
 
     Args:
-        factor: how much more slowly.
-        low_freq_factor: a pair is slow that turns fewer times than this in the original length.
-        high_freq_factor: and fast that turns more often than this.
-        original_max_position_embeddings: the length that was trained before.
+        factor: divisor of low frequencies.
+        low_freq_factor: frequencies with fewer turns in the original length are low.
+        high_freq_factor: frequencies with more turns in the original length are high.
+        original_max_position_embeddings: length of pre-training.
 
     Raises:
         ValueError: a number not above 0, or a high_freq_factor that is not above low_freq_factor.
@@ -93,13 +93,13 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a blend over pairs as LLaMA 3.1's, and larger scores.
+    """YaRN (arXiv 2309.00071): a blend over pairs like LLaMA 3.1's, and larger scores.
 
     Args:
-        factor: how much more slowly the slow pairs turn.
-        original_max_position_embeddings: the length that was trained before.
-        attention_factor: what cosines and sines are multiplied by; by default 1 + ln(factor) / 10, as the paper has it.
-        beta_fast, beta_slow: turns in the original length above which a pair is fast, and below which it is slow.
+        factor: divisor of low frequencies.
+        original_max_position_embeddings: length of pre-training.
+        attention_factor: factor of cosines and sines; by default 1 + ln(factor) / 10, as in the paper.
+        beta_fast, beta_slow: turns in the original length above which a frequency is high, and below which it is low.
         truncate: the blend begins and ends at whole pairs.
         mscale, mscale_all_dim: given both, the default attention factor is the ratio of 1 + mscale ln(factor) / 10
             to the same with mscale_all_dim (DeepSeek).
@@ -146,13 +146,13 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair_turning(self, turns: float, head_dim: int, theta: float) -> float:
-        """Which pair, as a fraction, turns so many times in the original length."""
+        """Returns the pair, as a fraction, with so many turns in the original length."""
         length = self.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def check_positive(scaling: LinearScaling | Llama3Scaling | YarnScaling) -> None:
-    """Raises ValueError for a field that is not a finite number above 0, nor None where that is its default."""
+    """Raises ValueError for a field that is neither a finite number above 0 nor None by default."""
     for field in fields(scaling):
         value = getattr(scaling, field.name)
         if field.name == "truncate":

@@ -1,1 +1,1 @@
-"""Token losses, whole, in chunks that never make all logits, and over a vocabulary that ranks share."""
+"""Token losses: on whole logits, in chunks without all logits, and over a sharded vocabulary."""

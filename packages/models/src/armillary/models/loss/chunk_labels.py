@@ -1,4 +1,4 @@
-"""The labels of a chunk of tokens, one each or any number with weights: their logits, and the gradient of all logits.
+"""Labels of a chunk of tokens, one each or any number with weights: their logits, and the gradient of all logits.
 
 Letters: C tokens of a chunk, m labels, V_r rows of the vocabulary on this rank.
 """
@@ -19,52 +19,52 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 class ChunkLabels(Protocol):
     """The labels of C tokens.
 
-    weights: [C, 1], what the tokens' labels weigh together; booleans where it is 0 or 1.
+    weights: [C, 1], the sum of the weights of a token's labels; booleans if it is 0 or 1.
     """
 
     @property
     def weights(self) -> Tensor: ...
 
     def chosen(self, logits: Tensor) -> Tensor:
-        """The logits [C, V_r] of the labels, times their weights and added up: [C, 1]; those of other ranks' rows 0."""
+        """Returns the weighted sum of the labels' logits [C, V_r], [C, 1]; labels of other ranks count 0."""
         ...
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
-        """Writes softmax [C, V_r] times factor [C, 1], minus the labels' weights in their places, to `gradient`.
+        """Writes softmax [C, V_r] times factor [C, 1], minus the labels' weights, to `gradient`.
 
-        `softmax` is overwritten; `gradient` may be it, or of another dtype.
+        `softmax` is overwritten; `gradient` may share its memory, or have another dtype.
         """
         ...
 
 
 class TokenLabels(Protocol):
-    """The labels of T tokens of all ranks of an axis, padded to a multiple of these."""
+    """The labels of T tokens of all ranks of an axis, padded to a multiple of the ranks."""
 
     @property
     def count(self) -> Tensor:
-        """How many there are, or the sum of their weights: a scalar."""
+        """Returns the number of labels, or the sum of their weights: a scalar."""
         ...
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, T): rows, tokens of each with their padding."""
+        """(B, T): rows, and padded tokens of each."""
         ...
 
     def check(self, rows: VocabularyShard) -> None:
-        """Refuses labels that no rank has."""
+        """Refuses labels outside of the vocabulary."""
         ...
 
     def any_of(self, part: slice) -> bool:
-        """Whether there may be a label among these tokens of each rank, as far as the host knows."""
+        """False if the host knows that there are no labels among these tokens of each rank."""
         ...
 
     def of_chunk(self, part: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
-        """The labels of these tokens of each rank, rank by rank, in the dtype of sums."""
+        """Returns the labels of these tokens of each rank, rank by rank, in the dtype of sums."""
         ...
 
 
 def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> TokenLabels:
-    """Labels [B, T], or triples, of tokens of which each rank has every R-th."""
+    """Returns the labels [B, T], or triples, of tokens of which each rank has every R-th."""
     if isinstance(labels, LabelTriples):
         return SeveralEach.of(labels, ranks)
     if labels.is_floating_point() or labels.ndim != 2:
@@ -77,7 +77,7 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
 
 @dataclass(frozen=True)
 class OneEach:
-    """One label to each token [B, T], or `ignore`."""
+    """One label, or `ignore`, for each token [B, T]."""
 
     count: Tensor
     labels: Tensor
@@ -103,7 +103,7 @@ class OneEach:
 
 @dataclass(frozen=True)
 class OneOfChunk:
-    """Columns [C, 1] of the labels' logits, and whether they are among this rank's."""
+    """Columns [C, 1] of the labels' logits, and a mask of those on this rank."""
 
     weights: Tensor
     places: Tensor
@@ -127,7 +127,7 @@ class OneOfChunk:
 
 @dataclass(frozen=True)
 class SeveralEach:
-    """Triples, with positions among padded tokens; `host`: those triples as they were, for looking up what is where."""
+    """Triples, with positions among padded tokens; `host` has the original triples, for lookups without waiting."""
 
     shape: tuple[int, int]
     positions: Tensor
@@ -150,25 +150,25 @@ class SeveralEach:
             raise ValueError(f"label {self.triples.largest} is not in the vocabulary of {rows.whole} tokens")
 
     def any_of(self, part: slice) -> bool:
-        found = self._within(part)
-        return found.stop > found.start
+        within = self._within(part)
+        return within.stop > within.start
 
     def of_chunk(self, part: slice, rows: VocabularyShard, dtype: torch.dtype) -> SeveralOfChunk:
-        found, size = self._within(part), len(range(*part.indices(self.shape[0] * self.shape[1] // self.ranks)))
-        place = self.positions[found] - part.start * self.ranks
-        labels, weights = self.triples.labels[found], self.triples.weights[found].to(dtype)
+        within, size = self._within(part), len(range(*part.indices(self.shape[0] * self.shape[1] // self.ranks)))
+        place = self.positions[within] - part.start * self.ranks
+        labels, weights = self.triples.labels[within], self.triples.weights[within].to(dtype)
         tokens = place % self.ranks * size + place // self.ranks  # rank by rank
         total = weights.new_zeros(size * self.ranks).index_put_((tokens,), weights, accumulate=True)
-        places, here = rows.find(labels, labels >= 0)
-        return SeveralOfChunk(total.unsqueeze(1), tokens, places, weights.where(here, 0))
+        places, on_this_rank = rows.find(labels, labels >= 0)
+        return SeveralOfChunk(total.unsqueeze(1), tokens, places, weights.where(on_this_rank, 0))
 
     def _within(self, part: slice) -> slice:
-        """Which triples have these tokens of each rank."""
+        """Returns a mask of the triples that lie on these tokens of each rank."""
         bounds = [self._unpadded(edge * self.ranks) for edge in (part.start, part.stop)]
         return self.triples.within(*bounds)
 
     def _unpadded(self, position: int) -> int:
-        """How many tokens there are before this one of all."""
+        """Returns the number of tokens before this one."""
         tokens = self.triples.shape[1]
         row, place = divmod(position, max(self.shape[1], 1))
         return row * tokens + min(place, tokens)
@@ -176,9 +176,9 @@ class SeveralEach:
 
 @dataclass(frozen=True)
 class SeveralOfChunk:
-    """For each of m labels its token among the C, its column, and its weight, 0 if it is not among this rank's.
+    """For each of m labels its token among the C, its column, and its weight, 0 if another rank has the column.
 
-    Sums are index_put_'s, whose order on a GPU is the same on every run.
+    Sums use index_put_, whose order on a GPU is the same in every run.
     """
 
     weights: Tensor
@@ -188,8 +188,8 @@ class SeveralOfChunk:
 
     def chosen(self, logits: Tensor) -> Tensor:
         # Where the weight is 0, so is the product, whatever the logit of another label.
-        found = (logits[self.tokens, self.places] * self.each).where(self.each != 0, 0)
-        return logits.new_zeros(len(logits)).index_put_((self.tokens,), found, accumulate=True).unsqueeze(1)
+        logits_of_labels = (logits[self.tokens, self.places] * self.each).where(self.each != 0, 0)
+        return logits.new_zeros(len(logits)).index_put_((self.tokens,), logits_of_labels, accumulate=True).unsqueeze(1)
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
         softmax.mul_(factor).index_put_((self.tokens, self.places), -self.each, accumulate=True)

@@ -1,4 +1,4 @@
-"""Cross entropy and its gradient in the memory of the logits, which may be those of a part of the vocabulary."""
+"""Cross entropy and its gradient in the memory of the logits, possibly of a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 def at_least_one(logits: Tensor) -> Tensor:
-    """Logits [C, V_r] themselves; without a row, [C, 1] of -inf, which weigh nothing."""
+    """Returns logits [C, V_r]; for a rank without rows [C, 1] of -inf, which count nothing."""
     return logits if logits.shape[1] else F.pad(logits, (0, 1), value=-torch.inf)
 
 
@@ -59,5 +59,5 @@ def cross_entropy_(
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` times a scalar, in `dtype`. The product is rounded and nothing else: a factor without dims would be too."""
+    """Returns `x` times a scalar, in `dtype`. Only the product is rounded; a 0-dim factor would be too."""
     return torch.mul(x, factor.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

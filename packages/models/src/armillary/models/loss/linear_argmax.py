@@ -1,4 +1,4 @@
-"""The likeliest next tokens, where they are asked for, so that logits [T, V] never exist."""
+"""The most likely next tokens at labelled positions, without logits [T, V]."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def linear_argmax(
     axis: DeviceMesh | Axis | None = None,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """The token with the largest logit at each label, `ignore` elsewhere: int64 [B, T]; it fits a model's `head`.
+    """Returns the token with the largest logit at each label, `ignore` elsewhere: int64 [B, T]; fits a model's `head`.
 
-    Only where there are labels are logits computed, as many at a time as `chunk_rows` has it. Of equal ones the first
-    token counts. Arguments as in `linear_token_loss`; with an axis the result is the same on all its ranks.
+    Logits are computed only at labels, `chunk_rows` at a time. Of equal logits the first token counts. Arguments as in
+    `linear_token_loss`; with an axis the result is the same on all its ranks.
 
     Bytes sent over R ranks, kind "all_gather": (R - 1) n E e for n tokens of each rank, and 2 w (R - 1) for each label.
 
@@ -40,17 +40,17 @@ def linear_argmax(
     ranks = 1 if axis is None else Axis.of(axis).size
     check(hidden, weight, token_labels(labels, ignore, ranks).shape, None, None, ranks)
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
-    asked = labels != ignore
+    labelled = labels != ignore
     if not rows.alone:
         hidden = all_gather_interleaved(hidden, rows.axis)[:, : labels.shape[1]]
-    chosen = hidden[asked]
+    chosen = hidden[labelled]
     chunk = chunk_rows(len(chosen), hidden.shape[-1], rows.whole, hidden.element_size(), ranks)
-    found = [likeliest(part, weight, rows) for part in chosen.split(chunk)]
-    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(asked, torch.cat(found))
+    tokens = [likeliest(part, weight, rows) for part in chosen.split(chunk)]
+    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(labelled, torch.cat(tokens))
 
 
 def likeliest(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
-    """The likeliest token of all ranks' rows for each of hidden [C, E]: int64 [C]."""
+    """Returns the most likely token of all ranks' rows for each of hidden [C, E]: int64 [C]."""
     logits = F.linear(hidden, weight)
     if rows.alone:
         return logits.argmax(1)
@@ -58,6 +58,6 @@ def likeliest(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
         logits = logits.new_full((len(hidden), 1), -torch.inf)
     best = logits.max(1)
     # Both in float64, which is exact for tokens too: one message instead of two.
-    mine = torch.stack([best.values.double(), (best.indices + rows.first).double()], 1).unsqueeze(0)
-    values, tokens = start_all_gather(mine, rows.axis, [1] * rows.axis.size, 0).wait().unbind(2)
+    own_best = torch.stack([best.values.double(), (best.indices + rows.first).double()], 1).unsqueeze(0)
+    values, tokens = start_all_gather(own_best, rows.axis, [1] * rows.axis.size, 0).wait().unbind(2)
     return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()

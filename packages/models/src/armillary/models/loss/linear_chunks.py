@@ -1,6 +1,6 @@
-"""What `linear_token_loss` does with each chunk: its losses, and their gradients right then.
+"""The chunks of `linear_token_loss`: their losses, and gradients in the same pass.
 
-Letters: t of T tokens are this rank's, c of a chunk's C. With one rank these are all of them.
+Letters: t of T tokens are this rank's, c of a chunk's C. On one rank t = T and c = C.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 @dataclass(frozen=True)
 class LinearLossSpec:
-    """What to do with hidden states [t, E], this rank's of T: the labels of all T, and how."""
+    """The options of a call, and the labels of all T tokens."""
 
     labels: TokenLabels
     chunk: int
@@ -33,7 +33,7 @@ class LinearLossSpec:
         return torch.promote_types(self.dtype, torch.float32)
 
     def parts(self) -> list[slice]:
-        """Which of its hidden states a rank takes at a time; none where the host knows that there are no labels."""
+        """Returns the hidden states that a rank takes at a time; no chunk that the host knows to have no labels."""
         ranks, (rows, tokens) = self.vocabulary.axis.size, self.labels.shape
         step = max(1, self.chunk // ranks)
         parts = (slice(start, start + step) for start in range(0, rows * tokens // ranks, step))
@@ -43,7 +43,7 @@ class LinearLossSpec:
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, wanted: Sequence[bool]
 ) -> tuple[Tensor, Gradients]:
-    """The sum, and its gradients by those of hidden [t, E], weight [V_r, E] and bias [V_r] that are `wanted`."""
+    """Returns the sum, and its gradients by hidden [t, E], weight [V_r, E] and bias [V_r], where requested."""
     gradients = Gradients.room(hidden, weight, spec.wide, wanted)
     weight, bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
     losses = hidden.new_zeros(len(hidden), dtype=spec.wide)
@@ -53,7 +53,7 @@ def loss_and_gradients(
 
 
 def chunks(hidden: Tensor, spec: LinearLossSpec) -> Generator[tuple[slice, Tensor]]:
-    """Parts of hidden [t, E], and those of all ranks [C, E]. Each is gathered while the one before is worked on."""
+    """Yields chunks of hidden [t, E] and of all ranks' [C, E]. Each is gathered while the one before is computed."""
     parts = spec.parts()
     moving = (
         spec.vocabulary.gather(hidden[part], spec.vocabulary.axis.size * len(hidden[part]), spec.dtype)
@@ -70,7 +70,7 @@ def chunks(hidden: Tensor, spec: LinearLossSpec) -> Generator[tuple[slice, Tenso
 def add_chunk(
     part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, gradients: Gradients
 ) -> Tensor:
-    """The losses [c] of one chunk, hidden [C, E]. A function of its own, so that buffers are gone before the next."""
+    """Returns the losses [c] of one chunk, hidden [C, E]. A function of its own, so that its buffers are freed."""
     logits = at_least_one(F.linear(hidden, weight, bias))
     losses = cross_entropy_(
         logits.to(spec.wide),
@@ -87,7 +87,9 @@ def add_chunk(
 
 @dataclass(frozen=True)
 class Gradients:
-    """By hidden [t, E], in its dtype, and by weight [V_r, E] and bias [V_r], in that of sums; None where not wanted."""
+    """Gradients by hidden [t, E], in its dtype, and by weight [V_r, E] and bias [V_r] in that of sums; None if not
+    needed.
+    """
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -103,11 +105,11 @@ class Gradients:
 
     @property
     def wanted(self) -> bool:
-        """Whether any is."""
+        """True if any gradient is needed."""
         return not (self.hidden is self.weight is self.bias is None)
 
     def add(self, part: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> None:
-        """Adds what a chunk gives: the gradient of its logits [C, V_r], in the dtype of matmuls."""
+        """Adds a chunk's gradients: from those of its logits [C, V_r], in the dtype of matmuls."""
         write = None if self.hidden is None else vocabulary.scatter(dlogits @ weight, self.hidden[part])
         if self.bias is not None:
             self.bias.add_(dlogits.sum(0, dtype=self.bias.dtype))

@@ -1,6 +1,6 @@
-"""The head and the token loss in one, a chunk of tokens at a time, so that logits [T, V] never exist.
+"""Head and token loss in one, a chunk of tokens at a time, so that logits [T, V] never exist.
 
-For 5M tokens on 8 ranks those of LLaMA-3-8B would take 157 GiB in bfloat16, and their float32 copy twice that.
+For 5M tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB in bfloat16, and their float32 copy twice as much.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ def linear_token_loss(
             nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    found = token_labels(labels, ignore, ranks)
-    check(hidden, weight, found.shape, bias, chunk, ranks)
+    label_lookup = token_labels(labels, ignore, ranks)
+    check(hidden, weight, label_lookup.shape, bias, chunk, ranks)
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
     run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
     if backend == "torch" and isinstance(labels, LabelTriples):
         raise ValueError(f"torch's takes one label to a token; got {labels}, which backend='own' takes")
-    chunk = chunk or chunk_rows(prod(found.shape), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
-    found.check(rows)
-    spec = LinearLossSpec(found, chunk, dtype, z_loss, rows)
-    return run(hidden.flatten(0, 1), weight, bias, spec), found.count
+    chunk = chunk or chunk_rows(prod(label_lookup.shape), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
+    label_lookup.check(rows)
+    spec = LinearLossSpec(label_lookup, chunk, dtype, z_loss, rows)
+    return run(hidden.flatten(0, 1), weight, bias, spec), label_lookup.count
 
 
 def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
@@ -115,8 +115,8 @@ def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks:
     """
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
     wide = 4 if itemsize < 4 else 0
-    sent = 4 * dim * itemsize if ranks > 1 else 0
-    chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide) + sent) / budget)
+    exchanged = 4 * dim * itemsize if ranks > 1 else 0
+    chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide) + exchanged) / budget)
     return max(1, ceil(tokens / max(1, chunks)))
 
 
@@ -125,7 +125,7 @@ LossBackend = Callable[[Tensor, Tensor, Tensor | None, LinearLossSpec], Tensor]
 
 
 def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
-    """The sum by `F.linear_cross_entropy`."""
+    """Computes the sum by `F.linear_cross_entropy`."""
     labels = cast(OneEach, spec.labels)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=spec.chunk, chunking_method=None, allow_retain_graph=True)
     total = F.linear_cross_entropy(
@@ -142,14 +142,14 @@ def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
 
 @torch.compiler.disable  # Traced, it would be a graph of all chunks, one after the other.
 def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
-    """The sum by our own code, in `linear_chunks`."""
+    """Computes the sum by our own code, in `linear_chunks`."""
     # Asked here, because inside a Function grad mode is off.
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, wanted))
 
 
 class LinearLoss(torch.autograd.Function):
-    """The sum, with its gradients computed along with it."""
+    """The sum, whose gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,11 @@ class LinearLoss(torch.autograd.Function):
 
 
 def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
-    """The function of that name; refuses torch's where this torch lacks it, or what is asked of it."""
+    """Returns the function of a backend.
+
+    Raises:
+        ValueError: torch's backend without `F.linear_cross_entropy`, or with options that it lacks.
+    """
     if name not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {name!r}")
     if name == "torch" and (z_loss or ranks > 1 or not hasattr(nn, "LinearCrossEntropyOptions")):
@@ -180,27 +184,27 @@ def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """That of `hidden`, unless autocast lowers it, as it does all but float64."""
+    """Returns the dtype of `hidden`, unless autocast lowers it, as it does all but float64."""
     lowered = autocasts(hidden) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(hidden.device.type) if lowered else hidden.dtype
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on where `x` is; the meta device knows none, and would raise."""
+    """True if autocast is on for the device of `x`; the meta device, which would raise, has none."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def check(
     hidden: Tensor, weight: Tensor, tokens: tuple[int, ...], bias: Tensor | None, chunk: int | None, ranks: int
 ) -> None:
-    """Refuses what does not fit together, as far as it can be seen without waiting for a GPU."""
-    held = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
-    wanted = held, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
+    """Refuses arguments that do not fit together, as far as can be seen without waiting for a GPU."""
+    rows = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
+    expected = rows, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
     got = tokens, weight.shape, weight.shape[:1] if bias is None else bias.shape
-    if hidden.ndim != 3 or got != wanted:
+    if hidden.ndim != 3 or got != expected:
         over = f"B, ceil(T / {ranks}), E], of this rank's part of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
-        given = [x.shape for x in (hidden, weight)], [tokens], [] if bias is None else [bias.shape]
-        shapes = ", ".join(str(tuple(shape)) for part in given for shape in part)
+        tensors = [x.shape for x in (hidden, weight)], [tokens], [] if bias is None else [bias.shape]
+        shapes = ", ".join(str(tuple(shape)) for part in tensors for shape in part)
         raise ValueError(f"hidden [{over}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
     if not autocasts(hidden) and len({*dtypes}) > 1:

@@ -1,4 +1,4 @@
-"""The loss as a sum, so that whoever holds the global count divides by it."""
+"""The token loss as a sum, to be divided by the global count."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def token_loss(
 
 
 def whole_loss(logits: Tensor, labels: Tensor, ignore: int, z_loss: float) -> Tensor:
-    """The sum for logits [T, V] and labels [T]."""
+    """Computes the sum for logits [T, V] and labels [T]."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore, reduction="sum")
     return total + z_loss * logits.logsumexp(1).square().where(labels != ignore, 0).sum() if z_loss else total
 
 
 class PartLoss(torch.autograd.Function):
-    """The sum for this rank's part [T, V_r] of all logits. Their gradient is made along with it, and kept."""
+    """The sum for this rank's part [T, V_r] of all logits. The gradient is computed in forward, and saved."""
 
     @staticmethod
     def forward(

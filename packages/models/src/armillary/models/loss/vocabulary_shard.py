@@ -1,8 +1,8 @@
-"""The vocabulary cut over the ranks of an axis, and what its ranks tell each other of logits that are cut likewise.
+"""A vocabulary sharded over the ranks of an axis, and the exchanges about its logits.
 
-Each rank has a few rows of the head's weight, so its logits [C, V_r] of C tokens. Of them it makes three numbers for
-each token: their log-sum-exp, its label's logit if that is among them, and later, from the log-sum-exp over all of
-the vocabulary, its part of the gradient. Whoever holds a token sums up; no logit is ever sent.
+Each rank has some rows of the head's weight, so its logits [C, V_r] of C tokens. From them it computes three numbers
+per token: the log-sum-exp, the label's logit if it has that row, and, given the log-sum-exp over all rows, its part of
+the gradient. The owner of a token sums them up; no logit is sent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from armillary.core.collectives.reduce_scatter import start_reduce_scatter, star
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Rows `first` to `first + rows` of `whole`, those of this rank of `axis`. With one rank nothing is ever sent.
+    """Rows `first` to `first + rows` of `whole`, those of this rank of `axis`. On one rank nothing is sent.
 
-    C tokens of all R ranks lie rank by rank, `shares(C)` of each; of a tensor [C, ...] this rank's own are [c, ...].
+    C tokens of all R ranks are ordered by rank, `shares(C)` of each; of a tensor [C, ...] this rank's own are [c, ...].
     """
 
     axis: Axis
@@ -35,10 +35,11 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> VocabularyShard:
-        """This rank's part, as `torch.chunk` and DTensor's `Shard(0)` cut: ceil(V / R) rows each while there are any.
+        """Returns this rank's part, as `torch.chunk` and DTensor's `Shard(0)` cut: ceil(V / R) rows each while there
+        are any.
 
         Args:
-            rows: how many this rank has, V_r.
+            rows: number of this rank's rows, V_r.
             axis: a 1-D mesh of R ranks; None for one rank.
             vocabulary: V, needed with an axis.
 
@@ -50,29 +51,29 @@ class VocabularyShard:
             raise ValueError(
                 f"over axis {along.name!r} of {along.size} ranks, vocabulary must say how many rows all have"
             )
-        whole = rows if vocabulary is None else vocabulary
-        part = range(whole)[cut(whole, along)]
+        all_rows = rows if vocabulary is None else vocabulary
+        part = range(all_rows)[cut(all_rows, along)]
         if rows != len(part):
             raise ValueError(
                 f"rank {along.rank} of {along.size} on axis {along.name!r} has {len(part)} of vocabulary={vocabulary} "
                 f"rows, as Shard(0) cuts them; got {rows}"
             )
-        return cls(along, part.start, rows, whole)
+        return cls(along, part.start, rows, all_rows)
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has all rows."""
+        """True if this rank has all rows."""
         return self.axis.size == 1
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def shares(self, tokens: int) -> list[int]:
-        """How many of `tokens` each rank sums up; alike where R divides them."""
-        base, more = divmod(tokens, self.axis.size)
-        return [base + (rank < more) for rank in range(self.axis.size)]
+        """Returns how many of `tokens` each rank sums up; equal if R divides them."""
+        base, remainder = divmod(tokens, self.axis.size)
+        return [base + (rank < remainder) for rank in range(self.axis.size)]
 
     def own(self, x: Tensor) -> Tensor:
-        """[C, ...] -> [c, ...]. Sends nothing."""
+        """Returns this rank's tokens, [C, ...] -> [c, ...]. Sends nothing."""
         return x.split(self.shares(len(x)))[self.axis.rank]
 
     def gather(self, x: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Collective[Tensor]:
@@ -96,7 +97,7 @@ class VocabularyShard:
         return lambda: into.copy_(moving.wait())
 
     def merged(self, lse: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Each rank's log-sum-exp and its part of the chosen logits, [C, 1] -> those of all rows, [c, 1].
+        """Merges each rank's log-sum-exp and part of the labels' logits, [C, 1] -> those of all rows, [c, 1].
 
         Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter".
         """
@@ -107,34 +108,41 @@ class VocabularyShard:
         return lses.logsumexp(0), chosens.sum(0)
 
     def total(self, losses: Tensor) -> Tensor:
-        """The sum of all ranks' losses [c], added up in rank order on each rank, so the same bits on all of them.
+        """Returns the sum of all ranks' losses [c], added in rank order on each rank, so with the same bits on all of
+        them.
 
         Bytes sent: (R - 1) scalars, kind "all_gather".
         """
-        mine = losses.sum()
-        return mine if self.alone else start_all_gather(mine.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
+        own_sum = losses.sum()
+        return (
+            own_sum
+            if self.alone
+            else start_all_gather(own_sum.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
+        )
 
     # -- labels and logits --------------------------------------------------------------------------------------------
 
     def check_labels(self, labels: Tensor, ignore: int) -> None:
-        """Lets torch raise on every rank for a label that no rank has; with one rank it will by itself."""
+        """Makes torch raise on every rank for a label outside of the vocabulary; on one rank it does so anyway."""
         if not self.alone:
             labels.new_zeros(1).expand(self.whole).gather(0, labels.flatten().where(labels.flatten() != ignore, 0))
 
     def find(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels -> their places among this rank's rows, and whether they are among them; the place of others is 0."""
+        """Returns the labels' places among this rank's rows, and a mask of those on this rank; the place of others is
+        0.
+        """
         if self.alone:
             return labels.where(valid, 0), valid
         places = labels - self.first
-        here = valid & (places >= 0) & (places < self.rows)
-        return places.where(here, 0), here
+        on_this_rank = valid & (places >= 0) & (places < self.rows)
+        return places.where(on_this_rank, 0), on_this_rank
 
     def share(self, x: Tensor, part: Tensor, lse: Tensor) -> Tensor:
-        """`x` times exp(part - lse), what this rank's rows have of all probability."""
+        """Returns `x` times exp(part - lse), the probability of this rank's rows."""
         return x if self.alone else x * (part - lse).exp()
 
 
 def cut(vocabulary: int, axis: Axis) -> slice:
-    """The rank's part of V rows, as `torch.chunk` cuts them."""
+    """Returns the rank's part of V rows, as `torch.chunk` cuts them."""
     each = ceil(vocabulary / axis.size)
     return slice(axis.rank * each, (axis.rank + 1) * each)

@@ -1,4 +1,4 @@
-"""Putting a plain model onto a mesh, from outside the model."""
+"""Parallelism of a plain model, applied from outside."""
 
 from armillary.models.parallel.fsdp import shard_parameters
 from armillary.models.parallel.parallelize import parallelize

@@ -1,4 +1,4 @@
-"""FSDP2 over whatever axes hold tokens: parameters, gradients and what the optimizer keeps of them are sharded."""
+"""FSDP2 over all axes that hold tokens: parameters, gradients and optimizer state are sharded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 
 
 def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False) -> None:
-    """Applies FSDP2 in place: parameters sharded over all axes of `SHARDING` as one, copied over replicate (HSDP).
+    """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, replicated over replicate
+    (HSDP).
 
-    Each block is gathered when it runs, and so are the embedding table and the head where they are two. Gradients are
-    summed over all ranks, not averaged: divide the loss by the global count of tokens.
+    Each block is gathered when it runs, and so are embedding table and head if they are two parameters. Gradients are
+    summed over all ranks, not averaged: divide the loss by the global number of labels.
 
     Args:
-        mesh: with some of these axes, and any others; such as `build_mesh` makes.
+        mesh: a mesh with some of these axes, and any others, such as `build_mesh` makes.
         precision: of forward and backward; gradients are reduced in float32 (float64 for float64).
-        cpu_offload: parameters and gradients stay in the host's memory, and so does what the optimizer keeps of them.
+        cpu_offload: keeps parameters, gradients and optimizer state in the host's memory.
 
     Raises:
         ValueError: the mesh has none of the axes.
@@ -42,7 +43,7 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh for FSDP: [ranks that share parameters], behind [those that have copies] if there are several."""
+    """Returns the mesh for FSDP2: the sharding ranks, behind the replicating ones if there are several."""
     sharding = compat.flatten(mesh, sharding_axes(mesh), "fsdp")
     if "replicate" in (mesh.mesh_dim_names or ()) and mesh["replicate"].size() > 1:
         return compat.join(mesh["replicate"], sharding)
@@ -50,17 +51,23 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sharding_axes(mesh: DeviceMesh) -> list[str]:
-    """The axes of the mesh over which parameters are sharded; refuses a mesh without any."""
+    """Returns the axes of the mesh over which parameters are sharded.
+
+    Raises:
+        ValueError: there are none.
+    """
     names = mesh.mesh_dim_names or ()
     axes = [name for name in SHARDING if name in names]
     if not axes:
-        found = ", ".join(names) or "no names"
-        raise ValueError(f"parameters are sharded over any of {', '.join(SHARDING)}; the mesh has {found}")
+        available = ", ".join(names) or "no names"
+        raise ValueError(f"parameters are sharded over any of {', '.join(SHARDING)}; the mesh has {available}")
     return axes
 
 
 def units(model: Llama | GPT) -> Iterator[tuple[nn.Module, bool]]:
-    """Modules whose parameters are gathered together, inner ones first; and whether they stay until after backward."""
+    """Yields modules whose parameters are gathered together, inner ones first, and if they stay gathered until
+    backward.
+    """
     yield from ((module, False) for module in model.modules() if isinstance(module, Block))
     if isinstance(model, Llama) and model.lm_head is not None:
         yield model.model.embed_tokens, False

@@ -1,4 +1,4 @@
-"""All that can be done to a plain model from outside, in the order in which it has to be done."""
+"""Attention, checkpointing, tensor parallelism, compilation and FSDP2 of a plain model, in the order that works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armillary.attention import Method
 from armillary.attention.methods.rank_grid import check_rank_grid
 from armillary.core import Axis
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.block import Block, plainly
+from armillary.models.block import Block, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel.fsdp import shard_parameters, sharding_axes
@@ -61,7 +61,7 @@ def parallelize(
     check(model, mesh, attention, precision, compiler)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if checkpointing is not None:
-        checkpointing.keeps(len(blocks))
+        checkpointing.kept_by_blocks(len(blocks))
     for block in blocks:
         block.attention = block.attention if attention is None else attention
     if checkpointing is not None:
@@ -78,7 +78,7 @@ def parallelize(
 def check(
     model: Llama | GPT, mesh: DeviceMesh, attention: Method | None, precision: torch.dtype | None, compiler: str | None
 ) -> None:
-    """Refuses what cannot be done with this model on this mesh."""
+    """Refuses settings that do not fit this model or mesh, before anything is changed."""
     config, cut = model.config, "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -94,21 +94,21 @@ def check(
         attention.check(q, k, k)
         for axis in attention.axes if cut else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
-    known = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
-    if compiler is not None and compiler not in known:
-        raise ValueError(f"no compiler {compiler!r}; known: {', '.join(known)}")
+    compilers = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
+    if compiler is not None and compiler not in compilers:
+        raise ValueError(f"no compiler {compiler!r}; known: {', '.join(compilers)}")
 
 
 def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
-    """Compiles the block, or what follows attention where it is run in parts. In place; a copy has its own parts.
+    """Compiles a block in place, or its token-wise part if a checkpoint policy runs it in parts.
 
     Args:
-        fullgraph: more than one graph is an error. So is one graph more than Dynamo is willing to make of a function,
-            and a run should not end because of that.
+        fullgraph: more than one graph is an error. So is a graph beyond Dynamo's limit for a function, which should not
+            end a training run.
     """
-    made: nn.Module = block
-    if block.run is plainly:
-        made.run = torch.compile(plainly, backend=compiler, fullgraph=fullgraph)
+    compiled: nn.Module = block
+    if block.run is run_plainly:
+        compiled.run = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
     else:
-        rest = torch.compile(type(block).rest, backend=compiler, fullgraph=fullgraph)
-        made.rest = MethodType(rest, block)
+        compiled_rest = torch.compile(type(block).rest, backend=compiler, fullgraph=fullgraph)
+        compiled.rest = MethodType(compiled_rest, block)

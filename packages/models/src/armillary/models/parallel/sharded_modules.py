@@ -1,8 +1,8 @@
-"""Modules whose parameters are sharded over one mesh axis, and that compute with what this rank holds of them.
+"""Modules whose parameters are sharded over one mesh axis, and that compute with this rank's part.
 
-A parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers want it; read as an attribute, it is this
-rank's part. What else differs from the module that it was is where tokens are exchanged: between blocks they are dealt
-out to the ranks (`armillary.core.collectives.interleaved`), within attention and MLP every rank has them all.
+A parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers need; read as an attribute, it is this rank's
+local part. Tokens are interleaved over the ranks between blocks (`armillary.core.collectives.interleaved`), and
+gathered within attention and MLP.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class ShardedModule(nn.Module):
 
 
 class EmptyShard(torch.autograd.Function):
-    """A rank's empty part of a parameter. Its backward is part of the graph, for the exchanges behind it, but it hands
-    on no gradient: FSDP2 cannot reduce empty ones. The parameter gets one when the backward pass is over.
+    """A rank's empty part of a parameter.
+
+    Its backward is part of the graph, because of the collectives behind it, but returns no gradient: FSDP2 cannot
+    reduce empty ones. The parameter gets its gradient when the backward pass is over.
     """
 
     @staticmethod
@@ -56,41 +58,41 @@ class EmptyShard(torch.autograd.Function):
 
 
 def give_gradient(module: nn.Module, name: str) -> None:
-    """The gradient of an empty part, where there is none yet. After backward: FSDP has put its own parameter back."""
+    """Sets the gradient of an empty part, if it has none. After backward, when FSDP has restored its own parameter."""
     parameter = dict(module.named_parameters(recurse=False))[name]
     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def local(parameter: DTensor) -> Tensor:
-    """This rank's part. Its gradient comes back as a part; of a copied parameter, as a share to be summed."""
+    """Returns this rank's part. Its gradient is a part too; that of a replicated parameter is a share of a sum."""
     (placement,) = parameter.placements
     return parameter.to_local(grad_placements=[Partial() if placement == Replicate() else placement])
 
 
 def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
-    """Makes `module` one of `kind`, in place, with its parameters distributed; those not named are copied.
+    """Makes `module` one of `kind`, in place, with its parameters distributed; unnamed ones are replicated.
 
-    Every rank keeps its part of what the parameter is there, or of nothing (meta); nothing is sent.
+    Every rank keeps its part of the parameter's local value (or of meta); nothing is sent.
     """
     for name, parameter in module.named_parameters(recurse=False):
         placed = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-    found = cast(Mapping[str, DTensor], dict(module.named_parameters(recurse=False)))
+    parameters = cast(Mapping[str, DTensor], dict(module.named_parameters(recurse=False)))
     module.__class__ = kind
-    made = cast(M, module)
-    made.axis = Axis.of(mesh)
-    made.empty = frozenset(name for name, parameter in found.items() if not parameter.to_local().numel())
-    return made
+    sharded = cast(M, module)
+    sharded.axis = Axis.of(mesh)
+    sharded.empty = frozenset(name for name, parameter in parameters.items() if not parameter.to_local().numel())
+    return sharded
 
 
 class ColumnParallelLinear(ShardedModule, nn.Linear):
-    """Some of the outputs: weight and bias are cut by rows. Of all tokens."""
+    """A linear layer with some of the outputs, for all tokens: weight and bias are sharded by rows."""
 
     plain = nn.Linear
 
 
 class RowParallelLinear(ShardedModule, nn.Linear):
-    """From some of the inputs, of all tokens, to all outputs of this rank's: the weight is cut by columns."""
+    """A linear layer from some inputs, for all tokens, to this rank's tokens: the weight is sharded by columns."""
 
     plain = nn.Linear
 
@@ -100,57 +102,57 @@ class RowParallelLinear(ShardedModule, nn.Linear):
 
 
 class ReplicatedRMSNorm(ShardedModule, nn.RMSNorm):
-    """On whatever this rank has."""
+    """An RMSNorm of this rank's tokens."""
 
     plain = nn.RMSNorm
 
 
 class ReplicatedLayerNorm(ShardedModule, nn.LayerNorm):
-    """On whatever this rank has."""
+    """A LayerNorm of this rank's tokens."""
 
     plain = nn.LayerNorm
 
 
 class GatheringRMSNorm(ReplicatedRMSNorm):
-    """From this rank's tokens to all, normed."""
+    """An RMSNorm of this rank's tokens that returns those of all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(x), self.axis)
 
 
 class GatheringLayerNorm(ReplicatedLayerNorm):
-    """From this rank's tokens to all, normed."""
+    """A LayerNorm of this rank's tokens that returns those of all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(input), self.axis)
 
 
 class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
-    """From all tokens to this rank's, embedded: each rank has some rows of the table."""
+    """An embedding of all tokens that returns this rank's: each rank has some rows of the table."""
 
     plain = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
         table = self.weight
         inside = inside_of(input, self.num_embeddings) - first_row(self.num_embeddings, self.axis)
-        mine = (inside >= 0) & (inside < len(table))
+        on_this_rank = (inside >= 0) & (inside < len(table))
         # A rank without rows has one to look up, so that its backward pass exchanges what the others' do.
-        x = F.embedding(inside.where(mine, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
-        return reduce_scatter_interleaved(x.where(mine.unsqueeze(-1), 0), self.axis)
+        x = F.embedding(inside.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
+        return reduce_scatter_interleaved(x.where(on_this_rank.unsqueeze(-1), 0), self.axis)
 
 
 def inside_of(indices: Tensor, count: int) -> Tensor:
-    """The indices; one beyond `count` is left to torch to refuse, as if all rows were here, and so on every rank."""
+    """Returns the indices; torch refuses one beyond `count` on every rank, as if all rows were there."""
     return indices + indices.new_zeros(1).expand(count)[indices]
 
 
 def first_row(rows: int, axis: Axis) -> int:
-    """The first of the rows that this rank holds of a tensor cut by rows, as `DTensor` and torch.chunk cut it."""
+    """Returns this rank's first row of a tensor sharded by rows, as `DTensor` and torch.chunk cut it."""
     return min(rows, axis.rank * -(-rows // axis.size))
 
 
 class InterleavedEmbedding(ShardedModule, nn.Embedding):
-    """From all positions [T] or [B, T] to the embeddings of this rank's; the table is copied."""
+    """An embedding of all positions [T] or [B, T] that returns this rank's; the table is replicated."""
 
     plain = nn.Embedding
 
@@ -161,6 +163,6 @@ class InterleavedEmbedding(ShardedModule, nn.Embedding):
 
 
 class VocabularyParallelHead(ShardedModule, Head):
-    """A head of some rows: what is done with the weight must know that (`on_vocabulary`)."""
+    """An LM head with some rows of the weight, of which its function must know (`on_vocabulary`)."""
 
     plain = Head

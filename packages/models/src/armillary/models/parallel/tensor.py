@@ -1,7 +1,7 @@
 """Tensor parallelism over one mesh axis of R ranks (Megatron-LM, arXiv 1909.08053 and, for norms, 2205.05198).
 
-Attention is cut by heads, the MLP by hidden units, embedding table and head by the vocabulary. Norms and the residual
-stream are cut by tokens: rank r has every R-th one. A block gathers them twice and sums them twice, forward and
+Attention is sharded by heads, the MLP by hidden units, embedding table and head by the vocabulary. Norms and the
+residual stream are sharded by tokens: rank r has every R-th one. A block gathers twice and reduces twice, forward and
 backward alike: 4 (R - 1) / R B T E e bytes sent each time.
 """
 
@@ -55,7 +55,7 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
 
 
 def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
-    """How each module is to be cut, by name. Errors as in `tensor_parallel`."""
+    """Returns the parallel style of each module, by name. Errors as in `tensor_parallel`."""
     config = model.config
     width = model.config.hidden_dim if isinstance(model, Llama) else 4 * config.dim
     for name, count in {"heads": config.heads, "kv_heads": config.kv_heads, "MLP width": width}.items():
@@ -65,18 +65,24 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
     styles = {name.replace("*", str(i)): style for name, style in patterns.items() for i in range(config.layers)}
     modules = dict(model.named_modules())
     for name, style in styles.items():
-        found = modules.get(name)
+        parallel_styles = modules.get(name)
         kind = style.kind.plain if isinstance(style, ReplaceBy) else nn.Module
-        touched = isinstance(style, ReplaceBy) and (type(found) is not kind or "forward" in vars(found))
-        if found is None or touched:
-            shown = "not there" if found is None else f"{type(found).__name__}, not {kind.__name__} as it was built"
+        touched = isinstance(style, ReplaceBy) and (
+            type(parallel_styles) is not kind or "forward" in vars(parallel_styles)
+        )
+        if parallel_styles is None or touched:
+            shown = (
+                "not there"
+                if parallel_styles is None
+                else f"{type(parallel_styles).__name__}, not {kind.__name__} as it was built"
+            )
             raise ValueError(f"{name} is {shown}: cut a model first, and then wrap it or put adapters in")
     return styles
 
 
 @dataclass
 class ReplaceBy(ParallelStyle):
-    """The module becomes one of `kind`, its parameters placed; those not named are copied."""
+    """Makes the module one of `kind`, with its parameters placed; unnamed ones are replicated."""
 
     kind: type[ShardedModule]
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
@@ -86,20 +92,23 @@ class ReplaceBy(ParallelStyle):
 
 
 class SplitHeads(ParallelStyle):
-    """Attention has this rank's heads."""
+    """Gives attention this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        made: Any = module
-        made.heads, made.key_heads = made.heads // device_mesh.size(), made.key_heads // device_mesh.size()
+        attention: Any = module
+        attention.heads, attention.key_heads = (
+            attention.heads // device_mesh.size(),
+            attention.key_heads // device_mesh.size(),
+        )
         return module
 
 
 class GatherTokens(ParallelStyle):
-    """The block's norms give the tokens of all ranks."""
+    """Makes the block's norms return the tokens of all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        made: Any = module
-        made.gathered_ranks = device_mesh.size()
+        block: Any = module
+        block.gathered_ranks = device_mesh.size()
         return module
 
 
@@ -109,7 +118,7 @@ TABLE = ReplaceBy(sharded_modules.VocabularyParallelEmbedding, {"weight": Shard(
 
 
 def llama_styles(model: Llama) -> dict[str, ParallelStyle]:
-    """How each module of a LLaMA is cut, by name."""
+    """Returns the parallel style of each module of a LLaMA, by name."""
     block = {
         "": GatherTokens(),
         ".input_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
@@ -141,7 +150,7 @@ def llama_styles(model: Llama) -> dict[str, ParallelStyle]:
 
 
 def gpt_styles() -> dict[str, ParallelStyle]:
-    """How each module of a GPT is cut, by name."""
+    """Returns the parallel style of each module of a GPT, by name."""
     block = {
         "": GatherTokens(),
         ".ln_1": ReplaceBy(sharded_modules.GatheringLayerNorm),
@@ -163,21 +172,24 @@ def gpt_styles() -> dict[str, ParallelStyle]:
 
 
 def on_vocabulary(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
-    """The head for a weight of which each rank has some rows, and for hidden states of which it has some tokens."""
+    """Returns the head for hidden states of some tokens, and a weight with some rows of the vocabulary."""
     if head is F.linear:
         return partial(whole_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
     return partial(head, axis=axis, vocabulary=vocabulary)
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
-    """Logits [B, T, V] on every rank, from hidden states [B, n, E] of its tokens and rows [V_r, E] of the head."""
+    """Computes logits [B, T, V] on every rank, from hidden states [B, n, E] of its tokens and rows [V_r, E] of the
+    head.
+    """
     return gathered_logits(all_gather_interleaved(hidden, axis)[:, :tokens], weight, axis, vocabulary)
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
-    """Logits [B, T, V] on every rank, from hidden states [B, T, E] of all tokens and rows [V_r, E] of the head.
+    """Computes logits [B, T, V] on every rank, from hidden states [B, T, E] of all tokens and rows [V_r, E] of the
+    head.
 
-    Every rank is to do the same with them: their gradient is taken from one rank, not summed.
+    Every rank must use them alike: their gradient is taken from one rank, not summed.
     """
     logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))

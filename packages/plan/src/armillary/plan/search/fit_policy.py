@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from armillary.models import Checkpointing
-from armillary.models.activation_checkpoint.keeping import fewest
+from armillary.models.activation_checkpoint.segments import best_input_count
 from armillary.plan.memory.estimate import Estimate
 from armillary.plan.memory.room import Room
 
@@ -67,7 +67,7 @@ def _with_counts(
             inputs = layers
         elif inputs is None:
             # Blocks with checkpoints on the device always keep their inputs.
-            inputs = on_device + fewest(layers - on_device, max(0, outputs - on_device))
+            inputs = on_device + best_input_count(layers - on_device, max(0, outputs - on_device))
         counts = {"outputs": None if outputs == layers else outputs} if has_outputs else {}
         return replace(policy, inputs=None if inputs == layers else inputs, **counts)
 

@@ -14,7 +14,7 @@ from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.registry import NamedMethod
 from armillary.models import Checkpointing
-from armillary.models.activation_checkpoint.keeping import Keep
+from armillary.models.activation_checkpoint.segments import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulation.simulate import Job
@@ -107,7 +107,7 @@ class StepSizes:
     @cached_property
     def keeps(self) -> tuple[Keep, ...]:
         """Checkpoints of each block, unless the policy is "none"."""
-        return self.checkpointing.keeps(self.model.layers)
+        return self.checkpointing.kept_by_blocks(self.model.layers)
 
     @cached_property
     def segments(self) -> tuple[range, ...]:
