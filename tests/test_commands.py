@@ -25,7 +25,7 @@ from armillary.plan.tune.command import read_plan as read_tune_plan
 from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
-from armillary.train.config.command import read_command
+from armillary.train.command import read_command
 from armillary.train.config.limits import check_limits
 from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate

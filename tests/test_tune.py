@@ -6,7 +6,7 @@ from dataclasses import replace
 from launches import Launch, agent
 
 import armillary.plan.tune
-from armillary.train.config.command import read_command
+from armillary.train.command import read_command
 
 SMALL = ["--model.dim", "32", "--model.layers", "1", "--data.sequence-length", "64"]
 TUNER = armillary.plan.tune.__file__.replace("__init__", "__main__")

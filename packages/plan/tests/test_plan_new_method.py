@@ -35,7 +35,7 @@ from armillary.plan.tune import tuner
 from armillary.plan.tune.command import read_plan
 from armillary.plan.tune.measurements import TunerState
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
-from armillary.train.config.command import read_command
+from armillary.train.command import read_command
 from conformance import cases, check
 from conformance.compositions import named
 

@@ -35,7 +35,7 @@ from armillary.plan.search.report import draw
 from armillary.plan.search.search import SearchPlan, passes_of, search
 from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.command import read_plan as read_tune_plan
-from armillary.train.config.command import read_command
+from armillary.train.command import read_command
 
 # -- against measurements of papers ----------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ from armillary.train import (
     recipes,
     train_loop,
 )
+from armillary.train.command import read_command
 from armillary.train.config import LogConfig, ValidationConfig
-from armillary.train.config.command import read_command
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),

@@ -27,8 +27,8 @@ from armillary.train import (
 )
 from armillary.train import cli as trainer
 from armillary.train.checkpoint.export import main as export
+from armillary.train.command import read_command
 from armillary.train.config.check import check
-from armillary.train.config.command import read_command
 from armillary.train.reporting.plot_cli import main as plot
 
 

@@ -9,7 +9,7 @@ import pytest
 from armillary.core.testing.examples import commands_in
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
-from armillary.train.config.command import RECIPES, Command, read_command
+from armillary.train.command import RECIPES, Command, read_command
 from armillary.train.config.overlay import flat, overlaid, read_settings
 
 

@@ -10,7 +10,7 @@ from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.build import shard_model
 from armillary.train.cli import main
-from armillary.train.config.command import read_command
+from armillary.train.command import read_command
 from armillary.train.dry_run import dry_run
 from armillary.train.dry_run.predict import axes_of
 from armillary.train.model import model_config

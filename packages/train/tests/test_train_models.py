@@ -40,8 +40,8 @@ from armillary.train import (
     train_loop,
 )
 from armillary.train.checkpoint.export import main as export
+from armillary.train.command import read_command
 from armillary.train.config.check import check
-from armillary.train.config.command import read_command
 from armillary.train.model import model_config
 from armillary.train.rows import open_stores, vocabulary_size
 

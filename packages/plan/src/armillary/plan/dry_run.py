@@ -22,8 +22,8 @@ from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import duration, passes_of
+from armillary.train.command import Source, read_source
 from armillary.train.config import Config
-from armillary.train.config.command import Source, read_source
 from armillary.train.dry_run import DryRun, dry_run, report
 from armillary.train.dry_run.predict import precision_of
 from armillary.train.kernels import sm_margin

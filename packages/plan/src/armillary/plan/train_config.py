@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from armillary.core.files import parse_toml
+from armillary.train.command import find_recipe
 from armillary.train.config import Config
-from armillary.train.config.command import find_recipe
 from armillary.train.config.overlay import flag, flat, overlaid
 
 

@@ -1,4 +1,4 @@
-"""Steps with a loss or gradient that is not finite: which batch it was, and whether training continues."""
+"""Steps with a loss or gradient that is not finite: names their rows, and skips them or stops the run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ class BadSteps:
     """Stops the run, or skips the update, at a step without a finite loss or gradient.
 
     Args:
-        rows: where batches come from.
+        rows: the source of the batches.
 
     Raises (from `count`):
-        FloatingPointError: the configuration says to stop, or too many such steps came in a row; on every rank. Names
-            the batch.
+        FloatingPointError: `bad_step` is "stop", or `bad_steps` came in a row; on every rank. Names the rows.
     """
 
     def __init__(self, config: TrainConfig, rows: Batches, say: Callable[[str], None]) -> None:
@@ -28,19 +27,21 @@ class BadSteps:
         self.in_a_row = 0 if result.good else self.in_a_row + 1
         if result.good:
             return
-        said = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {self._culprits(result, batches)}"
+        message = (
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {self._bad_rows(result, batches)}"
+        )
         if self.config.bad_step == "stop" or self.in_a_row >= self.config.bad_steps:
-            many = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
-            raise FloatingPointError(f"{said}{many}")
-        self.say(f"{said}; skipped, weights unchanged")
+            repeated = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
+            raise FloatingPointError(f"{message}{repeated}")
+        self.say(f"{message}; skipped, weights unchanged")
 
-    def _culprits(self, result: StepResult, batches: list[Batch]) -> str:
-        """The ranks and rows without a finite loss; all rows of the step where that was the gradient alone."""
-        bad = sorted({row for found in result.bad_rows.values() for row in found})
+    def _bad_rows(self, result: StepResult, batches: list[Batch]) -> str:
+        """Names the ranks and rows without a finite loss; all rows of the step if only the gradient is not finite."""
+        bad = sorted({row for rows in result.bad_rows.values() for row in rows})
         if not bad:
             end = self.rows.state_dict()["rows"]
             return f"losses are finite on every rank, in rows {end - len(batches) * self.rows.rows_per_step}..{end - 1}"
         ranks = ", ".join(map(str, sorted(result.bad_rows)))
         shown = "; ".join(f"row {row} ({self.rows.describe(row)})" for row in bad[:4])
-        more = f"; and {len(bad) - 4} more rows" if len(bad) > 4 else ""
-        return f"no finite loss on rank{'s' * (len(result.bad_rows) > 1)} {ranks} in {shown}{more}"
+        omitted = f"; and {len(bad) - 4} more rows" if len(bad) > 4 else ""
+        return f"no finite loss on rank{'s' * (len(result.bad_rows) > 1)} {ranks} in {shown}{omitted}"

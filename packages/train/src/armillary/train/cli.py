@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from armillary.data.console.exit import ELSEWHERE, FAILED, DamagedInput, ending, record
-from armillary.train.config.command import PROGRAM, read_command
+from armillary.train.command import PROGRAM, read_command
 from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import train, watchdog_of
 

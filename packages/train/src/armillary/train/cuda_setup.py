@@ -1,4 +1,4 @@
-"""What a run asks of CUDA and NCCL before either is used."""
+"""Settings of CUDA and NCCL, made before either is used."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @dataclass(frozen=True)
 class CudaSetup:
-    """What is asked for on GPUs.
+    """Settings of a run on GPUs.
 
     Args:
-        allocator: settings that torch's allocator is given; None: those of the environment, as they are.
-        device_id: what `init_process_group` is told, so that communicators connect at once and split off each other.
+        allocator: settings for torch's allocator; None: those of the environment.
+        device_id: argument of `init_process_group`; with it communicators connect at once and split off each other.
         high_priority: mesh axes whose communicators run on streams of high priority.
         max_ctas: thread blocks, at most, of an NCCL kernel on these axes; None: NCCL decides.
         sm_margin: multiprocessors that FlashAttention-3 leaves to NCCL.
@@ -35,24 +35,24 @@ class CudaSetup:
 
 
 def cuda_setup(config: Config, ring: int) -> CudaSetup:
-    """Settings of a run with so many ranks on its ring, the same on every rank."""
-    asked = config.cuda
-    bound = binds_device(asked.bind_device, host_too=config.optimizer.cpu_offload)
+    """Returns the settings of a run with `ring` ranks on its ring, the same on every rank."""
+    settings = config.cuda
+    bound = binds_device(settings.bind_device, host_too=config.optimizer.cpu_offload)
     return CudaSetup(
-        allocator=allocator_settings(asked.expandable_segments),
+        allocator=allocator_settings(settings.expandable_segments),
         device_id="cuda:LOCAL_RANK" if bound else None,
-        high_priority=("ring", "ulysses") if asked.high_priority else (),
-        max_ctas=asked.max_ctas,
+        high_priority=("ring", "ulysses") if settings.high_priority else (),
+        max_ctas=settings.max_ctas,
         sm_margin=sm_margin(config, ring),
-        connections=connections(asked),
+        connections=connections(settings),
     )
 
 
-def connections(asked: CudaConfig) -> int:
-    """Work queues of the GPU: those of the environment, or else of the configuration."""
-    return int(os.environ.get(CONNECTIONS) or asked.connections)
+def connections(settings: CudaConfig) -> int:
+    """Returns the work queues of the GPU: from the environment, else from the configuration."""
+    return int(os.environ.get(CONNECTIONS) or settings.connections)
 
 
-def set_connections(asked: CudaConfig) -> None:
-    """Tells CUDA, which reads the environment when it starts, how many work queues the GPU is to have."""
-    os.environ[CONNECTIONS] = str(connections(asked))
+def set_connections(settings: CudaConfig) -> None:
+    """Sets the number of the GPU's work queues in the environment, which CUDA reads when it starts."""
+    os.environ[CONNECTIONS] = str(connections(settings))

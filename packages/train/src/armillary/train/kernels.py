@@ -1,4 +1,4 @@
-"""Which attention kernel a run uses: on its device, or, before there is one, on accelerators of each family."""
+"""The attention kernel of a run: on its device or, in a dry run without a GPU, on each family of accelerators."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from armillary.train.config import Config
 from armillary.train.model import model_config
 
 Capability = tuple[int, int]
-EACH: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
-"""Compute capabilities for which a dry run tells it where no GPU is at hand."""
+DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities that a dry run shows on a machine without a GPU."""
 
 
 def kernels_of(
     config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, capability: Capability | None = None
 ) -> list[ChosenKernel]:
-    """On the CPU if the configuration asks for it, else on this capability, this machine's GPU, or each family's.
+    """Returns the kernel on the CPU if so configured, else on the given capability, this GPU's, or each family's.
 
-    What is installed is that of this machine.
+    Packages count as installed if they are on this machine.
     """
     if config.train.device == "cpu":
         return [explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
     inputs = inputs_of(config, model, dtype, torch.device("cuda"))
-    known = inputs.capability if capability is None else capability
+    known_capability = inputs.capability if capability is None else capability
     return [
         explain_choice(replace(inputs, capability=each), config.parallel.kernel)
-        for each in ([known] if known else EACH)
+        for each in ([known_capability] if known_capability else DRY_RUN_CAPABILITIES)
     ]
 
 
 def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuses a kernel that cannot do what the run is about to ask of it on this device. Communicates nothing.
+    """Checks that the configured kernel can run the model's attention on this device. Communicates nothing.
 
     Raises:
-        ValueError: names the flag, the reason, and kernels that can.
+        ValueError: it cannot; names the flag, the reason, and kernels that can.
     """
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
     try:
@@ -48,9 +48,9 @@ def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> No
 
 
 def sm_margin(config: Config, ring: int) -> int:
-    """Multiprocessors that FlashAttention-3 leaves to NCCL in a run with so many ranks on its ring.
+    """Returns the multiprocessors that FlashAttention-3 leaves to NCCL in a run with `ring` ranks on its ring.
 
-    None in a compiled graph, which finds kernels by name.
+    0 in a compiled graph, which looks kernels up by name.
     """
     if config.cuda.sm_margin is not None:
         return config.cuda.sm_margin
@@ -62,18 +62,18 @@ def kernel_with_margin(
 ) -> str | Kernel | None:
     """Returns the kernel of a run's attention method: the name in the configuration, or FlashAttention-3 with a margin.
 
-    The latter where FlashAttention-3 would run, and leaves multiprocessors to NCCL.
+    The margin matters only if FlashAttention-3 is the kernel that would run.
 
     Args:
         ring: ranks on the ring.
     """
-    named, margin = config.parallel.kernel, sm_margin(config, ring)
-    found = choose_kernel(inputs_of(config, model, dtype, device), named) if margin else None
-    return replace(found, sm_margin=margin) if isinstance(found, FlashAttn3) else named
+    name, margin = config.parallel.kernel, sm_margin(config, ring)
+    kernel = choose_kernel(inputs_of(config, model, dtype, device), name) if margin else None
+    return replace(kernel, sm_margin=margin) if isinstance(kernel, FlashAttn3) else name
 
 
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """What layers ask of a kernel on a device of this machine; of one without a GPU, what its torch would say."""
+    """Returns the kernel inputs of the model's layers on this machine's device."""
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     windowed = isinstance(model, LlamaConfig) and model.window is not None
     return replace(Inputs.of(head, head, device=device), windowed=windowed, documents=config.data.documents)

@@ -8,10 +8,9 @@ from armillary.train.config import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of step `step` = 1..steps.
+    """Returns the learning rate of step `step` = 1..steps.
 
-    A line up to the peak, reached at the end of the `warmup_of` the run; then the schedule, which ends at the minimum
-    at the last step.
+    A linear warm-up reaches the peak after `warmup_of` steps; the schedule then reaches the minimum at the last step.
     """
     warmup = warmup_of(steps, config)
     if step <= warmup:
@@ -20,33 +19,33 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def warmup_of(steps: int, config: OptimizerConfig) -> int:
-    """Steps of the warm-up: as configured, or half of the run where it would not be over before the run is."""
+    """Returns the steps of the warm-up: as configured, or half of the run if that is not shorter than the run."""
     return config.warmup_steps if config.warmup_steps < steps else steps // 2
 
 
 def schedule_notes(step: int, steps: int, config: OptimizerConfig) -> list[str]:
-    """Lines to print for a run of `steps` that starts or resumes after `step`: a shorter warm-up, the resumed rate."""
-    warmup, said = warmup_of(steps, config), list[str]()
+    """Returns lines to print if the warm-up is cut short, or the run resumes after `step`."""
+    warmup, notes = warmup_of(steps, config), list[str]()
     if warmup != config.warmup_steps:
-        said.append(
+        notes.append(
             f"warm-up: {warmup} of {steps} steps; --optimizer.warmup-steps {config.warmup_steps} would not end before "
             "the run does"
         )
     if 0 < step < steps:
         rate = learning_rate(step + 1, steps, config)
-        said.append(f"learning rate of step {step + 1}: {rate:.2e}, on a schedule of {steps} steps in all")
-    return said
+        notes.append(f"learning rate of step {step + 1}: {rate:.2e}, on a schedule of {steps} steps in all")
+    return notes
 
 
-def height(step: int, left: int, steps: int, config: OptimizerConfig) -> float:
-    """How far above the minimum the rate is, of 1, at step 1..left after the warm-up of a run of `steps`."""
+def height(step: int, length: int, steps: int, config: OptimizerConfig) -> float:
+    """Returns the rate as a fraction from minimum (0) to peak (1), at step 1..length after the warm-up of `steps`."""
     match config.schedule:
         case "cosine":
-            return (1 + cos(pi * step / left)) / 2
+            return (1 + cos(pi * step / length)) / 2
         case "linear":
-            return 1 - step / left
+            return 1 - step / length
         case "wsd":
-            decay = config.decay_steps or min(max(1, steps // 10), left)
-            return min(1.0, (left - step) / decay)
+            decay = config.decay_steps or min(max(1, steps // 10), length)
+            return min(1.0, (length - step) / decay)
         case "constant":
             return 1.0

@@ -1,4 +1,4 @@
-"""Which device and which mesh axes a run has."""
+"""The device and mesh axes of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.de
         flag: the command's name of `config.device`.
 
     Raises:
-        ValueError: cuda is asked for and there are fewer GPUs than ranks; on every rank of the machine.
+        ValueError: `device` is cuda and there are fewer GPUs than ranks; on every rank of the machine.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if config.device == "cuda" and gpus < ranks:
@@ -38,29 +38,30 @@ def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.de
 
 
 def choose_axes(config: Config, world: int) -> dict[str, int]:
-    """Sizes of all axes for `world` ranks.
+    """Returns the sizes of all axes for `world` ranks.
 
-    Axes that are not given share what the others leave, so that ulysses <= ring (any head count allows a small
-    ulysses). Where the given ones do not divide `world` the product comes out wrong, and `build_mesh` refuses it.
+    Ring and ulysses, if open, share the ranks that the other axes leave, with ulysses <= ring (any head count allows a
+    small ulysses). Axes that do not divide `world` give another product, which `build_mesh` refuses.
     """
     parallel = config.parallel
     ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)
-    given = parallel.replicate * parallel.shard * (ring or 1) * (ulysses or 1) * parallel.tp
-    left = max(1, world // max(given, 1))
+    fixed_ranks = parallel.replicate * parallel.shard * (ring or 1) * (ulysses or 1) * parallel.tp
+    open_ranks = max(1, world // max(fixed_ranks, 1))
     if ulysses is None:
-        ulysses = left if ring is not None else max(u for u in range(1, isqrt(left) + 1) if left % u == 0)
-        left //= ulysses
+        divisors = (u for u in range(1, isqrt(open_ranks) + 1) if open_ranks % u == 0)
+        ulysses = open_ranks if ring is not None else max(divisors)
+        open_ranks //= ulysses
     return {
         "replicate": parallel.replicate,
         "shard": parallel.shard,
-        "ring": left if ring is None else ring,
+        "ring": open_ranks if ring is None else ring,
         "ulysses": ulysses,
         "tp": parallel.tp,
     }
 
 
 def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the axes of the mesh: `axes` with `ring` split into `nodes` and `devices`, if the method works on these.
+    """Returns the axes of the mesh: `axes`, with `ring` split into `nodes` and `devices` if the method uses these.
 
     By default a node has as many ranks as this machine.
 
@@ -77,8 +78,11 @@ def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def split_cp(config: Config, cp: int) -> tuple[int, int]:
-    """(ring, ulysses) of a context-parallel degree: as many ranks on the head axis as divide heads, key heads and a
-    node, whose links its all-to-alls stay on; the rest on the ring."""
+    """Splits a context-parallel degree into (ring, ulysses).
+
+    Ulysses gets the largest number of ranks that divides heads, key heads and a node, so that its all-to-alls stay
+    within the node; the ring gets the others.
+    """
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
     tp = config.parallel.tp
     node = int(os.environ.get("LOCAL_WORLD_SIZE", cp * tp))
@@ -87,11 +91,11 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
 
 
 def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Its axes of several ranks, and `ring`. Of any op over all axes torch (2.15) weighs placements for seconds."""
+    """Returns the mesh of `ring` and all axes of several ranks: over more, torch 2.15 plans an op for seconds."""
     return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The 1-D mesh of all ranks that hold tokens of one step."""
+    """Returns the 1-D mesh of all ranks that hold tokens of one step."""
     names = mesh.mesh_dim_names or ()
     return compat.flatten(mesh, [name for name in DATA_AXES if name in names], "data")

@@ -25,7 +25,7 @@ PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
 
 def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[TokenStore]:
-    """The stores at the configured paths; text is made into tokens in memory.
+    """Returns the stores at the configured paths; text is tokenized in memory.
 
     Args:
         pretrained: folder of the model; its tokenizer reads text, if it has one.
@@ -41,30 +41,30 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
 
 
 def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:
-    """Tokens that a model of these stores knows: that of the pretrained folder or the flag, else that of the stores.
+    """Returns the vocabulary size of the model: that of the pretrained folder or the flag, else that of the stores.
 
     Args:
-        task: tokens of a task that is trained on, where there are no stores.
+        task: the vocabulary size of a synthetic task, which has no stores.
 
     Raises:
-        ValueError: fewer than a store has, or nobody says.
+        ValueError: fewer tokens than a store has, or no store that states its size.
     """
-    known = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=task)
-    asked = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
-    if asked is None and known is None:
+    store_size = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=task)
+    size = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
+    if size is None and store_size is None:
         raise ValueError(f"{stores[0].name} does not say how large its vocabulary is; set --model.vocab-size")
-    if asked is not None and known is not None and asked < known:
-        tokens = f"the tokens of the data go up to {known - 1}"
+    if size is not None and store_size is not None and size < store_size:
+        tokens = f"the tokens of the data go up to {store_size - 1}"
         if model.pretrained is not None:
-            raise ValueError(f"--model.pretrained {model.pretrained}: it knows {asked} tokens, and {tokens}")
-        raise ValueError(f"--model.vocab-size {asked}: {tokens}; give at least {known}")
-    return asked or known or 0
+            raise ValueError(f"--model.pretrained {model.pretrained}: it knows {size} tokens, and {tokens}")
+        raise ValueError(f"--model.vocab-size {size}: {tokens}; give at least {store_size}")
+    return size or store_size or 0
 
 
 def load_rows(
     config: Config, stores: list[TokenStore], attention: Method, replica: int
 ) -> tuple[PackedSequences, PackedSequences]:
-    """Rows of text for training and for validation, from documents that neither shares with the other.
+    """Returns rows of text for training and for validation, which have no document in common.
 
     Args:
         replica: this rank's data-parallel index.

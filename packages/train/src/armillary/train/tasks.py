@@ -12,7 +12,7 @@ HELD_OUT = 2**40
 
 
 def task_tokens(data: DataConfig) -> int | None:
-    """Tokens that a model of the task to be trained on must know; None for text."""
+    """Returns the vocabulary size of the task that is trained on; None for text."""
     if data.task is None:
         return None
     layout = SequenceLayout.contiguous(data.sequence_length, 1)
@@ -20,7 +20,7 @@ def task_tokens(data: DataConfig) -> int | None:
 
 
 def load_task(name: str, config: Config, vocabulary: int, attention: Method, replica: int, held_out: bool) -> TaskRows:
-    """Rows of the task for this rank: those to be trained on, or those `held_out`. Errors as in `build_task`."""
+    """Returns this rank's rows of the task: those for training, or those `held_out`. Errors as in `build_task`."""
     layout = attention.layout(config.data.sequence_length, config.data.layout)
     return TaskRows(
         build_task(name, layout, config.train.seed, vocabulary, pairs=config.data.pairs, symbols=config.data.symbols),

@@ -18,7 +18,7 @@ from armillary.train.step import forward, local_loss, sum_over_ranks
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """By name: "loss", the mean over all tokens of held-out rows, and for each task the share of right answers.
+    """Returns "loss", the mean over all tokens of held-out rows, and for each task the share of right answers.
 
     The first rows of each kind: the same at every call, on every mesh and with any accumulation.
     """
@@ -33,16 +33,16 @@ def mean_loss(run: Run) -> float:
 
 
 def right_answers(run: Run, rows: Batches) -> float:
-    """Of all ranks' questions, the share to which the likeliest token is the answer."""
-    found = [
+    """Returns the share of all ranks' questions whose likeliest token is the answer."""
+    counts = [
         torch.stack(accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device)))
         for batch in batches_of(run, rows)
     ]
-    right, asked = sum_over_ranks(run, torch.stack(found).sum(0)).tolist()
-    return right / asked
+    correct, questions = sum_over_ranks(run, torch.stack(counts).sum(0)).tolist()
+    return correct / questions
 
 
 def batches_of(run: Run, rows: Batches) -> Generator[Batch]:
-    """The first `validation.batches` global batches, each in as many micro-batches as a step's."""
+    """Yields the micro-batches of the first `validation.batches` global batches."""
     for i in range(run.config.validation.batches * run.config.train.accumulation):
         yield rows.batch(i)

@@ -13,8 +13,8 @@ import tyro
 from armillary.attention.registry import names
 from armillary.data.parsing import parse
 from armillary.plan.presets import cluster_of
+from armillary.train.command import Source, read_source
 from armillary.train.config import Config, LogConfig, ParallelConfig
-from armillary.train.config.command import Source, read_source
 from armillary.train.config.limits import check_limits
 
 PROGRAM = "armillary-tune"
@@ -67,7 +67,7 @@ def read_plan(argv: Sequence[str]) -> TunePlan:
     """Parses a command line.
 
     Raises:
-        ValueError: as `armillary.train.config.command.read_command`; a number outside its range, an unknown method or
+        ValueError: as `armillary.train.command.read_command`; a number outside its range, an unknown method or
             cluster.
     """
     source, _, config = read_source(argv, PROGRAM)

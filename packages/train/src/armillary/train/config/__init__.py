@@ -1,4 +1,4 @@
-"""What a run is made of: plain dataclasses, every field settable as `--section.key` on the command line.
+"""The configuration of a run: plain dataclasses, every field settable as `--section.key` on the command line.
 
 Each field's text is its help: one line, since tyro keeps the breaks of longer ones.
 """
@@ -61,7 +61,7 @@ class ParallelConfig:
     shard: Count = 1
     """Data-parallel ranks among which parameters are sharded (FSDP)."""
     ring: CountOrNone = None
-    """Context-parallel ranks on the sequence axis; by default what the other axes leave."""
+    """Context-parallel ranks on the sequence axis; by default all ranks that the other axes leave."""
     ulysses: CountOrNone = None
     """Context-parallel ranks on the head axis; by default at most ring: of 8 ranks, ring 4 x ulysses 2."""
     cp: CountOrNone = None
@@ -146,10 +146,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """What is asked of CUDA and NCCL; nothing on the CPU."""
+    """Settings of CUDA and NCCL; unused on the CPU."""
 
     expandable_segments: bool = True
-    """The allocator's segments grow instead of leaving gaps; what PYTORCH_ALLOC_CONF says of them comes first."""
+    """The allocator's segments grow instead of leaving gaps; PYTORCH_ALLOC_CONF comes first."""
     bind_device: bool = True
     """NCCL knows the rank's GPU, connects at once, and splits communicators; from torch 2.15 on it does in any case."""
     high_priority: bool = True
@@ -216,18 +216,18 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run: its steps, device and precision, and what stops it."""
+    """The run: its steps, device and precision, and when it stops."""
 
     steps: Count = 80
     """Optimizer steps, over all restarts."""
     accumulation: Count = 1
     """Gradient accumulation: micro-batches of a step, one after the other; they divide data.global_batch_size."""
     seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
-    """Of first weights, of the order of documents, and of random numbers."""
+    """Seed of the first weights, of the order of documents, and of random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Of forward and backward; auto: bfloat16 on cuda, else float32. Master weights are float32 or float64."""
+    """Dtype of forward and backward; auto: bfloat16 on cuda, else float32. Master weights are float32 or float64."""
     bad_step: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop, or skip the update and continue."""
     bad_steps: Count = 3
@@ -235,7 +235,7 @@ class TrainConfig:
     timeout_minutes: Annotated[float, Field(gt=0, le=10**6)] = 10.0
     """Watchdog: longest step before the run is ended as hung, naming the rank; 5x for the first, validation, saving."""
     output: Path = Path("outputs")
-    """Folder for all that a run writes, on a file system that all hosts share."""
+    """Folder for all files of a run, on a file system that all hosts share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,10 +255,10 @@ class Config:
 
     @property
     def replicas(self) -> int:
-        """Parts of a step's rows that are read by other ranks each."""
+        """Data-parallel groups of ranks, each with its own rows."""
         return self.parallel.replicate * self.parallel.shard
 
     @property
     def rows_per_batch(self) -> int:
-        """Rows that a rank works on at a time, B."""
+        """Rows of a micro-batch on a rank, B."""
         return self.data.global_batch_size // (self.replicas * self.train.accumulation)

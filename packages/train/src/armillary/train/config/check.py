@@ -16,10 +16,10 @@ from armillary.train.model import model_config
 
 
 def check(config: Config) -> None:
-    """Refuses values that no run could use, on every rank; communicates nothing.
+    """Checks all fields and their combinations, on every rank. Communicates nothing.
 
     Raises:
-        ValueError: names the flag, its value and what would do.
+        ValueError: names the flag, its value and the accepted values.
     """
     check_limits(config)
     check_data(config)
@@ -35,23 +35,23 @@ def check(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Weights of paths, and a global batch that divides evenly."""
-    data, parallel, parts = config.data, config.parallel, config.train.accumulation
+    """Checks the weights of paths, and that the global batch divides evenly."""
+    data, parallel, accumulation = config.data, config.parallel, config.train.accumulation
     if data.weights and len(data.weights) != len(data.path):
-        given = f"{len(data.weights)} numbers for {len(data.path)} paths"
-        raise ValueError(f"--data.weights has {given}; give one for each of --data.path")
+        counts = f"{len(data.weights)} numbers for {len(data.path)} paths"
+        raise ValueError(f"--data.weights has {counts}; give one for each of --data.path")
     if not all(weight > 0 and isfinite(weight) for weight in data.weights):
         raise ValueError(f"--data.weights {' '.join(map(str, data.weights))}: all must be above 0")
-    if data.global_batch_size % (config.replicas * parts):
-        times = "" if parts == 1 else f", {parts} times in a step"
+    if data.global_batch_size % (config.replicas * accumulation):
+        times = "" if accumulation == 1 else f", {accumulation} times in a step"
         raise ValueError(
             f"--data.global-batch-size {data.global_batch_size} cannot be shared by replicate {parallel.replicate} x "
-            f"shard {parallel.shard}{times}; make it a multiple of {config.replicas * parts}"
+            f"shard {parallel.shard}{times}; make it a multiple of {config.replicas * accumulation}"
         )
 
 
 def check_parallel(config: Config) -> None:
-    """The names of method and kernel, and sequences long enough for their shards."""
+    """Checks the names of method and kernel, and that sequences are long enough for their shards."""
     parallel, length = config.parallel, config.data.sequence_length
     named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
     check_kernel_name("--parallel.kernel", parallel.kernel)
@@ -74,7 +74,7 @@ def check_parallel(config: Config) -> None:
 
 
 def check_tasks(config: Config) -> None:
-    """Synthetic tasks that can be made."""
+    """Checks the synthetic tasks."""
     data = config.data
     if data.task is not None and data.path:
         raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
@@ -83,32 +83,34 @@ def check_tasks(config: Config) -> None:
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
-    """Learning rates that fit into the run."""
-    decay, left = optimizer.decay_steps, steps - warmup_of(steps, optimizer)
+    """Checks that the schedule fits into the run."""
+    decay, length = optimizer.decay_steps, steps - warmup_of(steps, optimizer)
     if decay is not None and optimizer.schedule != "wsd":
         raise ValueError(f"--optimizer.decay-steps {decay}: of --optimizer.schedule wsd, not {optimizer.schedule}")
-    if decay is not None and not 1 <= decay <= left:
-        raise ValueError(f"--optimizer.decay-steps {decay}: must lie in 1..{left}, what the warm-up leaves of {steps}")
+    if decay is not None and not 1 <= decay <= length:
+        raise ValueError(
+            f"--optimizer.decay-steps {decay}: must lie in 1..{length}, what the warm-up leaves of {steps}"
+        )
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--optimizer.min-lr {optimizer.min_lr}: must be at most --optimizer.lr {optimizer.lr}")
 
 
 def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
-    """Refuses what cannot be shown of a run of so many steps on this device, or not with what is installed.
+    """Checks that logs, profiles and traces can be made of a run of `steps` steps on this device.
 
     Raises:
-        ValueError: names the flag, and what would do.
+        ValueError: a step outside the run, a package that is not installed, or an option of another device.
     """
-    for package, asked in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
-        if asked and find_spec(package) is None:
+    for package, enabled in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
+        if enabled and find_spec(package) is None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
     if config.trace_steps and config.trace is None:
         raise ValueError("--log.trace-steps: name the file too, as --log.trace FILE")
-    asked_steps = {"profile": config.profile, "trace-steps": config.trace_steps}
-    for name, chosen in {**asked_steps, "memory-snapshot": config.memory_snapshot}.items():
-        never = [step for step in chosen if not 1 <= step <= steps]
-        if never:
-            raise ValueError(f"--log.{name}: there is no step {never[0]}; choose from 1 to {steps}")
+    traced_steps = {"profile": config.profile, "trace-steps": config.trace_steps}
+    for name, chosen in {**traced_steps, "memory-snapshot": config.memory_snapshot}.items():
+        outside = [step for step in chosen if not 1 <= step <= steps]
+        if outside:
+            raise ValueError(f"--log.{name}: there is no step {outside[0]}; choose from 1 to {steps}")
     if config.memory_snapshot and device.type != "cuda":
         raise ValueError(
             f"--log.memory-snapshot: only cuda's allocator keeps a history, and the device is {device.type}; "

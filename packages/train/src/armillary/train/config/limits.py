@@ -22,38 +22,39 @@ WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def check_limits(config: Any, prefix: str = "") -> None:
-    """Refuses values that are outside of their fields' limits, or of another type.
+    """Checks all fields of a configuration and its sections against their annotations.
 
     Raises:
-        ValueError: names the flag, its value and what is accepted.
+        ValueError: a value outside its field's limits, or of another type; names the flag, the value and the limits.
     """
     for field in fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         if is_dataclass(value):
             check_limits(value, f"{name}.")
             continue
-        hint, adapter = field_of(type(config), field.name)
+        annotation, adapter = field_adapter(type(config), field.name)
         try:
+            # In strict mode a list is no tuple, and code that builds a configuration may give either.
             adapter.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)  # pyright: ignore[reportUnknownArgumentType]
         except ValidationError as error:
-            raise ValueError(f"--{flag(name)} {shown(value)}: {wanted(hint, error)}") from error
+            raise ValueError(f"--{flag(name)} {shown(value)}: {requirement(annotation, error)}") from error
 
 
 @lru_cache(maxsize=1024)
-def field_of(kind: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
-    """Annotation of a field, and what checks it."""
-    hint = get_type_hints(kind, include_extras=True)[name]
-    return hint, TypeAdapter(hint)
+def field_adapter(kind: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
+    """Returns a field's annotation and its pydantic adapter, which takes a millisecond to build."""
+    annotation = get_type_hints(kind, include_extras=True)[name]
+    return annotation, TypeAdapter(annotation)
 
 
-def wanted(hint: Any, error: ValidationError) -> str:
-    """What the field accepts: its limits, or pydantic's message where another rule is broken."""
+def requirement(annotation: Any, error: ValidationError) -> str:
+    """Returns the field's limits in words, or pydantic's message where another rule is broken."""
     detail = error.errors()[0]
-    given = [one for part in (hint, *get_args(hint)) for one in getattr(part, "__metadata__", ())]
-    limits = [limit for info in given if isinstance(info, FieldInfo) for limit in info.metadata]
-    kept = {word: getattr(x, name) for x in limits for name, word in WORDS.items() if hasattr(x, name)}
-    if not kept or detail["type"].endswith("_type"):
+    metadata = [item for part in (annotation, *get_args(annotation)) for item in getattr(part, "__metadata__", ())]
+    limits = [limit for info in metadata if isinstance(info, FieldInfo) for limit in info.metadata]
+    bounds = {word: getattr(limit, name) for limit in limits for name, word in WORDS.items() if hasattr(limit, name)}
+    if not bounds or detail["type"].endswith("_type"):
         return detail["msg"]
-    if detail["type"] == "less_than_equal" and kept["at most"] == LARGEST:
+    if detail["type"] == "less_than_equal" and bounds["at most"] == LARGEST:
         return "must be at most 2^63 - 1"
-    return f"must be {' and '.join(f'{word} {limit:,}' for word, limit in kept.items() if limit != LARGEST)}"
+    return f"must be {' and '.join(f'{word} {bound:,}' for word, bound in bounds.items() if bound != LARGEST)}"

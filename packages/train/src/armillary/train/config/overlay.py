@@ -1,4 +1,4 @@
-"""Nested dataclasses of settings, by their flags and in files: TOML as people write it, JSON as a program leaves it."""
+"""Nested dataclasses of settings: read from TOML or JSON files, compared, and named by their flags."""
 
 from __future__ import annotations
 
@@ -18,59 +18,60 @@ from armillary.data.console.quantity import SUCH_AS, whole
 
 Settings = TypeVar("Settings")
 
+# -- files ------------------------------------------------------------------------------------------------------------
+
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Sections and their keys, and what stands before them.
+    """Reads a TOML or JSON file: sections with their keys, and keys before the first section.
 
     Raises:
-        ValueError: a file that cannot be read, or is neither TOML nor JSON.
+        ValueError: the file cannot be read, or is neither TOML nor JSON.
     """
     readers = {".toml": parse_toml, ".json": parse_json}
     if path.suffix not in readers:
         raise ValueError(f"--config {path}: give a file that ends in .toml or .json")
     try:
-        found: object = readers[path.suffix](path.read_text())
+        settings: object = readers[path.suffix](path.read_text())
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"--config {path}: {one_line(str(error))}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"--config {path}: holds no sections")
-    return dict(found)
+    return dict(settings)
 
 
 def overlaid(
     config: Settings, settings: Mapping[str, Any], source: Path, renamed: Mapping[str, str] | None = None
 ) -> Settings:
-    """The configuration, nested dataclasses, with these settings, read from `source`. Keys may have dashes or
-    underscores.
+    """Returns the configuration with the settings of the file `source` in it. Keys may have dashes or underscores.
 
     Args:
-        renamed: keys of earlier versions, by which a file is refused with the new name.
+        renamed: keys of earlier versions; a file that has one is refused with the new name.
 
     Raises:
-        ValueError: an unknown key, with the nearest known one, or a value of the wrong kind; names the file.
+        ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
     """
-    known = {name: name for name, _ in flat(config)} | dict(renamed or {})
-    return changed(config, settings, f"--config {source}", known, "")
+    valid_keys = {name: name for name, _ in flat(config)} | dict(renamed or {})
+    return overlaid_section(config, settings, f"--config {source}", valid_keys, "")
 
 
-def changed(
-    config: Settings, settings: Mapping[str, Any], source: str, known: Mapping[str, str], prefix: str
+def overlaid_section(
+    config: Settings, settings: Mapping[str, Any], source: str, valid_keys: Mapping[str, str], prefix: str
 ) -> Settings:
-    """A section, of which the keys have this prefix, with its settings."""
-    hints, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
+    """Returns a section with its settings. `prefix` is that of its keys, such as "model."."""
+    annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
         name = key.replace("-", "_")
-        if name not in hints:
-            raise ValueError(f"{source}: {prefix}{key} is no key; {nearest(prefix + name, known)}")
+        if name not in annotations:
+            raise ValueError(f"{source}: {prefix}{key} is no key; {nearest(prefix + name, valid_keys)}")
         if name in changes:
             raise ValueError(f"{source}: {prefix}{key} is there twice")
         old = getattr(config, name)
         if not is_dataclass(old):
-            changes[name] = converted(value, hints[name], f"{source}: {prefix}{name}")
+            changes[name] = converted(value, annotations[name], f"{source}: {prefix}{name}")
         elif isinstance(value, dict):
-            changes[name] = changed(old, value, source, known, f"{prefix}{name}.")
+            changes[name] = overlaid_section(old, value, source, valid_keys, f"{prefix}{name}.")
         else:
             raise ValueError(f"{source}: {prefix}{name} is a section, not {value!r}")
     try:
@@ -79,23 +80,44 @@ def changed(
         raise ValueError(f"{source}: {prefix.rstrip('.')}: {error}") from error
 
 
-def converted(value: object, kind: Any, what: str) -> Any:
-    """The value as one of this kind. As on the command line, "none" is None, and text such as "64k" a whole number."""
-    adapter = TypeAdapter[Any](kind)
+def nearest(key: str, valid_keys: Mapping[str, str]) -> str:
+    """Names the key that was probably meant. `valid_keys` maps keys, earlier ones too, to their present names."""
+    if key in valid_keys:
+        return f"it is {valid_keys[key]} now"
+    leaf, names = key.rpartition(".")[2], list(dict.fromkeys(valid_keys.values()))
+    same_leaf = [name for name in names if name.rpartition(".")[2] == leaf]
+    return f"the nearest is {(same_leaf or get_close_matches(key, names, n=1, cutoff=0.0))[0]}"
+
+
+def converted(value: object, annotation: Any, key: str) -> Any:
+    """Converts a file's value to a field's type. As on the command line, "none" is None and "64k" a whole number.
+
+    Raises:
+        ValueError: a value of another type; names the key.
+    """
+    adapter = TypeAdapter[Any](annotation)
+    if value in ("none", "None") and accepts(adapter, None) and not accepts(adapter, "none"):
+        return None
     try:
-        if value in ("none", "None") and accepts_none(adapter):
-            return None
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        if isinstance(value, str | list) and (counted := as_numbers(value)) != value:
-            return converted(counted, kind, what)
-        such = f", such as {SUCH_AS}" if any(detail["type"] == "int_type" for detail in error.errors()) else ""
-        wanted = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors())) + such
-        raise ValueError(f"{what} = {value!r}: {wanted}") from error
+        if isinstance(value, str | list) and (number := as_numbers(value)) != value:
+            return converted(number, annotation, key)
+        example = f", such as {SUCH_AS}" if any(detail["type"] == "int_type" for detail in error.errors()) else ""
+        requirements = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors())) + example
+        raise ValueError(f"{key} = {value!r}: {requirements}") from error
+
+
+def accepts(adapter: TypeAdapter[Any], value: object) -> bool:
+    try:
+        adapter.validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def as_numbers(value: object) -> object:
-    """Numbers for texts such as "64k" and "1Mi", in lists too."""
+    """Replaces texts such as "64k" and "1Mi", in lists too, by their numbers."""
     if isinstance(value, list):
         return [as_numbers(item) for item in value]
     with suppress(ValueError):
@@ -103,20 +125,11 @@ def as_numbers(value: object) -> object:
     return value
 
 
-def accepts_none(adapter: TypeAdapter[Any]) -> bool:
-    try:
-        adapter.validate_python("none", strict=True)
-    except ValidationError:
-        try:
-            adapter.validate_python(None)
-        except ValidationError:
-            return False
-        return True
-    return False
+# -- flags and differences --------------------------------------------------------------------------------------------
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field that is no section: ("section.key", value)."""
+    """Yields ("section.key", value) for every field that is not a section."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
@@ -126,42 +139,33 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def by_flag(config: object) -> dict[str, Any]:
-    """All fields by their flags. Of paths only that they are given: on another host the same may lie elsewhere."""
-    return {f"--{flag(name)}": "a path" if is_path(value) else value for name, value in flat(config)}
+    """Returns all fields by their flags, to compare ranks. A path counts as "a path": hosts may mount it elsewhere."""
 
+    def has_path(value: Any) -> bool:
+        return any(isinstance(item, Path) for item in (value if isinstance(value, tuple) else (value,)))  # pyright: ignore[reportUnknownVariableType]
 
-def is_path(value: Any) -> bool:
-    return isinstance(value, Path) or (isinstance(value, tuple) and any(isinstance(part, Path) for part in value))
-
-
-def nearest(key: str, known: Mapping[str, str]) -> str:
-    """The key that was probably meant, of those that each name stands for."""
-    if key in known:
-        return f"it is {known[key]} now"
-    leaf, names = key.rpartition(".")[2], list(dict.fromkeys(known.values()))
-    same = [name for name in names if name.rpartition(".")[2] == leaf]
-    found = (same or get_close_matches(key, names, n=1, cutoff=0.0))[:1]
-    return f"the nearest is {found[0]}"
+    return {f"--{flag(name)}": "a path" if has_path(value) else value for name, value in flat(config)}
 
 
 def differences(before: object, after: object) -> list[str]:
-    """The fields that differ, as aligned lines such as "model.dim  128 -> 256"."""
+    """Returns aligned lines for the fields that differ, such as "model.dim  128 -> 256"."""
     old = dict(flat(before))
     return aligned([(flag(name), shown(old[name]), shown(new)) for name, new in flat(after) if new != old[name]])
 
 
 def aligned(changes: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Lines of (name, old, new)."""
+    """Returns a line for each (name, old, new)."""
     width = max((len(name) for name, *_ in changes), default=0)
     return [f"{name:{width}}  {old} -> {new}" for name, old, new in changes]
 
 
 def flag(name: str) -> str:
-    """A field's name as it is typed."""
+    """Returns a field's name as it is typed."""
     return name.replace("_", "-")
 
 
 def shown(value: object) -> str:
+    """Returns a value as it is typed."""
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"
     return "none" if value is None else str(value)

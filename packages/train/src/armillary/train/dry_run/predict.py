@@ -1,4 +1,4 @@
-"""A run before it is started: the model sharded over its mesh, on the meta device."""
+"""The model of a run, sharded over its mesh on the meta device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_RANKS = 2**14
 
 @dataclass(frozen=True)
 class DryRun:
-    """A run, as rank 0 will have it.
+    """Sizes of a run, on rank 0.
 
     Args:
         axes: ranks on each mesh axis.
@@ -39,8 +39,8 @@ class DryRun:
         local_parameters: those that rank 0 holds.
         largest: the largest parameters.
         flops: of a step over all ranks.
-        cuda: what is asked of CUDA and NCCL; None on the CPU.
-        kernels: which one attention runs on, by device.
+        cuda: settings of CUDA and NCCL; None on the CPU.
+        kernels: the attention kernel, for each device.
     """
 
     axes: dict[str, int]
@@ -61,10 +61,10 @@ class DryRun:
 
 
 def dry_run(config: Config, ranks: int | None = None, capability: Capability | None = None) -> DryRun:
-    """Shards and shapes of a run. Needs no process group, no GPU and, with a given vocabulary, no data.
+    """Returns shards and shapes of a run. Needs no process group, no GPU and, with `vocab_size` set, no data.
 
     Args:
-        ranks: by default torchrun's, else what the axes multiply to.
+        ranks: by default torchrun's, else the product of the axes.
         capability: compute capability of their accelerators; by default this machine's, or one of each family.
 
     Raises:
@@ -93,12 +93,12 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
 
 
 def precision_of(config: Config) -> torch.dtype:
-    """That of GPUs, unless the configuration asks for the CPU."""
+    """Returns the precision on GPUs, unless the run is configured for the CPU."""
     return precision(config, torch.device("cpu" if config.train.device == "cpu" else "cuda"))
 
 
 def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
-    """Ranks on each mesh axis, of as many as a run is to have."""
+    """Returns the ranks on each mesh axis, checked."""
     if ranks is None:
         ranks = int(os.environ.get("WORLD_SIZE", prod(choose_axes(config, 1).values())))
     elif not 1 <= ranks <= MOST_RANKS:
@@ -109,9 +109,9 @@ def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
 
 
 def vocabulary(config: Config) -> int:
-    """V. The data are opened if there are any, or if nothing else tells it."""
-    known = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
-    if known is not None and not config.data.path:
-        return known
+    """Returns V. Opens the data only if they are named, or if neither flag nor folder tells V."""
+    size = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
+    if size is not None and not config.data.path:
+        return size
     stores = open_stores(config.data, config.model.pretrained)
     return vocabulary_size(stores, config.model, task_tokens(config.data))

@@ -1,4 +1,4 @@
-"""Showing a dry run: tables for people, JSON for machines."""
+"""Prints a dry run as tables or JSON."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ PLANNER = (
 
 
 def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
-    """Prints what `dry_run` finds, on the first of torchrun's ranks.
+    """Prints a dry run on rank 0.
 
     Raises:
-        ValueError: as `dry_run`, on all of them.
+        ValueError: as `dry_run`, on all ranks.
     """
-    found = dry_run(config, ranks)
+    result = dry_run(config, ranks)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(result), indent=2))
     else:
-        show(found)
-        if found.cuda is not None:
-            print(f"on CUDA: {asked(found.cuda)}")
-        print(f"a step: {found.tokens_per_step:,} tokens, {found.flops:.3g} FLOPs", PLANNER, sep="\n")
+        show(result)
+        if result.cuda is not None:
+            print(f"on CUDA: {cuda_line(result.cuda)}")
+        print(f"a step: {result.tokens_per_step:,} tokens, {result.flops:.3g} FLOPs", PLANNER, sep="\n")
 
 
-def show(found: DryRun, where: str = "") -> None:
+def show(result: DryRun, where: str = "") -> None:
     """Prints model and mesh, shapes of a step, parameters, and attention's kernel.
 
     Args:
-        where: on which machines.
+        where: text after the precision that names the machines.
     """
-    family = "GPT" if isinstance(found.model, GPTConfig) else "LLaMA"
-    axes = " x ".join(f"{name} {size}" for name, size in found.axes.items())
-    print(f"{family}, {found.parameters:,} parameters, {found.precision}{where}")
-    print(f"mesh: {axes} = {found.ranks} {'rank' if found.ranks == 1 else 'ranks'}\n")
-    print_table(STEP, ([name, shown(shape)] for name, shape in found.shapes.items()))
+    family = "GPT" if isinstance(result.model, GPTConfig) else "LLaMA"
+    axes = " x ".join(f"{name} {size}" for name, size in result.axes.items())
+    print(f"{family}, {result.parameters:,} parameters, {result.precision}{where}")
+    print(f"mesh: {axes} = {result.ranks} {'rank' if result.ranks == 1 else 'ranks'}\n")
+    print_table(STEP, ([name, shown(shape)] for name, shape in result.shapes.items()))
     print()
-    print_table(PARAMETERS, parameters(found))
-    print("", *map(kernel_line, found.kernels), "", sep="\n")
+    print_table(PARAMETERS, parameters(result))
+    print("", *map(kernel_line, result.kernels), "", sep="\n")
 
 
-def asked(cuda: CudaSetup) -> str:
-    """What is asked of CUDA and NCCL, for people."""
+def cuda_line(cuda: CudaSetup) -> str:
+    """Returns the settings of CUDA and NCCL as a line of text."""
     return ", ".join(
         (
             "allocator as in the environment" if cuda.allocator is None else f"allocator {cuda.allocator}",
@@ -74,18 +74,18 @@ PARAMETERS = (
 )
 
 
-def parameters(found: DryRun) -> Iterator[list[str]]:
-    for parameter in found.largest:
+def parameters(result: DryRun) -> Iterator[list[str]]:
+    for parameter in result.largest:
         yield [parameter.name, str(parameter.count), shown(parameter.shape), shown(parameter.local)]
     yield []
-    yield ["all", "", f"{found.parameters:,}", f"{found.local_parameters:,}"]
+    yield ["all", "", f"{result.parameters:,}", f"{result.local_parameters:,}"]
 
 
 def kernel_line(kernel: ChosenKernel) -> str:
-    """The kernel on a device, and why it is not another."""
-    why = "; ".join(f"{name}: {reason}" for name, reason in kernel.rejected.items())
-    not_others = f" (not {why})" if why else ""
-    return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{not_others}"
+    """Returns a line with the kernel on a device, and why others were rejected."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in kernel.rejected.items())
+    rejected = f" (not {reasons})" if reasons else ""
+    return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{rejected}"
 
 
 def shown(shape: tuple[int, ...]) -> str:

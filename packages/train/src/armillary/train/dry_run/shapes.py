@@ -17,12 +17,12 @@ from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
 
 LARGEST = 6
-"""Parameters that are shown."""
+"""Number of parameters to show."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, or several of equal shape in as many blocks, whose number stands as * in the name."""
+    """A parameter, or one of equal shape in each of `count` blocks, with * for the block's number in its name."""
 
     name: str
     count: int
@@ -54,10 +54,10 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def largest_of(model: Llama | GPT) -> list[Parameter]:
-    """The largest, with the same one of all blocks counted as one."""
+    """Returns the largest parameters; the same one of all blocks is one entry."""
     counts = Counter(
         (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(local_part(parameter).shape))
         for name, parameter in model.named_parameters()
     )
-    found = [Parameter(name, count, shape, local) for (name, shape, local), count in counts.items()]
-    return sorted(found, key=lambda p: -p.count * prod(p.shape))[:LARGEST]
+    entries = [Parameter(name, count, shape, local) for (name, shape, local), count in counts.items()]
+    return sorted(entries, key=lambda p: -p.count * prod(p.shape))[:LARGEST]

@@ -1,4 +1,4 @@
-"""What is asked for on the command line."""
+"""Options of the command line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Generate:
     top_p: float | None = None
     """Draw from the fewest likeliest tokens that have this probability together."""
     seed: int = 0
-    """Of what is drawn."""
+    """Seed of the draws."""
     step: CountOrNone = None
     """Checkpoint of a run; by default the newest."""
     tokenizer: str | None = None
@@ -64,7 +64,7 @@ class Generate:
     stop: bool = True
     """End at the tokenizer's end of document."""
     json: bool = False
-    """Print JSON once all is done."""
+    """Print JSON at the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -73,44 +73,44 @@ class Generate:
 
     @property
     def train(self) -> TrainConfig:
-        """What the trainer would call device and precision."""
+        """Device and precision as the trainer's configuration."""
         return TrainConfig(device=self.device, precision=self.precision)
 
 
 def read_generate(argv: Sequence[str]) -> Generate:
-    """The order.
+    """Parses and checks the options.
 
     Raises:
-        ValueError: an unknown key, a value of the wrong kind, or what cannot be generated.
+        ValueError: an unknown flag, a value of the wrong kind or out of range, or no prompt.
     """
-    asked = parse(argv, Generate, PROGRAM)
-    check_limits(asked)
-    Sampling(asked.temperature, asked.top_k, asked.top_p)
-    if asked.parallel.replicate > 1:
+    options = parse(argv, Generate, PROGRAM)
+    check_limits(options)
+    Sampling(options.temperature, options.top_k, options.top_p)
+    if options.parallel.replicate > 1:
         raise ValueError(
-            f"--parallel.replicate {asked.parallel.replicate}: all ranks continue the same prompt, and copies of the "
+            f"--parallel.replicate {options.parallel.replicate}: all ranks continue the same prompt, and copies of the "
             "model would do the same; use ring, ulysses, shard or tp"
         )
-    named_method(asked.parallel.attention)
-    if not asked.prompt and asked.prompt_file is None:
+    named_method(options.parallel.attention)
+    if not options.prompt and options.prompt_file is None:
         raise ValueError('no prompt: give --prompt "...", or --prompt-file FILE (- for standard input)')
-    return asked
+    return options
 
 
-def prompts_of(asked: Generate) -> list[str]:
-    """All prompts, those of a file without its last line break. On one rank: it alone has standard input.
+def prompts_of(options: Generate) -> list[str]:
+    """Returns all prompts; a file's without its last line break. For rank 0, which alone has standard input.
 
     Raises:
         ValueError: a file that cannot be read, or an empty prompt.
     """
-    found, path = list(asked.prompt), asked.prompt_file
+    prompts, path = list(options.prompt), options.prompt_file
     if path is not None:
         try:
             text = sys.stdin.read() if str(path) == "-" else path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ValueError(f"--prompt-file {path}: cannot be read ({why})") from error
-        found.append(text.removesuffix("\n"))
-    if "" in found:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ValueError(f"--prompt-file {path}: cannot be read ({reason})") from error
+        prompts.append(text.removesuffix("\n"))
+    if "" in prompts:
         raise ValueError("an empty prompt: give at least one token to continue")
-    return found
+    return prompts

@@ -28,22 +28,22 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def load_model(
-    asked: Generate, source: ModelSource, device: torch.device, ranks: Ranks
+    options: Generate, source: ModelSource, device: torch.device, ranks: Ranks
 ) -> tuple[Llama | GPT, int | None]:
-    """The model with its weights, and the step of its checkpoint. Collective.
+    """Returns the model with its weights, and the step of its checkpoint. Collective.
 
     Raises:
-        ValueError: no checkpoint that is whole, files that do not fit, or a mesh that does not; on every rank.
+        ValueError: no intact checkpoint, or weights or a mesh that do not fit the model; on every rank.
     """
     if source.checkpoints is None:
-        weight_map(source.place)  # without weights, memory would be allocated by whatever config.json says
-        model = empty_model(asked, pretrained_config(source.place), device)
+        weight_map(source.place)  # before memory is allocated for sizes that only config.json states
+        model = empty_model(options, pretrained_config(source.place), device)
         ranks.agree(lambda: load_pretrained(model, source.place))
         return model, None
-    step = whole_step(source.checkpoints, source.step, ranks)
+    step = intact_step(source.checkpoints, source.step, ranks)
     place = source.checkpoints.place(step)
     manifest = Manifest.read(place)
-    model = empty_model(asked, saved_config(place, manifest), device)
+    model = empty_model(options, saved_config(place, manifest), device)
     state = get_model_state_dict(model)
     with errors_as_ours():
         load({"model": state}, place, manifest.files, process_group=ranks.group)
@@ -51,8 +51,8 @@ def load_model(
     return model, step
 
 
-def whole_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
-    """The step that was asked for, or the newest that is whole. Collective."""
+def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
+    """Returns the step, checked, or the newest intact one. Collective."""
     if step is not None:
         if (fault := find_fault(folder, step, ranks)) is not None:
             raise ValueError(f"{folder.place(step)}: {fault}; give another --step")
@@ -65,15 +65,15 @@ def whole_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
     return newest.step
 
 
-def empty_model(asked: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:
-    """The model on the mesh of all ranks, with room for its weights.
+def empty_model(options: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:
+    """Returns the model on the mesh of all ranks, its weights allocated and not filled.
 
     Raises:
         ValueError: axes that do not multiply to the ranks, or that model or method do not fit.
     """
     keys = sizes.heads if isinstance(sizes, GPTConfig) else sizes.kv_heads
-    heads = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=keys)  # all that axes are chosen by
-    config = Config(model=heads, parallel=asked.parallel, train=asked.train)
+    heads = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=keys)  # the fields that `choose_axes` reads
+    config = Config(model=heads, parallel=options.parallel, train=options.train)
     axes = mesh_axes(config, choose_axes(config, world_size()))
     mesh = build_mesh(device.type, **axes, timeout=TIMEOUT, high_priority=())
     model, _ = shard_model(sizes, config, mesh, precision(config, device))

@@ -1,4 +1,4 @@
-"""Where weights and tokenizer come from: a run's output folder, one of its checkpoints, or a Hugging Face folder."""
+"""The folder of weights and tokenizer: a run's output folder, one of its checkpoints, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelSource:
     Args:
         place: a Hugging Face folder, or the output folder of a run.
         checkpoints: of a run; None for a Hugging Face folder.
-        step: of the checkpoint that was asked for; None: the newest.
+        step: of the checkpoint; None: the newest.
     """
 
     place: Path
@@ -29,18 +29,18 @@ class ModelSource:
 
 
 def find_source(path: Path, step: int | None) -> ModelSource:
-    """What lies at `path`.
+    """Returns the model source at `path`.
 
     Raises:
-        ValueError: nothing to generate with; says what is missing.
+        ValueError: no such folder, step, checkpoint or Hugging Face config; says which.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; give the output folder of a run, or a Hugging Face folder")
-    named = COMPLETE.fullmatch(path.name)
-    if named and (path / "manifest.json").exists():
-        if step not in (None, int(named[1])):
-            raise ValueError(f"--step {step}: {path} is step {named[1]}; give the run's output folder")
-        return ModelSource(path.resolve().parent.parent, CheckpointFolder(path.parent), int(named[1]))
+    step_name = COMPLETE.fullmatch(path.name)
+    if step_name and (path / "manifest.json").exists():
+        if step not in (None, int(step_name[1])):
+            raise ValueError(f"--step {step}: {path} is step {step_name[1]}; give the run's output folder")
+        return ModelSource(path.resolve().parent.parent, CheckpointFolder(path.parent), int(step_name[1]))
     if (path / "checkpoint").is_dir():
         return ModelSource(path, with_step(CheckpointFolder(path / "checkpoint"), step), step)
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
@@ -54,7 +54,7 @@ def find_source(path: Path, step: int | None) -> ModelSource:
 
 
 def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
-    """The folder, if it has this step, or any."""
+    """Returns the folder; raises ValueError if it has no checkpoint, or not this step."""
     steps = folder.steps()
     if not steps:
         raise ValueError(f"{folder.path}: no checkpoint in it yet")
@@ -63,22 +63,22 @@ def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
     return folder
 
 
-def find_tokenizer(source: ModelSource, named: str | None, begin: str | None) -> TwoWayTokenizer | None:
-    """The tokenizer that was named, else that of the run's data or of the folder; None where there is none.
+def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> TwoWayTokenizer | None:
+    """Returns the tokenizer called `name`, else that of the run's data or of the folder; None if it has none.
 
     Raises:
         ValueError: it cannot be read.
     """
-    if named == "bytes":
+    if name == "bytes":
         return ByteTokenizer()
-    if named is not None:
-        return read_tokenizer(Path(named), begin)
+    if name is not None:
+        return read_tokenizer(Path(name), begin)
     if source.checkpoints is None:
         return read_tokenizer(source.place, begin) if has_tokenizer(source.place) else None
-    return of_run(source.place, begin)
+    return tokenizer_of_run(source.place, begin)
 
 
-def of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
+def tokenizer_of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
     """Returns the tokenizer of the folder that a run began with, or of its data: that of a store, bytes of plain text.
 
     Raises:
@@ -100,7 +100,7 @@ def of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
 
 
 def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:
-    """Tokens that end a text: those that a Hugging Face folder names, else the tokenizer's end of document."""
-    if source.checkpoints is None and (named := ends_of_text(source.place)) is not None:
-        return named
+    """Returns the tokens that end a text: those of a Hugging Face folder, else the tokenizer's end of document."""
+    if source.checkpoints is None and (ends := ends_of_text(source.place)) is not None:
+        return ends
     return [] if tokenizer is None else [tokenizer.end_of_document]

@@ -1,4 +1,4 @@
-"""Whole configurations to start from. Each is a function that returns a `Config`, to be changed with `replace`.
+"""Complete configurations. Each is a function that returns a `Config`, to be changed with `replace`.
 
 Memory is as the planner finds it (`armillary-train --recipe NAME --dry-run`); no recipe for GPUs has run on its
 machine yet. Where a recipe names no data, it reads the text of this Python installation: give `--data.path`.

@@ -1,4 +1,4 @@
-"""Training on from published weights."""
+"""Fine-tuning of published weights."""
 
 from __future__ import annotations
 

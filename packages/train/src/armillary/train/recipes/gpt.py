@@ -17,7 +17,7 @@ def gpt_wallfacer_7b() -> Config:
 
 
 def wallfacer(layers: int, heads: int) -> Config:
-    """What both have in common. Attention's results are kept, the rest of a block is computed again in backward."""
+    """Returns the configuration of both, which keeps attention's results and recomputes the rest of a block."""
     return Config(
         model=ModelConfig(family="gpt", dim=4096, layers=layers, heads=heads, vocab_size=50_257),
         parallel=ParallelConfig(ring=8, ulysses=1, attention="wallfacer"),

@@ -93,7 +93,7 @@ def llama3_70b_128k() -> Config:
 
 
 def scaled(model: ModelConfig) -> ModelConfig:
-    """With LLaMA 3.1's RoPE, which was trained up to 131,072 tokens."""
+    """Returns the model with LLaMA 3.1's RoPE, which was trained up to 131,072 tokens."""
     return replace(model, rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
 
 
@@ -109,7 +109,7 @@ def long_run(
     cpu_offload: bool = False,
     timeout_minutes: float = 60.0,
 ) -> Config:
-    """What these recipes have in common: a thousand steps with a short warm-up."""
+    """Returns a run of a thousand steps with a short warm-up, as these recipes have it."""
     return Config(
         model=model,
         parallel=parallel,

@@ -36,10 +36,10 @@ class Pictures:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draws, and exits: 2 for what cannot be drawn, with one line that says why."""
+    """Entry point of `armillary-plot`. Exits with 2 and one line on invalid input."""
     with ending(PROGRAM):
-        asked = parse(sys.argv[1:] if argv is None else argv, Pictures, PROGRAM)
-        usual = asked.folders[0] / "loss.png" if len(asked.folders) == 1 else Path("losses.png")
-        if asked.output is not None:
-            check_picture(asked.output, "--output")
-        print(plot_runs(asked.folders, asked.output or usual))
+        pictures = parse(sys.argv[1:] if argv is None else argv, Pictures, PROGRAM)
+        default = pictures.folders[0] / "loss.png" if len(pictures.folders) == 1 else Path("losses.png")
+        if pictures.output is not None:
+            check_picture(pictures.output, "--output")
+        print(plot_runs(pictures.folders, pictures.output or default))

@@ -25,7 +25,7 @@ SAYING, CLOSING = 5.0, 60.0
 
 
 class Reporter:
-    """Passes what happens in a run to its sinks, on rank 0 alone. Used in a `with` block.
+    """Passes steps, validations and events of a run to its sinks, on rank 0 alone. Used in a `with` block.
 
     No error here stops training, or blocks it for longer than `SAYING` and `CLOSING`.
 
@@ -38,7 +38,9 @@ class Reporter:
         first = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
         self._shown = [Guarded(self._screen, complain=_ignore)] if first else []
-        self._sinks = self._shown + [Guarded(sink, complain=self._complain) for sink in kept(config, fence) if first]
+        self._sinks = self._shown + [
+            Guarded(sink, complain=self._complain) for sink in file_sinks(config, fence) if first
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -98,12 +100,12 @@ class Reporter:
         for guarded in self._sinks if self._begun else ():
             guarded.submit(lambda sink=guarded.sink: report(sink))
 
-    def _complain(self, said: str) -> None:
+    def _complain(self, error: str) -> None:
         for screen in self._shown:
-            screen.submit(lambda: self._screen.print(said))
+            screen.submit(lambda: self._screen.print(error))
 
 
-def kept(config: Config, fence: Callable[[], None]) -> list[Sink]:
+def file_sinks(config: Config, fence: Callable[[], None]) -> list[Sink]:
     """The configured sinks that write files."""
     folder = config.train.output
     sinks: list[Sink] = [Journal(folder / "metrics.jsonl", fence)]
@@ -114,5 +116,5 @@ def kept(config: Config, fence: Callable[[], None]) -> list[Sink]:
     return sinks
 
 
-def _ignore(said: str) -> None:
-    """The screen itself has failed: there is nowhere to print."""
+def _ignore(error: str) -> None:
+    """Drops an error of the screen itself: there is nowhere to print it."""

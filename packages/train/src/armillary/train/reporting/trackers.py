@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard and Weights & Biases, where they are installed and asked for."""
+"""Experiment trackers: TensorBoard and Weights & Biases, if installed and enabled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from armillary.train.reporting.metrics import StepMetrics
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """What trackers show of a step, by name; memory in GiB, rates of each device."""
-    known = {
+    """Returns the metrics of a step by their names in trackers; memory in GiB, rates of each device."""
+    values = {
         "train/loss": metrics.loss,
         "train/grad_norm": metrics.grad_norm,
         "train/learning_rate": metrics.learning_rate,
@@ -22,11 +22,11 @@ def scalars(metrics: StepMetrics) -> dict[str, float]:
         "device/tokens_per_second": metrics.tokens_per_second,
         "device/tflops": metrics.tflops,
     }
-    return known if metrics.utilisation is None else known | {"device/mfu": metrics.utilisation}
+    return values if metrics.utilisation is None else values | {"device/mfu": metrics.utilisation}
 
 
 class TensorBoard:
-    """Event files in a folder. Steps that are made again after a restart replace those of before."""
+    """Event files in a folder. Steps repeated after a restart replace the earlier ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run at Weights & Biases, which restarts go on with: its id is kept in the output folder.
+    """A run at Weights & Biases, which a restart resumes by the id in the output folder.
 
     Args:
         config: of the run, to be shown beside its curves.
@@ -82,7 +82,7 @@ class WeightsAndBiases:
         self._run.log({"step": step} | {f"validation/{name}": value for name, value in values.items()})
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Nothing: a board of curves has no place for it."""
+        """Does nothing: a board of curves shows no events."""
 
     def close(self) -> None:
         if self._run is not None:

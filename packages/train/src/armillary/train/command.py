@@ -20,7 +20,7 @@ from armillary.train.config.overlay import differences, overlaid, read_settings
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
-"""The names that people type."""
+"""The names of `--recipe`."""
 RENAMED = {
     "data.rows": "data.global_batch_size",
     "data.document_mask": "data.documents",
@@ -31,7 +31,7 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration comes from, before flags override it."""
+    """The recipe and the file that flags override."""
 
     recipe: str | None = None
     """debug (default), llama3_{8b_128k,8b_1m,8b_5m,70b_128k}, gpt_wallfacer_{3b,7b}, finetune or my.module:function."""
@@ -72,58 +72,48 @@ class Command(Source):
 
 
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command, and its overrides as lines to print: the recipe, and what differs from it.
+    """Returns the command and lines to print: the recipe's name, and a line for each field that differs from it.
 
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
     """
     source, recipe, config = read_source(argv, PROGRAM)
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
-    check_dry(command)
+    dry_run_flags = [name for name, is_set in (("ranks", command.ranks is not None), ("json", command.json)) if is_set]
+    if dry_run_flags and not command.dry_run:
+        raise ValueError(f"--{dry_run_flags[0]} is for a dry run; add --dry-run, or leave it out")
     if command.trace is not None:
         log = replace(command.run.log, trace=command.trace)
         command = replace(command, run=replace(command.run, log=log))
-    return command, overrides(source, recipe, command.run)
-
-
-def check_dry(command: Command) -> None:
-    """Refuses flags of a dry run without --dry-run."""
-    plain = Command()
-    given = [name for name in ("ranks", "json") if getattr(command, name) != getattr(plain, name)]
-    if given and not command.dry_run:
-        raise ValueError(f"--{given[0]} is for a dry run; add --dry-run, or leave it out")
+    changes = differences(recipe, command.run)
+    return command, [f"recipe: {source.recipe}", *(f"  {line}" for line in changes)]
 
 
 def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
-    """(recipe and file of a command line, the recipe's configuration, and that with the file's overrides).
+    """Returns (recipe and file of a command line, the recipe's configuration, the configuration with the file's keys).
 
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
     """
     source = parse_known(argv, Source, program)
     settings = {} if source.config is None else read_settings(source.config)
-    named = settings.pop("recipe", "debug")
-    if not isinstance(named, str):
-        raise ValueError(f"--config {source.config}: recipe = {named!r} is no name")
-    name = named if source.recipe is None else source.recipe
-    found = find_recipe(name)
+    name = settings.pop("recipe", "debug")
+    if not isinstance(name, str):
+        raise ValueError(f"--config {source.config}: recipe = {name!r} is no name")
+    name = name if source.recipe is None else source.recipe
+    make_recipe = find_recipe(name)
     with recipe_errors(name):
-        recipe = found()
+        recipe = make_recipe()
     if not isinstance(recipe, Config):
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
     return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path(), RENAMED)
 
 
-def overrides(source: Source, recipe: Config, config: Config) -> list[str]:
-    """The recipe's name, and a line for each field that differs from it."""
-    return [f"recipe: {source.recipe}", *(f"  {line}" for line in differences(recipe, config))]
-
-
 def find_recipe(name: str) -> Callable[[], object]:
-    """The recipe of this name, or the function in "my.module:function", seen from the working directory.
+    """Returns the recipe of this name, or the function "my.module:function", importable from the working directory.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such recipe, module or function.
     """
     module, colon, function = name.partition(":")
     if not colon:
@@ -131,29 +121,29 @@ def find_recipe(name: str) -> Callable[[], object]:
             raise ValueError(f"--recipe {name}: known are {', '.join(RECIPES)}; your own is my.module:function")
         return RECIPES[name]
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it; a script has not
+        sys.path.insert(0, "")  # `python -m` has it on the path, a console script has not
     with recipe_errors(name):
-        found = getattr(import_module(module), function, None)
-    if not callable(found):
+        recipe = getattr(import_module(module), function, None)
+    if not callable(recipe):
         raise ValueError(f"--recipe {name}: {module} has no function {function!r}")
-    return found
+    return recipe
 
 
 @contextmanager
 def recipe_errors(recipe: str) -> Generator[None]:
-    """Turns whatever a recipe's own code raises into a ValueError that says where."""
+    """Turns any exception of a recipe's own code into a ValueError with its file and line."""
     try:
         yield
     except Exception as error:
-        place = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
-        raise ValueError(f"--recipe {recipe}: {place}{error}") from error
+        where = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
+        raise ValueError(f"--recipe {recipe}: {where}{error}") from error
 
 
 def location_of(error: Exception) -> str:
-    """File and line in the recipe's own code, neither ours nor Python's."""
+    """Returns file and line of the last frame in the recipe's own code, not importlib's or this file's."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
-    found = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    ours = [frame for frame in found if Path(frame.filename) != Path(__file__)]
-    last = next((frame for frame in reversed(ours) if "importlib" not in frame.filename), None)
+    frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    own_frames = [x for x in frames if Path(x.filename) != Path(__file__) and "importlib" not in x.filename]
+    last = own_frames[-1] if own_frames else None
     return "" if last is None else f" at {last.filename}:{last.lineno}"
