@@ -1,0 +1,124 @@
+"""A model in stages of torch.distributed.pipelining, with context parallelism inside each: equal to one rank."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from armillary.attention import AttentionMask, build_attention
+from armillary.core import SequenceLayout
+from armillary.core.testing import mesh, relative_error
+from armillary.models import Llama, LlamaConfig, initialize
+from armillary.models.block import Context
+
+CONFIG = LlamaConfig(vocab_size=37, dim=32, layers=4, heads=8, kv_heads=4, hidden_dim=48, head_dim=8)
+ROWS, N, STAGES = 4, 48, 2
+DOCUMENTS = AttentionMask(documents=[0, 11, 30, N])
+
+
+class Stage(nn.Module):
+    """Every other block of a model belongs to another stage: the first has the embedding, the last the head."""
+
+    def __init__(self, model: Llama, stage: int, layout: SequenceLayout, shard: int) -> None:
+        super().__init__()
+        per_stage = CONFIG.layers // STAGES
+        decoder, blocks = model.model, range(stage * per_stage, (stage + 1) * per_stage)
+        self.blocks = nn.ModuleDict({str(i): decoder.layers[i] for i in blocks})
+        self.embed = decoder.embed_tokens if stage == 0 else None
+        self.norm, self.head = (decoder.norm, model.lm_head) if stage == STAGES - 1 else (None, None)
+        positions = layout.positions(shard)
+        self.context = Context(len(positions), decoder.rotation(positions, torch.float64), DOCUMENTS, layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks.values():
+            x = block(x, self.context.seen_by(block))
+        return x if self.norm is None else self.head(self.norm(x))
+
+
+def model_and_batch(attention=None) -> tuple[Llama, Tensor, Tensor]:
+    """The same on every rank, whole: (model, ids, labels)."""
+    model = Llama(CONFIG, attention).double()
+    initialize(model, seed=0)
+    ids = torch.randint(CONFIG.vocab_size, (ROWS, N + 1), generator=torch.Generator().manual_seed(1))
+    return model, ids[:, :-1], ids[:, 1:]
+
+
+def share(logits: Tensor, labels: Tensor) -> Tensor:
+    """This rank's and micro-batch's part of the mean over all labels."""
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / (ROWS * N)
+
+
+def on_one_rank() -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients)."""
+    model, ids, labels = model_and_batch()
+    loss = share(model(ids, mask=DOCUMENTS), labels)
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def in_stages(attention: str, axes: Mapping[str, int], micro_batches: int) -> tuple[float, float, set[str]]:
+    """(loss of all ranks, worst error of a gradient of this rank's stage, names of the parameters there)."""
+    over = mesh(pipe=STAGES, **axes)
+    attend = build_attention(attention, over)
+    model, ids, labels = model_and_batch(attend)
+    layout, pipe = attend.layout(N), over["pipe"]
+    last = pipe.get_local_rank() == STAGES - 1
+    stage = Stage(model, pipe.get_local_rank(), layout, attend.shard)
+    tokens = layout.sizes[attend.shard]
+    rows = ROWS // micro_batches
+    hidden, logits = (
+        torch.empty(rows, tokens, width, dtype=torch.float64, requires_grad=True)
+        for width in (CONFIG.dim, CONFIG.vocab_size)
+    )
+    # With examples of its inputs and outputs, torch does not run the stage to find out their shapes.
+    pipeline_stage = PipelineStage(
+        stage,
+        pipe.get_local_rank(),
+        STAGES,
+        torch.device("cpu"),
+        input_args=hidden if pipe.get_local_rank() else ids[:rows, :tokens],
+        output_args=logits if last else hidden,
+        group=pipe.get_group(),
+    )
+    losses: list[Tensor] = []
+    schedule = ScheduleGPipe(pipeline_stage, micro_batches, loss_fn=share, scale_grads=False)
+    inputs = () if pipe.get_local_rank() else (layout.take(ids, attend.shard),)
+    schedule.step(*inputs, target=layout.take(labels, attend.shard) if last else None, losses=losses)
+    loss = torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(loss)
+    expected, owned, errors = on_one_rank()[1], set[str](), list[float]()
+    parameters = {id(parameter) for parameter in stage.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in parameters:
+            for axis in axes:  # ranks of a stage hold shares: each has other tokens
+                dist.all_reduce(parameter.grad, group=over[axis].get_group())
+            errors.append(relative_error(parameter.grad, expected[name]))
+            owned.add(name)
+    return loss.item(), max(errors), owned
+
+
+@pytest.mark.parametrize(
+    ("attention", "axes"),
+    [
+        ("ring", {"ring": 2}),
+        ("upipe", {"ulysses": 2}),
+        pytest.param("usp", {"ring": 2, "ulysses": 2}, marks=pytest.mark.long),
+        pytest.param("ring+token_ring", {"nodes": 2, "devices": 2}, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stages_with_context_parallelism_give_what_one_rank_gives(worlds, attention, axes, micro_batches):
+    ranks = STAGES
+    for size in axes.values():
+        ranks *= size
+    expected, gradients = on_one_rank()
+    found = worlds(ranks).run(in_stages, attention, axes, micro_batches)
+    assert all(loss == pytest.approx(expected, rel=1e-12) for loss, _, _ in found)
+    assert max(error for _, error, _ in found) < 1e-11
+    first, last = found[0][2], found[-1][2]
+    assert first | last == set(gradients) and not first & last
