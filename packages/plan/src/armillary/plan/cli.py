@@ -21,6 +21,8 @@ from armillary.plan.search import report as search_report
 from armillary.plan.search.command_line import write_choice
 from armillary.plan.search.search import SearchPlan
 from armillary.plan.search.search import search as search_all
+from armillary.plan.steps import command as steps_command
+from armillary.plan.steps.command import StepsPlan, plan_steps, write_steps
 
 PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
@@ -37,6 +39,7 @@ commands:
   memory   peak memory of a training step on each rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
   bytes    bytes that attention methods send, forward and backward, at any number of ranks
+  steps    a method step by step, as a page or a picture: sends between ranks, and the tiles that they compute
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if it does not fit; 2 for wrong arguments."""
@@ -102,6 +105,15 @@ def sent_bytes(argv: Sequence[str]) -> None:
     print_result(plan.json, partial(comm_volume.as_dict, plan, rows), partial(comm_volume.show, plan, rows))
 
 
+def steps(argv: Sequence[str]) -> None:
+    """`armillary-plan steps`."""
+    plan = parse(argv, StepsPlan, f"{PROGRAM} steps")
+    methods = plan_steps(plan)
+    if plan.out is not None:
+        write_steps(plan, methods)
+    print_result(plan.json, partial(steps_command.as_dict, plan, methods), partial(steps_command.show, plan, methods))
+
+
 def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
     """Prints JSON, or tables."""
     if as_json:
@@ -115,4 +127,5 @@ COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
     "memory": memory,
     "run": run,
     "bytes": sent_bytes,
+    "steps": steps,
 }

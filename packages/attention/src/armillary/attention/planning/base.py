@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.layouts import layout_of
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.core import SequenceLayout
@@ -36,9 +38,11 @@ class MethodPlan:
 class SequencePlan(MethodPlan):
     """Plan of a method on the sequence axis."""
 
-    def layout(self, length: int, ranks: int) -> SequenceLayout:
-        """Returns the zigzag layout of the method over `ranks` ranks."""
-        return SequenceLayout.zigzag(length, ranks)
+    def layout(
+        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
+    ) -> SequenceLayout:
+        """Returns the layout of the method over `ranks` ranks, as `Method.layout`."""
+        return layout_of(kind, length, ranks, mask)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         """Returns the communication plan over the shards of `work`."""

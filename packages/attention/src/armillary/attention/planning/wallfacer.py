@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.methods.teams import Placement, Teams
 from armillary.attention.planning.base import SequencePlan
@@ -45,8 +46,10 @@ class WallFacerPlan(SequencePlan):
         """Raises ValueError if the square of `team` does not divide the ranks, or for an unknown placement."""
         return Teams(ranks, self.team, self.placement)
 
-    def layout(self, length: int, ranks: int) -> SequenceLayout:
-        return self.teams(ranks).layout(length)
+    def layout(
+        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
+    ) -> SequenceLayout:
+        return self.teams(ranks).layout(length, kind, mask)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         teams = self.teams(work.layout.shards)

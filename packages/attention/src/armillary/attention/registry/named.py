@@ -9,6 +9,7 @@ from typing import get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Placement
@@ -151,9 +152,9 @@ class NamedMethod:
         inner, head = self.sequence_plan(ring), self.head_plan(ulysses)
         return inner.comm_plan(work) if head is None else head.comm_plan(work, ulysses, inner.comm_plan)
 
-    def layout(self, length: int, ring: int) -> SequenceLayout:
-        """Returns the zigzag layout of `Method.layout` over `ring` ranks, not refined for a head axis."""
-        return self.sequence_plan(ring).layout(length, ring)
+    def layout(self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+        """Returns the layout of `Method.layout` over `ring` ranks, not refined for a head axis."""
+        return self.sequence_plan(ring).layout(length, ring, kind, mask)
 
     def stages(self, heads: int, key_heads: int, ulysses: int) -> HeadStages:
         """Returns the stages in which the first of `ulysses` ranks of the head axis gets its heads."""

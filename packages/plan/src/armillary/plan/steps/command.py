@@ -1,0 +1,236 @@
+"""`armillary-plan steps`: arguments, and the steps of the methods that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import gcd
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention.methods.ring import Backward
+from armillary.attention.methods.teams import Placement
+from armillary.attention.registry import MethodOptions, NamedMethod, named_method
+from armillary.core.files import writing
+from armillary.plan.presets import amount
+from armillary.plan.steps.cells import MaskCells
+from armillary.plan.steps.draw import Drawing
+from armillary.plan.steps.page import MethodSteps, comparison, html_page, svg_file
+from armillary.plan.steps.timeline import condensed, timeline
+from armillary.train.config.limits import Count, CountOrNone, check_limits
+
+MOST_RANKS = 64
+"""Ranks of a picture."""
+TOKENS_PER_RANK = 8
+"""Of the default sequence: four in each of a zigzag layout's chunks."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """Draws the steps of an attention method: who sends what to whom, and which tiles of the mask ranks compute.
+
+    Ways to start:
+      # a page to step through, or all steps as one picture
+      armillary-plan steps --attention wallfacer --team 2 --ranks 8 --out steps.html
+      armillary-plan steps --attention ring --ranks 4 --out steps.svg
+      # three methods side by side
+      armillary-plan steps --attention ring wallfacer upipe --ranks 8 --out methods.svg
+      # a tree of three segments, balanced over a head axis of 2 and a ring of 4
+      armillary-plan steps --attention usp --ulysses 2 --documents 0 8 40 64 --parents -1 0 0 --layout balanced \\
+          --out tree.html
+
+    All figures are those of the method's communication plan.
+    """
+
+    out: Path | None = None
+    """File to write: .html, or .svg."""
+    attention: tuple[str, ...] = ("ring",)
+    """Methods, named as for --parallel.attention. Several are drawn side by side, as .svg."""
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 8
+    ulysses: CountOrNone = None
+    """Ranks on the head axis of methods on both axes; by default the largest common divisor up to half of them."""
+    team: CountOrNone = None
+    """wallfacer: team size (C)."""
+    placement: Placement = "collect_intra"
+    """wallfacer: which ranks are neighbours."""
+    heads_per_stage: CountOrNone = None
+    """upipe: query heads of a stage."""
+    backward: Backward = "auto"
+    """ring and wallfacer: the side that rotates in backward."""
+    tokens: int | None = None
+    """Sequence length over all ranks (N); by default 8 for each rank. Long ones are drawn by some positions."""
+    layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
+    """Distribution of positions over sequence ranks."""
+    full: bool = False
+    """Full mask; by default a causal one."""
+    window: tuple[int, int] | None = None
+    """Neighbours to the left and to the right that a query sees."""
+    documents: tuple[int, ...] = ()
+    """Boundaries of documents, from 0 to the number of tokens."""
+    parents: tuple[int, ...] = ()
+    """Makes the documents a tree of segments: the parent of each, -1 for none."""
+    prefixes: tuple[int, ...] = ()
+    """Tokens at the start of each document that are seen in both directions."""
+    chunk: CountOrNone = None
+    """Causal attention within chunks of this many tokens."""
+    heads: Count = 8
+    """Query heads (H)."""
+    kv_heads: CountOrNone = None
+    """Key/value heads (K); by default as many as query heads."""
+    head_dim: Count = 128
+    """D."""
+    rows: Count = 1
+    """Sequences (B)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    frames: Count = 4
+    """Frames of each method, where several are drawn side by side."""
+    json: bool = False
+    """Print all figures as JSON."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        if self.tokens is None:
+            return self.documents[-1] if self.documents else TOKENS_PER_RANK * self.ranks
+        return amount(self, "tokens")
+
+    @property
+    def mask(self) -> AttentionMask:
+        """The mask that the flags describe.
+
+        Raises:
+            ValueError: flags that exclude each other.
+        """
+        special = [name for name in ("parents", "prefixes", "chunk") if getattr(self, name)]
+        if len(special) > 1 or (special and self.full) or (self.window and special and special != ["parents"]):
+            flags = [f"--{name}" for name in (*special, *(n for n in ("full", "window") if getattr(self, n)))]
+            raise ValueError(f"{' and '.join(flags)} exclude each other: a mask is of one kind")
+        documents = list(self.documents) or None
+        if self.parents:
+            return AttentionMask.tree(documents or [0, self.length], list(self.parents), self.window)
+        if self.prefixes:
+            return AttentionMask.prefix(documents or [0, self.length], list(self.prefixes))
+        if self.chunk:
+            return AttentionMask.chunked(self.chunk, documents)
+        return AttentionMask(not self.full, self.window, documents)
+
+    @property
+    def mask_text(self) -> str:
+        """The flags of the mask, such as "causal, window 4 0"."""
+        names = ("window", "documents", "parents", "prefixes", "chunk")
+        values = {name: getattr(self, name) for name in names if getattr(self, name)}
+        texts = (f"{name} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for name, v in values.items())
+        return ", ".join(["full" if self.full else "causal", *texts])
+
+
+def plan_steps(plan: StepsPlan) -> list[MethodSteps]:
+    """Returns the steps of each method.
+
+    Raises:
+        ValueError: a method that does not support the mask, the ranks or an option, or one that has no plan.
+    """
+    check_limits(plan)
+    if not plan.attention:
+        raise ValueError("--attention: at least one method is needed")
+    return [method_steps(plan, name, f"m{i}" if i else "") for i, name in enumerate(plan.attention)]
+
+
+def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
+    """Returns the steps of one method; `prefix` distinguishes its shapes from other methods' in one file."""
+    method = named_method(name, options_for(plan, name))
+    ulysses = head_ranks(plan, method)
+    ring, length, mask = plan.ranks // ulysses, plan.length, plan.mask
+    layout = method.layout(length, ring, plan.layout, mask)
+    mask.pairs(length)  # refuses documents that do not end with the sequence
+    kv_heads = plan.heads if plan.kv_heads is None else plan.kv_heads
+    work = AttentionShape.of(
+        layout,
+        mask,
+        heads=plan.heads,
+        kv_heads=kv_heads,
+        head_dim=plan.head_dim,
+        dtype=DTYPES[plan.dtype],
+        batch=plan.rows,
+    )
+    frames = timeline(method.comm_plan(work, ring, ulysses), plan.heads, ulysses)
+    if len(plan.attention) > 1:
+        frames = condensed(frames)
+    drawing = Drawing(frames, MaskCells.of(layout, mask, ulysses), plan.ranks, ulysses, prefix)
+    mesh = f"ring {ring} x ulysses {ulysses}" if min(ring, ulysses) > 1 else f"{plan.ranks} ranks"
+    sizes = f"N {length:,}, H {plan.heads}, K {kv_heads}, D {plan.head_dim}, B {plan.rows}, {plan.dtype}"
+    facts: dict[str, Any] = {"mesh": {"ring": ring, "ulysses": ulysses}, "length": length}
+    facts |= {"mask": plan.mask_text, "layout": plan.layout}
+    subtitle = f"{plan.mask_text} mask, {plan.layout} layout, {sizes}"
+    return MethodSteps(f"{method}, {mesh}", subtitle, facts, frames, drawing)
+
+
+def options_for(plan: StepsPlan, name: str) -> MethodOptions:
+    """Returns the method's options; of several methods, each takes those that it knows."""
+    options = MethodOptions(plan.heads_per_stage, plan.team, plan.placement, plan.backward)
+    if len(plan.attention) == 1:
+        return options
+    method = named_method(name)
+    accepted = (*method.sequence.options, *(method.head.options if method.head else ()))
+    return MethodOptions(**{option: value for option, value in options._asdict().items() if option in accepted})
+
+
+def head_ranks(plan: StepsPlan, method: NamedMethod) -> int:
+    """Returns the ranks of the head axis.
+
+    Raises:
+        ValueError: --ulysses does not divide the ranks, or the method does not use the axis.
+    """
+    if "ulysses" not in method.axes:
+        ulysses = 1
+    elif "ring" not in method.axes:
+        ulysses = plan.ranks
+    else:
+        common = gcd(plan.heads, plan.ranks)
+        divisors = [u for u in range(1, max(2, plan.ranks // 2 + 1)) if common % u == 0]
+        ulysses = plan.ulysses or divisors[-1]
+    if plan.ulysses not in (None, ulysses) or plan.ranks % ulysses:
+        raise ValueError(f"--ulysses {plan.ulysses}: {method.name} on {plan.ranks} ranks takes {ulysses}")
+    return ulysses
+
+
+def write_steps(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
+    """Writes the file of `--out`.
+
+    Raises:
+        ValueError: a suffix other than .html and .svg, or several methods as .html.
+        OSError: the file cannot be written.
+    """
+    assert plan.out is not None
+    match plan.out.suffix.lower(), len(methods):
+        case ".html", 1:
+            text = html_page(methods[0])
+        case ".svg", 1:
+            text = svg_file(methods[0])
+        case ".svg", _:
+            text = comparison(methods, plan.frames)
+        case ".html", _:
+            raise ValueError(f"--out {plan.out}: several methods are drawn as .svg")
+        case _:
+            raise ValueError(f"--out {plan.out}: must end with .html or .svg")
+    with writing(plan.out):
+        plan.out.write_text(text, "utf-8")
+
+
+def as_dict(plan: StepsPlan, methods: Sequence[MethodSteps]) -> dict[str, Any]:
+    """All figures for JSON."""
+    return {"plan": asdict(plan) | {"out": plan.out and str(plan.out)}, "methods": [each.as_dict for each in methods]}
+
+
+def show(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
+    """Prints what is written, and the bytes of each method."""
+    for steps in methods:
+        print(f"{steps.title}: {steps.subtitle}")
+        for sent in steps.frames[-1].sent:
+            kind = sent.kind.replace("_", "-")
+            print(f"  {sent.axis}, {kind}: {sent.total:,} bytes in all, {sent.most:,} of the busiest rank")
+    print(f"written to {plan.out}" if plan.out else "--out FILE.html or FILE.svg draws the steps")

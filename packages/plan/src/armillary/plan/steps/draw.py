@@ -1,0 +1,247 @@
+"""A frame as two SVG drawings: ranks in a circle with their sends, and the mask with the blocks that they compute.
+
+Shapes that several frames have are defined once: an arrow for each pair of ranks that send, a path for each block.
+Classes carry colours, so that one style sheet serves light and dark pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise, product
+from math import ceil, cos, hypot, pi, sin
+
+import numpy as np
+
+from armillary.attention.drawing.colors import rank_colors, text_color
+from armillary.attention.planning.comm_plan import Move
+from armillary.plan.steps.cells import MaskCells, outline
+from armillary.plan.steps.timeline import Frame, RankBlock
+
+SIDE = 200
+"""Sides of both drawings, in SVG units."""
+STRIP = 6
+"""Width of the strips that show the owners of positions."""
+KEY_TENSORS = {"k", "v", "dk", "dv"}
+DOT_SHARE = 0.36
+"""Radius of a rank's dot, as a share of the distance between two of them."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Ranks in a circle, clockwise from the top."""
+
+    ranks: int
+
+    @property
+    def dot(self) -> float:
+        """Radius of a rank's dot."""
+        return min(15.0, self.radius * 2 * pi / max(self.ranks, 2) * DOT_SHARE)
+
+    @property
+    def radius(self) -> float:
+        """Radius of the circle, inside of the labels."""
+        return SIDE / 2 - 40
+
+    def center(self, rank: int, radius: float | None = None) -> tuple[float, float]:
+        """Returns the center of a rank's dot, or a point at another radius beyond it."""
+        angle = 2 * pi * rank / self.ranks - pi / 2
+        radius = self.radius if radius is None else radius
+        return SIDE / 2 + radius * cos(angle), SIDE / 2 + radius * sin(angle)
+
+    def arrow(self, source: int, target: int) -> str:
+        """Returns the path of an arrow. Opposite directions bend to opposite sides."""
+        (x0, y0), (x1, y1) = self.center(source), self.center(target)
+        length = hypot(x1 - x0, y1 - y0)
+        side_x, side_y = (y0 - y1) / length, (x1 - x0) / length
+        bend = 0.14 * length + 3
+        control_x, control_y = (x0 + x1) / 2 + bend * side_x, (y0 + y1) / 2 + bend * side_y
+        start = _towards(x0, y0, control_x, control_y, self.dot + 1)
+        end = _towards(x1, y1, control_x, control_y, self.dot + 2)
+        # The head is two strokes back along the curve's end, 35 degrees to either side.
+        angle_x, angle_y = control_x - end[0], control_y - end[1]
+        size = min(6.0, 0.5 * self.dot + 1.5) / hypot(angle_x, angle_y)
+        heads = (
+            (
+                end[0] + size * (angle_x * 0.82 - turn * angle_y * 0.57),
+                end[1] + size * (angle_y * 0.82 + turn * angle_x * 0.57),
+            )
+            for turn in (1, -1)
+        )
+        first, second = (f"{x:.1f} {y:.1f}" for x, y in heads)
+        tip = f"{end[0]:.1f} {end[1]:.1f}"
+        return f"M{start[0]:.1f} {start[1]:.1f}Q{control_x:.1f} {control_y:.1f} {tip}M{first}L{tip}L{second}"
+
+
+def _towards(x: float, y: float, to_x: float, to_y: float, distance: float) -> tuple[float, float]:
+    """Returns the point at a distance from (x, y) in the direction of another."""
+    length = hypot(to_x - x, to_y - y)
+    return x + (to_x - x) * distance / length, y + (to_y - y) * distance / length
+
+
+class Drawing:
+    """Draws the frames of one method.
+
+    Args:
+        ulysses: ranks of the head axis, each of which has a square of its own.
+        name: distinguishes ids of several methods in one file.
+    """
+
+    def __init__(self, frames: Sequence[Frame], cells: MaskCells, ranks: int, ulysses: int, name: str = "") -> None:
+        self.frames, self.cells, self.ranks, self.ulysses, self.name = frames, cells, ranks, ulysses, name
+        self.circle = Circle(ranks)
+
+    def definitions(self) -> str:
+        """Returns the shapes that `ring` and `masks` use."""
+        blocks = {(block.queries, block.keys) for frame in self.frames for block in frame.blocks}
+        pairs = {pair for frame in self.frames for pair, _ in arrows(frame)}
+        shapes = [
+            (self._id("mask"), outline(self.cells.visible)),
+            *((self._block_id(*block), outline(self.cells.block(*block))) for block in sorted(blocks)),
+            *((self._id("a", *pair), self.circle.arrow(*pair)) for pair in sorted(pairs)),
+        ]
+        paths = (f'<path id="{name}" d="{path}"/>' for name, path in shapes)
+        squares = product(range(len(self.frames)), range(self.ulysses))
+        computed = (self._computed(*each) for each in squares if self._blocks(*each))
+        return f"<defs>{''.join(paths)}{self._strips()}{''.join(computed)}</defs>"
+
+    def ring(self, frame: Frame) -> str:
+        """Returns the ranks, the sends between them and the shards that each computes with."""
+        sends = (f'<use href="#{self._id("a", *pair)}" class="{style}"/>' for pair, style in arrows(frame))
+        blocks = [[block for block in frame.blocks if block.rank == rank] for rank in range(self.ranks)]
+        dots = (self._dot(rank, blocks[rank]) for rank in range(self.ranks))
+        return f"<g>{''.join(sends)}{''.join(dots)}</g>"
+
+    def masks(self, index: int) -> str:
+        """Returns a square for each rank of the head axis, with the blocks of frame `index` and those before it."""
+        columns = ceil(self.ulysses**0.5)
+        rows = ceil(self.ulysses / columns)
+        # Above each square: its heads, and a strip with the owner of each key. To its left, the owners of queries.
+        strip = STRIP / columns
+        head = strip + (11 if self.ulysses > 1 else 0)
+        side = min(SIDE / columns - 2 * strip, SIDE / rows - head - strip)
+        squares = list[str]()
+        for square in range(self.ulysses):
+            row, column = divmod(square, columns)
+            x, y = column * SIDE / columns + strip, row * (side + head + strip) + head
+            if self.ulysses > 1:
+                label = heads_text(self._blocks(index, square))
+                squares.append(f'<text x="{x:.1f}" y="{y - strip - 2:.1f}" class="small">{escape(label)}</text>')
+            scale = side / len(self.cells.visible)
+            squares.append(
+                f'<g transform="translate({x:.1f} {y:.1f}) scale({scale:.4f})">{self._square(index, square)}</g>'
+            )
+        return "".join(squares)
+
+    def _strips(self) -> str:
+        """Returns the owners of positions, beside and above a square."""
+        owners, width = self.cells.owners, STRIP * len(self.cells.owners) / SIDE
+        starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+        runs = [(int(owners[start]), start, stop - start) for start, stop in pairwise(starts)]
+        beside = (f'<rect x="{-width:.2f}" y="{y}" width="{width:.2f}" height="{n}" class="r{r}"/>' for r, y, n in runs)
+        above = (f'<rect x="{x}" y="{-width:.2f}" width="{n}" height="{width:.2f}" class="r{r}"/>' for r, x, n in runs)
+        return f'<g id="{self._id("strips")}">{"".join(beside)}{"".join(above)}</g>'
+
+    def _square(self, index: int, square: int) -> str:
+        size = len(self.cells.visible)
+        phase = self.frames[index].phase
+        history = [i for i in range(index + 1) if self.frames[i].phase == phase and self._blocks(i, square)]
+        # Stages of heads start with an empty square: each computes all pairs, for its heads.
+        heads = self._blocks(history[-1], square)[0].heads if history else ()
+        stage = [i for i in history if self._blocks(i, square)[0].heads == heads]
+        done = "".join(f'<use href="#{self._id("f", i, square)}"/>' for i in stage if i < index)
+        current = f'<use href="#{self._id("f", index, square)}"/>' if index in stage else ""
+        return (
+            f'<rect width="{size}" height="{size}" class="paper"/><use href="#{self._id("mask")}" class="seen"/>'
+            f'<use href="#{self._id("strips")}"/><g class="done">{done}</g>{current}'
+        )
+
+    def _blocks(self, index: int, square: int) -> list[RankBlock]:
+        """Returns the blocks of a frame in the square of a rank of the head axis."""
+        return [block for block in self.frames[index].blocks if block.rank % self.ulysses == square]
+
+    def _computed(self, index: int, square: int) -> str:
+        blocks = (
+            f'<use href="#{self._block_id(block.queries, block.keys)}" class="r{block.rank}"/>'
+            for block in self._blocks(index, square)
+        )
+        return f'<g id="{self._id("f", index, square)}">{"".join(blocks)}</g>'
+
+    def _dot(self, rank: int, blocks: Sequence[RankBlock]) -> str:
+        (x, y), dot = self.circle.center(rank), self.circle.dot
+        text = (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dot:.1f}" class="r{rank} dot"/>'
+            f'<text x="{x:.1f}" y="{y:.1f}" dy=".36em" font-size="{dot:.1f}" class="t{rank} rank">{rank}</text>'
+        )
+        if len(blocks) != 1 or self.ranks > 16:
+            return text
+        x, y = self.circle.center(rank, self.circle.radius + dot + 4)
+        # Beside the dot on either side; above and below it in the middle, where the text is two lines high.
+        across = (x - SIDE / 2) / SIDE
+        anchor = "middle" if abs(across) < 0.1 else "start" if across > 0 else "end"
+        y += (y - SIDE / 2) * 0.05
+        labels = (f"q {span_text(blocks[0].queries)}", f"k {span_text(blocks[0].keys)}")
+        lines = "".join(
+            f'<tspan x="{x:.1f}" dy="{dy}">{label}</tspan>' for dy, label in zip((0, 8.5), labels, strict=True)
+        )
+        return f'{text}<text y="{y - 1.5:.1f}" class="label" text-anchor="{anchor}">{lines}</text>'
+
+    def _block_id(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> str:
+        return self._id("b", span_text(queries), span_text(keys))
+
+    def _id(self, *parts: object) -> str:
+        return "_".join(map(str, (self.name, *parts))).strip("_").replace(" ", "")
+
+
+def arrows(frame: Frame) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yields the (source, target) of each arrow and its style. All that one rank sends another is one arrow."""
+    styles = dict[tuple[tuple[int, int], bool], set[str]]()
+    for moves, late in ((frame.moves, False), (frame.returning, True)):
+        for move in moves:
+            for send in move.sends:
+                styles.setdefault(((send.source, send.target), late), set()).add(side_of(move))
+    for (pair, late), sides in styles.items():
+        side = sides.pop() if len(sides) == 1 else "both"
+        yield pair, f"arrow {side}{' late' if late else ''}"
+
+
+def side_of(move: Move) -> str:
+    """Returns "keys" or "queries", the side that a move's tensors belong to."""
+    return "keys" if set(move.tensors) <= KEY_TENSORS else "queries"
+
+
+def moves_text(frame: Frame) -> str:
+    """Returns what is sent, such as "k, v: p2p"."""
+    texts = dict[str, list[str]]()
+    for move in (*frame.moves, *frame.returning):
+        texts.setdefault(move.kind.replace("_", "-"), []).extend(move.tensors)
+    return "; ".join(f"{', '.join(dict.fromkeys(tensors))}: {kind}" for kind, tensors in texts.items()) or "no sends"
+
+
+def span_text(numbers: Sequence[int]) -> str:
+    """Returns numbers as ranges, such as "0-3, 6"."""
+    texts, start = list[str](), 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            first, last = numbers[start], numbers[i - 1]
+            texts.append(f"{first}" if first == last else f"{first}-{last}")
+            start = i
+    return ", ".join(texts)
+
+
+def heads_text(blocks: Sequence[RankBlock]) -> str:
+    """Returns the query heads of blocks, such as "heads 0-3"."""
+    heads = sorted({head for block in blocks for head in block.heads})
+    return f"head{'s' if len(heads) > 1 else ''} {span_text(heads)}" if heads else ""
+
+
+def rank_styles(ranks: int) -> str:
+    """Returns CSS for each rank: the fill of its dot and blocks, and of the text on it."""
+    rules = list[str]()
+    for rank, color in enumerate(rank_colors(ranks)):
+        # Lighter than the palette: its darkest colours would disappear on a dark page.
+        lighter = 0.85 * color + 0.15
+        red, green, blue = (round(255 * channel) for channel in lighter)
+        rules.append(f".r{rank}{{fill:#{red:02x}{green:02x}{blue:02x}}}.t{rank}{{fill:{text_color(lighter)}}}")
+    return "".join(rules)

@@ -1,0 +1,147 @@
+"""Output: a page to step through a method, or an SVG file with frames of one or several methods side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from armillary.plan.steps.draw import SIDE, Drawing, moves_text, rank_styles
+from armillary.plan.steps.timeline import Frame
+
+GAP = 16
+"""Between drawings of an SVG file, in SVG units."""
+CAPTION = 18
+"""Height of the line above a frame of an SVG file."""
+LABEL_SIZE = 6.5
+"""Mean width of a caption's character."""
+
+
+@dataclass(frozen=True)
+class MethodSteps:
+    """The frames of one method, drawn.
+
+    Args:
+        title: such as "wallfacer C=2 on 8 ranks".
+        subtitle: the mask, the layout and the sizes of the call.
+        facts: properties of the call, for JSON.
+    """
+
+    title: str
+    subtitle: str
+    facts: dict[str, Any]
+    frames: Sequence[Frame]
+    drawing: Drawing
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {"title": self.title, **self.facts, "frames": [frame.as_dict for frame in self.frames]}
+
+
+def html_page(steps: MethodSteps) -> str:
+    """Returns a page that needs no other file and no network."""
+    frames = "\n".join(
+        f'<figure class="frame">{svg(steps.drawing.ring(frame), "ranks")}{svg(steps.drawing.masks(i), "mask")}'
+        f"<figcaption>{escape(frame.title)}: {escape(moves_text(frame))}</figcaption></figure>"
+        for i, frame in enumerate(steps.frames)
+    )
+    return Template(resource("page.html")).substitute(
+        title=escape(steps.title),
+        subtitle=escape(steps.subtitle),
+        style=resource("drawing.css") + resource("page.css") + rank_styles(steps.drawing.ranks) + "\n",
+        definitions=steps.drawing.definitions(),
+        frames=frames,
+        data=script_json(steps.as_dict),
+        script=resource("page.js"),
+    )
+
+
+def svg(content: str, label: str) -> str:
+    """Returns one drawing as an element of a page."""
+    return f'<svg viewBox="0 0 {SIDE} {SIDE}" role="img" aria-label="{label}">{content}</svg>'
+
+
+def script_json(value: object) -> str:
+    """Returns JSON for a script element: no text in it can end the element, or a line of old parsers."""
+    text = json.dumps(value, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def svg_file(steps: MethodSteps, columns: int = 2) -> str:
+    """Returns an SVG file with all frames of a method, `columns` side by side."""
+    frames = range(len(steps.frames))
+    places = [(i % columns, i // columns, i) for i in frames]
+    return sheet([(steps, 0, places)], columns, "all-steps")
+
+
+def comparison(methods: Sequence[MethodSteps], rows: int) -> str:
+    """Returns an SVG file with a column for each method: at most `rows` frames of its forward."""
+    parts = [
+        (steps, column, [(0, row, i) for row, i in enumerate(digest(steps.frames, rows))])
+        for column, steps in enumerate(methods)
+    ]
+    return sheet(parts, len(methods), "comparison")
+
+
+def digest(frames: Sequence[Frame], rows: int) -> list[int]:
+    """Returns indices of at most `rows` frames of forward with sends, evenly spaced, the first and last included."""
+    sending = [i for i, frame in enumerate(frames) if frame.phase == "forward" and (frame.moves or frame.returning)]
+    sending = sending or [0]
+    count = min(rows, len(sending))
+    return [sending[round(i * (len(sending) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def sheet(
+    parts: Sequence[tuple[MethodSteps, int, Sequence[tuple[int, int, int]]]], columns: int, style_class: str
+) -> str:
+    """Returns an SVG file.
+
+    Args:
+        parts: methods with the column where they start, and (column, row, index) of each frame.
+        columns: of the sheet.
+        style_class: of the style sheet.
+    """
+    width_of_frame = 2 * SIDE + GAP
+    height_of_frame = SIDE + CAPTION + GAP
+    rows = max(row for _, _, places in parts for _, row, _ in places) + 1
+    width, height = columns * (width_of_frame + 2 * GAP), rows * height_of_frame + 3 * GAP
+    body = list[str]()
+    for steps, first, places in parts:
+        left = first * (width_of_frame + 2 * GAP) + GAP
+        body.append(f'<text x="{left}" y="{1.5 * GAP}" class="heading">{escape(steps.title)}</text>')
+        body.append(steps.drawing.definitions())
+        for column, row, i in places:
+            x, y = left + column * (width_of_frame + 2 * GAP), row * height_of_frame + 2.5 * GAP
+            frame = steps.frames[i]
+            letter = LABEL_SIZE * (1.3 if style_class == "comparison" else 1)
+            caption = shortened(f"{frame.title} · {moves_text(frame)}", int(width_of_frame / letter))
+            body.append(
+                f'<g transform="translate({x} {y})"><text y="11" class="caption">{escape(caption)}</text>'
+                f'<g transform="translate(0 {CAPTION})">{steps.drawing.ring(frame)}'
+                f'<g transform="translate({SIDE + GAP} 0)">{steps.drawing.masks(i)}</g></g></g>'
+            )
+    style = resource("drawing.css") + rank_styles(max(steps.drawing.ranks for steps, _, _ in parts))
+    title = escape(", ".join(steps.title for steps, _, _ in parts))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" class="{style_class}" '
+        f'role="img" aria-label="{title}">\n'
+        f"<style>{style}</style>\n"
+        f'<rect width="{width}" height="{height}" class="page"/>\n{"".join(body)}\n</svg>\n'
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns at most so many characters of a text, with an ellipsis where it is cut."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def resource(name: str) -> str:
+    """Returns a file beside this module."""
+    return files("armillary.plan.steps").joinpath(name).read_text("utf-8")

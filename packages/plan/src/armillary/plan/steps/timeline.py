@@ -1,0 +1,173 @@
+"""Frames: what ranks send and compute at each step of a method, from its communication plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from armillary.attention import CommPlan
+from armillary.attention.planning.comm_plan import Kind, Move, Role, Step
+
+
+class RankBlock(NamedTuple):
+    """The block that a rank computes in a frame.
+
+    Args:
+        queries, keys: shards of the sequence axis.
+        heads: query heads.
+        pairs: visible (query, key) pairs over these heads and the batch.
+    """
+
+    rank: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: tuple[int, ...]
+    pairs: int
+
+
+class SentBytes(NamedTuple):
+    """Bytes sent on one axis in one kind of move, since the start of forward.
+
+    Args:
+        total: by all ranks.
+        most: by the rank that sent most.
+    """
+
+    axis: Role
+    kind: Kind
+    total: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A step, with the results of the step before that return meanwhile.
+
+    Args:
+        phase: "forward" or "backward".
+        number, last, count: first and last step in the frame, from 1, and steps of the phase.
+        moves: in flight.
+        returning: results of the step before, in flight as well.
+        blocks: of ranks that compute.
+        sent: at the end of the frame.
+    """
+
+    phase: str
+    number: int
+    last: int
+    count: int
+    moves: tuple[Move, ...]
+    returning: tuple[Move, ...]
+    blocks: tuple[RankBlock, ...]
+    sent: tuple[SentBytes, ...]
+
+    @property
+    def title(self) -> str:
+        """Such as "forward 2 of 8"."""
+        steps = f"{self.number}" if self.last == self.number else f"{self.number}-{self.last}"
+        return f"{self.phase} {steps} of {self.count}"
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        moves = ((move, late) for moves, late in ((self.moves, False), (self.returning, True)) for move in moves)
+        return {
+            "phase": self.phase,
+            "title": self.title,
+            "moves": [
+                {"kind": move.kind, "axis": move.axis, "tensors": move.tensors, "late": late, "sends": move.sends}
+                for move, late in moves
+            ],
+            "blocks": [block._asdict() for block in self.blocks],
+            "sent": [sent._asdict() for sent in self.sent],
+        }
+
+
+def timeline(plan: CommPlan, heads: int, ulysses: int) -> list[Frame]:
+    """Returns the frames of forward and backward.
+
+    Args:
+        heads: query heads.
+        ulysses: ranks of the head axis.
+
+    Raises:
+        ValueError: a plan whose steps do not name their blocks.
+    """
+    frames, sent = list[Frame](), Counter[tuple[Role, Kind, int]]()
+    for phase, phase_steps in (("forward", plan.forward), ("backward", plan.backward)):
+        steps = list(with_returns(phase_steps))
+        for i, (step, returning) in enumerate(steps):
+            for move in (*step.moves, *returning):
+                for send in move.sends:
+                    sent[move.axis, move.kind, send.source] += send.bytes
+            blocks = tuple(rank_blocks(plan, step, heads, ulysses))
+            frames.append(Frame(phase, i + 1, i + 1, len(steps), step.moves, returning, blocks, sent_bytes(sent)))
+    return frames
+
+
+def with_returns(steps: Sequence[Step]) -> Iterator[tuple[Step, tuple[Move, ...]]]:
+    """Yields each step with the later moves of the step before."""
+    returning = tuple[Move, ...]()
+    for step in steps:
+        if returning and not step.pairs:  # they end before a step that computes nothing
+            yield Step(), returning
+            returning = ()
+        yield step, returning
+        returning = step.later_moves
+    if returning:
+        yield Step(), returning
+
+
+def condensed(frames: Sequence[Frame]) -> list[Frame]:
+    """Joins sends of equal kind before a computation, and a computation without sends to the frame before it."""
+    result = list[Frame]()
+    for frame in frames:
+        before = result[-1] if result and result[-1].phase == frame.phase else None
+        silent = not frame.moves and not frame.returning
+        inputs = before and not (before.blocks or frame.blocks or before.returning or frame.returning)
+        if before and (silent or (inputs and kinds(before) == kinds(frame) and not is_output(before))):
+            result[-1] = replace(
+                before,
+                last=frame.last,
+                moves=(*before.moves, *frame.moves),
+                blocks=(*before.blocks, *frame.blocks),
+                sent=frame.sent,
+            )
+        else:
+            result.append(frame)
+    return result
+
+
+def kinds(frame: Frame) -> set[Kind]:
+    """Returns the kinds of a frame's moves."""
+    return {move.kind for move in frame.moves}
+
+
+def is_output(frame: Frame) -> bool:
+    """Returns True if a frame sends results of the computation before it."""
+    return any(tensor in ("out", "dq", "dk", "dv") for move in frame.moves for tensor in move.tensors)
+
+
+def rank_blocks(plan: CommPlan, step: Step, heads: int, ulysses: int) -> Iterator[RankBlock]:
+    """Yields the blocks of a step, with shards of the sequence axis."""
+    if step.pairs and not step.blocks:
+        raise ValueError("the steps of this method's comm_plan have no blocks, which pictures need")
+    for rank, (pairs, block) in enumerate(zip(step.pairs, step.blocks, strict=True)):
+        if block is None or not pairs:
+            continue
+        queries, keys = (
+            (shard,) if shards is None else shards[shard]
+            for shard, shards in zip(block, (plan.query_shards, plan.key_shards), strict=True)
+        )
+        rank_heads = step.heads[rank % ulysses] if step.heads else range(heads)
+        yield RankBlock(rank, queries, keys, tuple(rank_heads), pairs)
+
+
+def sent_bytes(sent: Counter[tuple[Role, Kind, int]]) -> tuple[SentBytes, ...]:
+    """Sums bytes by axis and kind, from those by axis, kind and rank."""
+    by_link = dict[tuple[Role, Kind], list[int]]()
+    for (axis, kind, _), size in sent.items():
+        by_link.setdefault((axis, kind), []).append(size)
+    return tuple(SentBytes(axis, kind, sum(sizes), max(sizes)) for (axis, kind), sizes in by_link.items())
