@@ -44,6 +44,7 @@ class KeyCells:
     def pairs(self, queries: Sequence[range], slices: Slices) -> Integers:
         """Returns the visible pairs [shards, query cells, key cells] of queries in some spans."""
         pieces = sorted(cut_at_edges(queries, self.edges), key=lambda piece: piece[0])
+        # One table of all pieces: a tile's row index tells its cell of queries, and the key table its cell of keys.
         tiles = tile_array(SpanTable.of([tuple(piece for _, piece in pieces)]), self._table, slices)
         starts = np.cumsum([0, *(len(piece) for _, piece in pieces)])
         rows = np.array([cell for cell, _ in pieces])[np.searchsorted(starts, tiles[:, 1], side="right") - 1]

@@ -59,6 +59,7 @@ def draw_mask(
     path = check_path(Path(path))
     if layout is not None and layout.length != length:
         raise ValueError(f"the layout has {layout.length} tokens; the mask is drawn for {length}")
+    # Errors first: nothing is imported or drawn for a wrong mask.
     mask.pairs(length, row)  # raises ValueError for another length
     shares = None if layout is None else shares_of(mask, layout, method, row, options)
     Figure = import_matplotlib("figure").Figure

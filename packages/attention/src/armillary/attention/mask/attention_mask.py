@@ -76,6 +76,7 @@ class AttentionMask:
         pattern: Pattern | None = None,
         content: Content | None = None,
     ) -> None:
+        # `replace` passes the content of the old mask, and often its documents and pattern too.
         if content is None or not content.holds(documents, pattern):
             content = Content(documents_of(documents), pattern)
         values = (flag("causal", causal), window_of(window), content.documents, pattern, content, content.numbers)
@@ -200,6 +201,7 @@ class AttentionMask:
             return True
         if not isinstance(other, AttentionMask):
             return NotImplemented
+        # Cached hashes first: long documents are compared only if they are probably equal.
         if (self.causal, self.window, self.content.hash) != (other.causal, other.window, other.content.hash):
             return False
         return self.content is other.content or (self.documents, self.pattern) == (other.documents, other.pattern)
@@ -342,6 +344,7 @@ class AttentionMask:
             return slice_array([(0, queries, 0, keys, *bounds)])
         if pattern is None:
             return document_slices(ends or (), *bounds)
+        # The pattern may define causality or the window itself; `bounds` are the other conditions.
         slices = pattern.slices(ends, self.window, queries, keys)
         return within_band(slices, *pattern.bounds(self.causal, self.window))
 

@@ -30,7 +30,7 @@ class Blocks(RowPattern):
     def __init__(self, visible: Any, block: int, length: int | None = None) -> None:
         try:
             table = np.asarray(visible)
-        except ValueError:  # rows of unequal lengths
+        except ValueError:  # rows of unequal lengths: the shape check below names them
             table = np.array(visible, dtype=object)
         if table.ndim != 2 or table.dtype != np.bool_ or 0 in table.shape:
             raise ValueError(f"visible has shape {table.shape} and dtype {table.dtype}; bool [n, m] is needed")

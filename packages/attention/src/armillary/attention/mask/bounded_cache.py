@@ -32,6 +32,7 @@ class BoundedCache(Generic[Key, Value]):
     def add(self, key: Key, value: Value, mask: AttentionMask) -> Value:
         """Adds a value, drops the oldest entries that no longer fit, and returns the value."""
         size = ENTRY_BYTES if mask.numbers is None else ENTRY_BYTES + BYTES_PER_NUMBER * mask.numbers.numel()
+        # A new list instead of an update in place: other threads may be reading.
         entries = [*self.entries[1 - MAX_ENTRIES :], (key, value, size)]
         while len(entries) > 1 and sum(size for *_, size in entries) > MAX_BYTES:
             entries.pop(0)

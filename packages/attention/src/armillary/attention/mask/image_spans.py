@@ -63,5 +63,6 @@ class ImageSpans(RowPattern):
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         """Causal documents, and the upper triangle of each span without the diagonal."""
         causal = document_slices((0, queries) if ends is None else ends, high=0)
+        # Above the diagonal only, so that no pair is in two slices.
         later = slice_array((span.start, span.stop, span.start, span.stop, 1, None) for span in self.spans)
         return np.concatenate((causal, later))

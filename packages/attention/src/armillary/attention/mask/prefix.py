@@ -50,6 +50,7 @@ class Prefix(RowPattern):
         bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
         starts, stops, cut = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
         far = np.full_like(starts, FAR)
+        # A document without a prefix, or with nothing but one, has one of the two slices only.
         columns = np.stack((starts, stops, starts, cut, -far, far), axis=1)
         squares = np.stack((cut, stops, cut, stops, -far, 0 * far), axis=1)
         slices = np.concatenate((columns, squares))

@@ -81,6 +81,7 @@ def check_disjoint(slices: Slices) -> None:
 
     Compares the slices that overlap in queries, or in keys if those are fewer.
     """
+    # Sweep along the side with fewer overlaps, in batches of bounded size.
     slices = trimmed(slices)
     order, counts = min((_overlaps(slices, column) for column in (0, 2)), key=lambda sweep: int(sweep[1].sum()))
     slices, ends = slices[order], np.append(0, counts.cumsum())
@@ -107,6 +108,7 @@ def _check_pairs(slices: Slices, start: int, ends: Integers) -> None:
     intersection = np.empty_like(a)
     intersection[:, low_sides] = np.maximum(a[:, low_sides], b[:, low_sides])
     intersection[:, high_sides] = np.minimum(a[:, high_sides], b[:, high_sides])
+    # Bands intersect like rectangles: the larger lower and the smaller upper bounds.
     if len(shared := trimmed(intersection)):
         i, _, k0, _, low, _ = shared[0].tolist()
         n = next(n for n in range(len(a)) if len(trimmed(intersection[n : n + 1])))

@@ -76,6 +76,7 @@ class Tree(RowPattern):
         starts, stops = np.array(self.ends[:-1]), np.array(self.ends[1:])
         parents, children = np.array(self.parents), np.zeros(len(starts), dtype=np.int64)
         np.add.at(children, parents[parents >= 0], 1)
+        # Depth-first order: all descendants of a segment follow it without a gap.
         only_child = (parents >= 0) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
         first = np.flatnonzero(~only_child)
         last = np.append(first[1:], len(starts)) - 1
@@ -103,6 +104,7 @@ class Tree(RowPattern):
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
                 low = shifts[segment] - shifts[parent] - tokens  # the smallest visible j - i
+                # No key of this ancestor is in the window of the first query, nor are those further up.
                 if k1 - 1 - start < low:
                     break
                 yield start, stop, k0, k1, low, FAR

@@ -31,7 +31,7 @@ from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.rotation.returns import RingReduce
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.attention.tiling.block import Block
+from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
@@ -95,7 +95,7 @@ class Ring(Method):
         queries, keys = (spec.layout.length, *saved.q.shape[2:]), (spec.key_layout.length, *saved.v.shape[2:])
         if cheaper_side(self.backward_side, queries, keys, saved.q.dtype) == "queries":
 
-            def of_queries(current: RotatingShard, tokens: TokenRanges) -> Block:
+            def of_queries(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
                 return self.block("queries", current, tokens, spec)
 
             return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, of_queries)
@@ -125,7 +125,7 @@ class Ring(Method):
 
         return spec.cached((side, id(self.axis)), make)
 
-    def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> Block:
+    def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> RingBlock:
         """Returns the attention of a step: this rank's block, or with an inner method that of its node.
 
         Args:

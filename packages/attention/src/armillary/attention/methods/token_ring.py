@@ -22,7 +22,7 @@ from armillary.attention.methods.base import Method
 from armillary.attention.rotation.returns import DirectReduce, Partials, Reduction
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology
-from armillary.attention.tiling.block import Block
+from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
 from armillary.core.token_ranges import TokenRanges
@@ -74,7 +74,7 @@ class TokenRing(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        def block(current: RotatingShard, tokens: TokenRanges) -> Block:
+        def block(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
             return spec.block(current.query_shard, current.key_shard, queries=tokens)
 
         return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
@@ -94,7 +94,7 @@ def pass_queries_backward(
     saved: Saved,
     ring: Rotation,
     reduction: Callable[[Rotation], Reduction],
-    block: Callable[[RotatingShard, TokenRanges], Block],
+    block: Callable[[RotatingShard, TokenRanges], RingBlock],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward in which q, out, dout and lse rotate; k, v, dk and dv stay.
 

@@ -87,8 +87,8 @@ class Ulysses(HeadMethod):
         return dq, dk, dv
 
     def heads(self, heads: range) -> range:
-        own = SequenceLayout.contiguous(len(heads), self.axis.size).spans(self.axis.rank)[0]
-        return self.inner.heads(heads[own.start : own.stop])
+        local = SequenceLayout.contiguous(len(heads), self.axis.size).spans(self.axis.rank)[0]
+        return self.inner.heads(heads[local.start : local.stop])
 
     def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
         sizes, _, heads, inner_spec = self.head_call(spec)

@@ -33,6 +33,7 @@ class AllGatherPlan(SequencePlan):
         """All k and v; own queries against a causal square, then half of them against all other keys."""
         if ranks == 1:
             return kernel_forward(x)
+        # Two tiles: the causal square of own keys, then half of the queries against all other keys (zigzag).
         merged, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
         return 2 * ranks * x.k + merged + block + max(x.q, x.w * x.q / 2 + 2 * x.lse)
 

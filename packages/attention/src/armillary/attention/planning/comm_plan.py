@@ -311,6 +311,7 @@ def _filled(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 def overlap(moves: Iterable[Move], following: Steps) -> Steps:
     """Returns the steps with `moves` in flight during the first one."""
+    # Empty moves would look like a step in which something is sent.
     moves = _filled(moves)
     if not moves:
         return following

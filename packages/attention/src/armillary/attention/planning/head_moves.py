@@ -61,7 +61,7 @@ class HeadMoves:
         Args:
             works: by rank of the head axis, its part of the call; None: it has no heads.
         """
-        plans = {work: inner(work) for work in works if work}  # ranks mostly have alike parts
+        plans = {work: inner(work) for work in works if work}  # most ranks have equal parts
         total = self.work.layout.shards * self.ranks
         parts = [(plans[work], range(u, total, self.ranks)) for u, work in enumerate(works) if work]
         # Blocks of all parts have the same shards.

@@ -75,6 +75,7 @@ def kernel_backward(x: Sizes, queries: float = 1, keys: float = 1) -> float:
 
     The workspace is dq in float32 and two numbers for each row; also dk and dv of every query head if heads share keys.
     """
+    # FlashAttention-2 writes dk and dv for every query head and sums them over groups afterwards.
     shared = 2 * x.groups * x.k if x.groups > 1 else 0
     return queries * (x.q + x.w * x.q + 2 * x.lse) + keys * (2 * x.k + shared)
 
@@ -104,6 +105,7 @@ def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     The third step has it all: k and v current, received and sent; dk and dv of own keys, received sums and sent sums;
     dq, and a kernel on half of the queries.
     """
+    # In order of time: the own block, the first received block, and from the third step on all buffers.
     own_grads = 2 * x.w * x.k
     if ranks == 1:
         return max(kernel_backward(x), (1 + x.w) * x.q + 2 * x.k + own_grads)

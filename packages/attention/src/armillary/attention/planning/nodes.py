@@ -87,7 +87,7 @@ class NodeRingPlan(SequencePlan):
         return max(3 * x.k + inner.forward_memory(x, devices), buffers + merged + self.visited_forward(x, devices))
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak at a step above 0: what travels between nodes, sums of gradients, and the inner method."""
+        """Peak at a step above 0: shards in flight between nodes, sums of gradients, and the inner method."""
         devices, inner = self.devices(ranks), self.inner
         if self.nodes == 1 or devices == 1:
             return (
@@ -109,7 +109,7 @@ class NodeRingPlan(SequencePlan):
         return self.inner.backward_memory(x, devices)
 
     def widened(self, x: Sizes, devices: int) -> float:
-        """Returns what sums of queries take more as they start in the accumulation dtype, if that is at the peak.
+        """Returns the extra bytes of sums of queries that start in the accumulation dtype, if that is at the peak.
 
         With keys of another node there is no first block of all queries whose result they could start from.
         """

@@ -30,6 +30,7 @@ def rotation_steps(
         returned_tokens: `ring_reduce_tokens` or `direct_reduce_tokens`, if something returns.
     """
     grid, heads = work.grid, len(work.key_heads)
+    # The method turns its rings by the same rule, from the same grid.
     rings = [ring.cheaper_direction(grid) for ring in rings]
 
     def moves(token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:

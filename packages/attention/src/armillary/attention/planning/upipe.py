@@ -25,7 +25,7 @@ class UPipePlan(HeadPlan):
 
     def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
         moves = HeadMoves(work, ranks)
-        inner_plan = lru_cache(partial(moves.inner_plan, inner))  # stages are mostly alike
+        inner_plan = lru_cache(partial(moves.inner_plan, inner))  # most stages are equal
         stages = stages_of(work.key_heads, ranks, self.heads_per_stage)
         staged = StagedSteps(moves, inner_plan, stages, self.prefetch)
         q, v = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e
@@ -53,6 +53,7 @@ class UPipePlan(HeadPlan):
         have the dtype of the first stage's gradients, and float32 from the second on.
         """
         outs = 2 * x.q if stages.ranks > 1 or stages.several else 0
+        # The first stage of a round keeps its gradients as they are, later ones add to them in float32.
         sums = 0 if stages.turns == 1 else 2 * x.k * (1 if alone and stages.turns == 2 else x.w)
         return x.q + outs + 2 * x.k + sums + inner
 

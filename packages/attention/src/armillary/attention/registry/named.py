@@ -117,6 +117,7 @@ class NamedMethod:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.check_used(sizes)
         ring, ulysses = prod(sizes[axis] for axis in self.sequence.axes), sizes["ulysses"]
+        # A sequence axis of one rank needs no rotation and no second communicator.
         sequence = self.sequence if ring > 1 else LOCAL
         inner = sequence.method(*[mesh[axis] for axis in sequence.axes], **sequence.arguments(self.options, ring))
         if self.head is None:

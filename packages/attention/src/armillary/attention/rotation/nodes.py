@@ -91,6 +91,6 @@ class NodeRings:
         if not visible:
             return None
         visiting = PartialLayout(visiting_spans, rotating.length), tuple(visiting_shards)
-        own = PartialLayout(map(stationary.spans, own_shards), stationary.length), own_shards
-        (layout, query_shards), (key_layout, key_shards) = (own, visiting) if keys_rotate else (visiting, own)
+        resident = PartialLayout(map(stationary.spans, own_shards), stationary.length), own_shards
+        (layout, query_shards), (key_layout, key_shards) = (resident, visiting) if keys_rotate else (visiting, resident)
         return NodeStep(layout, key_layout, query_shards, key_shards)

@@ -30,7 +30,7 @@ class HeadRun(NamedTuple):
     k1: int
 
 
-class Block(Protocol):
+class RingBlock(Protocol):
     """Attention of the queries and keys that meet at one step of a ring."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:

@@ -82,6 +82,7 @@ class Grid:
         return self.cached(("arrays", query), make)
 
     def _visible(self, query: int) -> list[VisibleTokens]:
+        # Tiles are trimmed: every row and column of a tile takes part in a visible pair.
         shard, q0, q1, k0, k1, *_ = np.concatenate(self._tile_arrays(query)).T
         shards = self.key_layout.shards
         return list(map(VisibleTokens, unite_ranges(shard, q0, q1, shards), unite_ranges(shard, k0, k1, shards)))
