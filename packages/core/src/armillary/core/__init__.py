@@ -18,7 +18,7 @@ from armillary.core.collectives.differentiable import (
 from armillary.core.collectives.exchange import FlatBuffer, start_exchange
 from armillary.core.collectives.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.core.gradients import sum_gradients
-from armillary.core.layout import SequenceLayout, attention_balance
+from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
 from armillary.core.neighbours import halo, relayout, shift, short_convolution
 from armillary.core.observe.label import label
@@ -40,6 +40,7 @@ __all__ = [
     "all_gather",
     "all_gather_interleaved",
     "attention_balance",
+    "attention_traffic",
     "build_mesh",
     "distribute_sequence",
     "gather_sequence",

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.core.parts import TokenRuns, Work, by_density, equal_ends
-from armillary.core.sharing import shared_out
+from armillary.core.partition import shared_out
 from armillary.core.slices import Integers, Slices
+from armillary.core.spread import spread_spans
+from armillary.core.work_density import TokenRuns, Work, by_density, equal_ends
 
 CHUNKS = (1, 2, 4, 8, 16)
 """Chunks for each shard, to be tried in turn: more of them balance better, and make more spans."""
@@ -49,15 +50,25 @@ class Division:
         return unevenness < self.unevenness - (GAIN if unevenness > GOAL else 0)
 
 
-def balanced_spans(length: int, shards: int, rows: Sequence[Slices]) -> list[list[range]]:
-    """The spans of each shard, in rising order: the fewest that reach `GOAL`, or what comes nearest to it.
+def balanced_spans(length: int, shards: int, rows: Sequence[Slices], traffic: float) -> list[list[range]]:
+    """The spans of each shard, in rising order.
+
+    Args:
+        traffic: pairs that take as long as sending one token over one hop; 0: as even as possible, in few spans.
 
     Raises:
         ValueError: more tokens than pairs can be counted of.
     """
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
-    work, whole = Work.of(rows), TokenRuns(np.array([0]), np.array([length]))
+    work = Work.of(rows)
+    spans = spread_spans(length, shards, rows, work, traffic) if traffic and shards > 1 else None
+    return spans or evenest_spans(length, shards, work)
+
+
+def evenest_spans(length: int, shards: int, work: Work) -> list[list[range]]:
+    """The fewest spans that reach `GOAL`, or the most even ones."""
+    whole = TokenRuns(np.array([0]), np.array([length]))
     mean, best = work.total / shards, Division([], float("inf"))
     for each in CHUNKS:
         if (each > 1 and shards * each > length) or (best.unevenness <= GOAL and best.longest <= each):

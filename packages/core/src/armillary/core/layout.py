@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
 
 import torch
 from torch import Tensor
 
 from armillary.core.balance import balanced_spans
 from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
+from armillary.core.spread import TRAFFIC
+from armillary.core.traffic import Segments, token_hops
 from armillary.core.validation import flag, integer
 
 MAX_POSITION = 2**63 - 1
@@ -114,23 +116,34 @@ class SequenceLayout:
         documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         mask: Sliced | None = None,
+        traffic: float | None = None,
     ) -> SequenceLayout:
-        """As much attention to compute on every shard under such a mask, in few spans: up to 16 chunks a shard, or
-        twice to four times as many smaller ones where few tokens have most of the pairs.
+        """Returns a layout with as much attention on every shard under a mask, that sends few bytes around a ring.
 
-        Under a causal mask that is zigzag, where all see all contiguous. Sizes differ by one at most.
+        Documents that fit on a shard stay whole; longer ones are on as few neighbours as they need. Shards have up to
+        1.10 times the mean of tokens and of pairs, counted by queries, and send no more than zigzag, contiguous or
+        documents dealt whole would, where these are as even. If no such layout is found, or with `traffic=0`, shards
+        are as even as possible, by queries and by keys, in few spans; then sizes differ by one at most.
 
         Args:
             window: (left, right), each None or at least 0, as an attention mask has it.
             documents: boundaries 0, end of the first, ..., `length`; or a list of them for each row of a batch, whose
                 rows together are then balanced.
             mask: any other, instead of these three.
+            traffic: number of (query, key) pairs that take as long as sending one token to the next rank; None: 1000.
+                0: bytes cost nothing.
 
         Raises:
-            ValueError: documents that do not rise from 0 to `length`, a negative window, a mask beside another one.
+            ValueError: documents that do not rise from 0 to `length`, a negative window, a mask beside another one, a
+                negative `traffic`.
         """
         length, shards = _sizes_of(length, shards)
-        return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask)))
+        if traffic is None:
+            traffic = TRAFFIC
+        is_number = isinstance(traffic, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people
+        if not (is_number and 0 <= traffic < inf):
+            raise ValueError(f"traffic={traffic!r}: a number of pairs that is at least 0, or None")
+        return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask), traffic))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
@@ -255,6 +268,29 @@ def attention_balance(
     positions_by_shard = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in positions_by_shard]
     return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
+
+
+def attention_traffic(
+    layout: SequenceLayout,
+    causal: bool = True,
+    window: Sequence[int | None] | None = None,
+    documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    mask: Sliced | None = None,
+) -> int:
+    """Returns the token-hops of one pass of keys around a ring: tokens that all ranks send, in the cheaper direction.
+
+    No token is sent further than to the last rank that sees it. For k and v of [B, N, K, D], the ranks together send
+    2 B K D elements for each token-hop.
+
+    Args:
+        causal, window, documents, mask: as in `SequenceLayout.balanced`.
+    """
+    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
+    rows = _slices_of(layout.length, causal, window, documents, mask)
+    segments = Segments.of_spans(layout.spans(shard) for shard in range(layout.shards))
+    return token_hops(segments, layout.shards, rows)
 
 
 def _slices_of(

@@ -6,11 +6,14 @@ from armillary.attention.mask.attention_mask import AttentionMask
 from armillary.core import SequenceLayout
 
 
-def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = None) -> SequenceLayout:
+def layout_of(
+    kind: str, length: int, shards: int, mask: AttentionMask | None = None, traffic: float | None = None
+) -> SequenceLayout:
     """Returns a layout of kind "zigzag", "contiguous", "striped" or "balanced".
 
     Args:
         mask: for which a balanced layout evens out the work; causal by default.
+        traffic: cost of sending in a balanced layout, as in `SequenceLayout.balanced`.
 
     Raises:
         ValueError: another kind, or a mask of another type.
@@ -25,6 +28,6 @@ def layout_of(kind: str, length: int, shards: int, mask: AttentionMask | None = 
         case "striped":
             return SequenceLayout.striped(length, shards)
         case "balanced":
-            return SequenceLayout.balanced(length, shards, mask=mask or AttentionMask())
+            return SequenceLayout.balanced(length, shards, mask=mask or AttentionMask(), traffic=traffic)
         case _:
             raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

@@ -42,7 +42,12 @@ class Method(AttentionMethod):
             kind: "zigzag", "contiguous", "striped" or "balanced".
             mask: that a balanced layout is balanced for; causal by default.
         """
-        return layout_of(kind, length, self.sequence_shards, mask)
+        return layout_of(kind, length, self.sequence_shards, mask, self.layout_traffic)
+
+    @property
+    def layout_traffic(self) -> float | None:
+        """Cost of sending in balanced layouts. 0 where queries rotate: ranks must then be even by keys too."""
+        return None
 
     @overload
     def __call__(

@@ -32,6 +32,7 @@ from armillary.attention.rotation.returns import RingReduce
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
@@ -93,7 +94,7 @@ class Ring(Method):
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys = (spec.layout.length, *saved.q.shape[2:]), (spec.key_layout.length, *saved.v.shape[2:])
-        if cheaper_side(self.backward_side, queries, keys, saved.q.dtype) == "queries":
+        if cheaper_side(self.backward_side, queries, keys, saved.q.dtype, spec.grid) == "queries":
 
             def of_queries(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
                 return self.block("queries", current, tokens, spec)
@@ -111,6 +112,10 @@ class Ring(Method):
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
         return dq.value(), dk, dv
+
+    @property
+    def layout_traffic(self) -> float | None:
+        return 0 if self.backward_side == "queries" or self.inner else None
 
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
         """Returns the ring of all ranks of the axis, each with its own shard. Made once for a spec."""
@@ -197,11 +202,12 @@ def check_backward(backward: Backward) -> Backward:
 
 
 def cheaper_side(
-    backward: Backward, queries: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype
+    backward: Backward, queries: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype, grid: Grid
 ) -> RotatingSide:
     """Chooses the side that rotates in backward: `backward`, or for "auto" the one that sends fewer bytes.
 
-    Compares bytes of whole sequences, not of this rank's shard, so that every rank chooses alike.
+    Compares bytes of whole sequences, not of this rank's shard, so that every rank chooses alike. Queries do not rotate
+    in a layout whose ranks are much less even by keys than by queries: the most loaded rank would hold up the others.
 
     Args:
         queries: (N, H, D), of q.
@@ -213,4 +219,16 @@ def cheaper_side(
     e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize
     key_bytes = key_length * key_heads * (dim + value_dim) * (e + a)  # k and v; dk and dv
     query_bytes = length * heads * ((dim + 2 * value_dim) * e + a + dim * a)  # q, out and dout; lse; dq
-    return "queries" if query_bytes < key_bytes else "keys"
+    return "queries" if query_bytes < key_bytes and _even_by_keys(grid) else "keys"
+
+
+def _even_by_keys(grid: Grid) -> bool:
+    """Whether the most loaded shard has at most 1.10 times as many pairs by keys as by queries."""
+
+    def largest() -> tuple[int, int]:
+        shards = range(grid.layout.shards)
+        pairs = [[grid.pairs(query, key, batch=1) for key in range(grid.key_layout.shards)] for query in shards]
+        return max(map(sum, pairs)), max(map(sum, zip(*pairs, strict=True)))
+
+    by_queries, by_keys = grid.cached("largest pairs", largest)
+    return by_keys <= 1.10 * by_queries

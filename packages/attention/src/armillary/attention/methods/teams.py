@@ -115,7 +115,8 @@ class Teams:
             ValueError: an unknown kind, or fewer tokens than ranks.
         """
         if kind == "balanced":
-            teams = self.deal(layout_of(kind, length, self.ring_size, mask))
+            # As even by keys as by queries, since either may rotate.
+            teams = self.deal(layout_of(kind, length, self.ring_size, mask, traffic=0))
         else:
             teams = layout_of(kind, length, self.ranks // self.team, mask)
         return self.in_rank_order(teams.refine(self.team))

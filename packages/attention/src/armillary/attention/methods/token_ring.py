@@ -51,6 +51,10 @@ class TokenRing(Method):
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
+    @property
+    def layout_traffic(self) -> float | None:
+        return 0
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, accumulator = self.rotation(spec), Merge.of(q, v)
 

@@ -66,7 +66,7 @@ class NodeRingPlan(SequencePlan):
         forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), self.inner.comm_plan)
         queries = (work.layout.length, len(work.key_heads), work.head_dim)
         keys = (work.key_layout.length, work.kv_heads, work.value_dim)
-        side = cheaper_side(self.backward, queries, keys, work.dtype)
+        side = cheaper_side(self.backward, queries, keys, work.dtype, work.grid)
         backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), self.inner.comm_plan)
         if side == "keys":
             rotating, sums = work.payload("k", "v"), work.payload("dk", "dv")

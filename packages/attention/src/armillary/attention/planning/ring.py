@@ -60,7 +60,7 @@ def ring_backward_steps(
     """Steps of `Ring.backward` on all ranks of the rings for the side that rotates."""
     queries = (work.layout.length, len(work.key_heads), work.head_dim)
     keys = (work.key_layout.length, work.kv_heads, work.value_dim)
-    side = cheaper_side(backward, queries, keys, work.dtype)
+    side = cheaper_side(backward, queries, keys, work.dtype, work.grid)
     if side == "queries":
         return pass_queries_backward_steps(work, rings(side), ring_reduce_tokens)
     return rotation_steps(work, rings(side), work.payload("k", "v"), work.payload("dk", "dv"), ring_reduce_tokens)

@@ -1,0 +1,106 @@
+"""Token-hops: how far the tokens of a layout travel around a ring. Arrays on the host.
+
+A ring passes every shard on in one direction, and no token travels further than to the last rank that sees it. A rank
+behind the owner of a token is therefore almost a full round away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from armillary.core.slices import Integers, Slices, trimmed
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A layout as segments of positions that follow each other.
+
+    Args:
+        ends: boundaries, from 0 to the length: [n + 1].
+        owners: the shard of each segment: [n].
+    """
+
+    ends: Integers
+    owners: Integers
+
+    @classmethod
+    def of(cls, ends: Integers, owners: Integers) -> Segments:
+        """Joins neighbouring segments of one shard and drops empty ones."""
+        size = np.diff(ends)
+        starts, owners = ends[:-1][size > 0], owners[size > 0]
+        turns = np.append(True, owners[1:] != owners[:-1])
+        return cls(np.append(starts[turns], ends[-1]), owners[turns])
+
+    @classmethod
+    def of_spans(cls, shards: Iterable[Sequence[range]]) -> Segments:
+        """Spans with a step become one segment for each position."""
+        rows = list[tuple[int, int, int]]()
+        for shard, spans in enumerate(shards):
+            for span in spans:
+                pieces = [span] if span.step == 1 else [range(position, position + 1) for position in span]
+                rows += [(piece.start, piece.stop, shard) for piece in pieces]
+        starts, stops, owners = np.array(sorted(rows), dtype=np.int64).T
+        return cls.of(np.append(starts, stops[-1:]), owners)
+
+    def spans(self, shards: int) -> list[list[range]]:
+        """Spans of each shard, in rising order."""
+        lists: list[list[range]] = [[] for _ in range(shards)]
+        for start, stop, owner in zip(self.ends.tolist(), self.ends[1:].tolist(), self.owners.tolist(), strict=False):
+            lists[owner].append(range(start, stop))
+        return lists
+
+
+def token_hops(segments: Segments, shards: int, rows: Sequence[Slices]) -> int:
+    """Tokens that all ranks send if keys rotate in the cheaper direction, a token counted once for each hop."""
+    ends, owners = segments.ends, segments.owners
+    ranks, starts, stops = _visible_keys(segments, rows)
+    if not len(ranks):
+        return 0
+    bounds = np.unique(np.concatenate((starts, stops, ends)))
+    sizes, owner = np.diff(bounds), owners[np.searchsorted(ends, bounds[:-1], side="right") - 1]
+    first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, stops)
+    forward, backward = np.zeros_like(sizes), np.zeros_like(sizes)
+    order = np.argsort(ranks, kind="stable")
+    cuts = np.searchsorted(ranks[order], np.arange(shards + 1))
+    for rank in range(shards):
+        own = order[cuts[rank] : cuts[rank + 1]]
+        if len(own):
+            # +1 where a run of visible keys starts and -1 where it stops: their running sum is positive inside.
+            edges = np.bincount(first[own], minlength=len(bounds)) - np.bincount(last[own], minlength=len(bounds))
+            visible = edges.cumsum()[:-1] > 0
+            np.maximum(forward, visible * ((rank - owner) % shards), out=forward)
+            np.maximum(backward, visible * ((owner - rank) % shards), out=backward)
+    return min(int((forward * sizes).sum()), int((backward * sizes).sum()))
+
+
+def _visible_keys(segments: Segments, rows: Sequence[Slices]) -> tuple[Integers, Integers, Integers]:
+    """Runs of keys that ranks see outside of their own segment: (rank, start, stop) arrays."""
+    ends, owners = segments.ends, segments.owners
+    runs = list[Integers]()
+    for row in rows:
+        q0, q1, k0, k1, low, high = trimmed(row).T
+        first, last = np.searchsorted(ends, q0, side="right") - 1, np.searchsorted(ends, q1)
+        counts = last - first
+        of = np.repeat(np.arange(len(q0)), counts)
+        segment = first[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+        start = np.maximum(k0[of], np.maximum(q0[of], ends[segment]) + low[of])
+        stop = np.minimum(k1[of], np.minimum(q1[of], ends[segment + 1]) + high[of])
+        key_segment = np.minimum(np.searchsorted(ends, start, side="right") - 1, len(owners) - 1)
+        local = (stop <= ends[key_segment + 1]) & (owners[key_segment] == owners[segment])
+        some = (start < stop) & ~local
+        runs.append(np.stack((owners[segment], start, stop))[:, some])
+    ranks, starts, stops = np.concatenate(runs, axis=1)
+    return ranks, starts, stops
+
+
+def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
+    """Boundaries of the shortest runs of positions that see nothing of each other in any row: 0, ..., `length`."""
+    slices = np.concatenate([trimmed(row) for row in rows])
+    starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(np.append(0, stops[order]))
+    free = starts >= reach[:-1]
+    return np.unique(np.concatenate(([0, length], starts[free], reach[:-1][free], reach[-1:])))

@@ -1,0 +1,155 @@
+"""Balanced layouts that send few bytes: exact token-hops, even ranks, and never more than simpler layouts send."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.core import SequenceLayout, attention_balance, attention_traffic
+from armillary.core.slices import mask_slices, slice_array
+
+N, EVEN = 2**16, 1.10
+
+
+class Mask:
+    def __init__(self, *rows) -> None:
+        self.rows = rows
+
+    def slices(self, length: int):
+        return self.rows
+
+
+def dense(length: int, rows) -> torch.Tensor:
+    """Visible (query, key) pairs of any row."""
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    visible = torch.zeros(length, length, dtype=torch.bool)
+    for q0, q1, k0, k1, low, high in np.concatenate(rows).tolist():
+        visible |= (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
+    return visible
+
+
+def brute_hops(layout: SequenceLayout, visible: torch.Tensor) -> int:
+    """Hops of each key to the last rank that sees it, in the cheaper direction."""
+    shards, totals = layout.shards, [0, 0]
+    seen = [visible[layout.positions(rank)].any(0) for rank in range(shards)]
+    for owner in range(shards):
+        for key in layout.positions(owner).tolist():
+            ranks = [rank for rank in range(shards) if seen[rank][key]]
+            totals[0] += max([(rank - owner) % shards for rank in ranks], default=0)
+            totals[1] += max([(owner - rank) % shards for rank in ranks], default=0)
+    return min(totals)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 40), st.integers(1, 6), st.sampled_from(["balanced", "zigzag", "striped", "contiguous"]), st.data()
+)
+def test_token_hops_are_exact(length, shards, kind, data):
+    shards = min(shards, length)
+    edges = st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True).map(sorted)
+    bands = st.tuples(st.none() | st.integers(-5, 0), st.none() | st.integers(0, 5))
+    batch = data.draw(st.lists(st.lists(st.tuples(edges, edges, bands), max_size=4), min_size=1, max_size=2))
+    rows = [slice_array((*q, *k, *band) for q, k, band in row) for row in batch]
+    make = getattr(SequenceLayout, kind)
+    layout = make(length, shards, mask=Mask(*rows)) if kind == "balanced" else make(length, shards)
+    assert sum(layout.sizes) == length
+    assert attention_traffic(layout, mask=Mask(*rows)) == brute_hops(layout, dense(length, rows))
+
+
+def drawn(kind: str, rng: random.Random, shards: int) -> list[int]:
+    """Boundaries of packed documents."""
+    mean = N / rng.randint(8, 16 * shards)
+    longest = max(1, N // (16 * shards))
+    sizes = [int(N * rng.uniform(0.2, 0.9))] if kind == "giant" else []
+    while sum(sizes) < N:
+        size = {
+            "uniform": lambda: rng.randint(1, 1 + int(2 * mean)),
+            "lognormal": lambda: 1 + int(rng.lognormvariate(np.log(mean), 1.2)),
+            "giant": lambda: rng.randint(1, 2 * longest),
+            "short": lambda: rng.randint(1, longest),
+        }[kind]()
+        sizes.append(size)
+    rng.shuffle(sizes)
+    return sorted({0, *np.minimum(np.cumsum(sizes), N).tolist()})
+
+
+def unevenness(layout: SequenceLayout, ends: list[int]) -> float:
+    return max(attention_balance(layout, documents=ends), max(layout.sizes) * layout.shards / N)
+
+
+def dealt_whole(ends: list[int], shards: int) -> SequenceLayout | None:
+    """Documents dealt whole, greedily by pairs: it sends nothing."""
+    loads, spans = [0] * shards, [list[range]() for _ in range(shards)]
+    for document in sorted(map(range, ends[:-1], ends[1:]), key=len, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += len(document) * (len(document) + 1) // 2
+        spans[rank].append(document)
+    return SequenceLayout(spans) if all(spans) else None
+
+
+@pytest.mark.parametrize("kind", ["uniform", "lognormal", "giant", "short"])
+@pytest.mark.parametrize("draws", [10, pytest.param(250, marks=pytest.mark.long)])
+def test_no_simpler_layout_that_is_even_sends_less(kind, draws):
+    rng, of_zigzag = random.Random(f"{kind} {draws}"), list[float]()
+    for _ in range(draws):
+        shards = rng.choice([2, 3, 4, 6, 8, 16, 32, 64])
+        ends = drawn(kind, rng, shards)
+        layout = SequenceLayout.balanced(N, shards, documents=ends)
+        hops = attention_traffic(layout, documents=ends)
+        assert unevenness(layout, ends) <= EVEN
+        zigzag = SequenceLayout.zigzag(N, shards)
+        for simpler in (zigzag, SequenceLayout.contiguous(N, shards), dealt_whole(ends, shards)):
+            if simpler and unevenness(simpler, ends) <= EVEN:
+                assert hops <= attention_traffic(simpler, documents=ends)
+        of_zigzag.append(hops / max(1, attention_traffic(zigzag, documents=ends)))
+    if kind == "short":
+        assert np.median(of_zigzag) <= 0.05
+
+
+def test_long_documents_among_short_ones_send_a_third_at_most():
+    rng, ratios = random.Random(0), list[float]()
+    for _ in range(12):
+        sizes = [rng.lognormvariate(0, 1) for _ in range(rng.choice([30, 34]))]
+        ends = sorted({0, *np.rint(np.cumsum(sizes) / sum(sizes) * N).astype(int).tolist()})
+        layout, even = (SequenceLayout.balanced(N, 8, documents=ends, traffic=traffic) for traffic in (None, 0))
+        assert unevenness(layout, ends) <= EVEN
+        ratios.append(attention_traffic(layout, documents=ends) / attention_traffic(even, documents=ends))
+    assert np.median(ratios) <= 1 / 3
+
+
+def test_documents_that_fit_stay_on_one_shard():
+    ends = list(range(0, N + 1, N // 64))
+    layout = SequenceLayout.balanced(N, 8, documents=ends)
+    assert attention_traffic(layout, documents=ends) == 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        mask_slices(4096, True, (255, 0)),
+        mask_slices(4096, False, None, list(range(0, 4097, 64))),
+        mask_slices(4096, True, None, [[0, 1000, 1100, 4096], [0, 30, 2000, 4096]]),
+        [
+            slice_array(
+                [(0, 4096, 0, 100, None, 0), *((a, a + 111, a, a + 111, None, 0) for a in range(100, 4096, 111))]
+            )
+        ],
+    ],
+    ids=["window", "both ways", "rows", "prompt and answers"],
+)
+def test_any_mask_is_even_and_deterministic(rows):
+    mask = Mask(*rows)
+    layout = SequenceLayout.balanced(4096, 8, mask=mask)
+    assert layout == SequenceLayout.balanced(4096, 8, mask=Mask(*(row.copy() for row in rows)))
+    assert attention_balance(layout, mask=mask) <= EVEN and max(layout.sizes) <= EVEN * 512
+    even = SequenceLayout.balanced(4096, 8, mask=mask, traffic=0)
+    assert attention_traffic(layout, mask=mask) <= attention_traffic(even, mask=mask)
+
+
+@pytest.mark.parametrize("traffic", [-1, float("nan"), float("inf"), "much"])
+def test_traffic_that_is_no_cost_is_refused(traffic):
+    with pytest.raises(ValueError, match=r"traffic"):
+        SequenceLayout.balanced(8, 2, traffic=traffic)
