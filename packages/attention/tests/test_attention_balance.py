@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.methods.teams import Teams, fitting_teams
-from armillary.attention.rotation.topology import RotatingSide
+from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
-from armillary.core import SequenceLayout, attention_balance
+from armillary.core import SequenceLayout, attention_balance, attention_traffic
 
 N = 2**16
 
@@ -152,3 +152,19 @@ def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, more):
 def test_fewer_tokens_than_ranks_are_refused():
     with pytest.raises(ValueError, match=r"7 tokens .* 8 shards"):
         Teams(8, 2, "collect_intra").layout(7, "balanced")
+
+
+@pytest.mark.parametrize("kind", ["balanced", "zigzag", "contiguous"])
+@pytest.mark.parametrize("name", MASKS)
+def test_token_hops_are_those_that_a_ring_sends(name, kind):
+    mask, ring = MASKS[name], RingTopology.of_all(8, "keys")
+    layout = layout_of(kind, N, 8, mask)
+    grid = Grid(layout, layout, mask)
+    assert attention_traffic(layout, mask=mask) == ring.cheaper_direction(grid).tokens_sent(grid)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_layouts_that_send_least_are_even_by_queries(name):
+    layout = layout_of("balanced", N, 8, MASKS[name])
+    assert attention_balance(layout, mask=MASKS[name]) <= 1.10
+    assert max(layout.sizes) * 8 <= 1.10 * N

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from armillary.core import SequenceLayout, attention_balance
+from armillary.core import SequenceLayout, attention_balance, attention_traffic
 from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.epochs import Waste
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
@@ -72,6 +72,7 @@ class PackingStatistics:
         documents: mean number of pieces of documents, or of segments of trees, in a row.
         zigzag, balanced: mean balance of rows under these layouts; `worst_zigzag` and `worst_balanced` of one row.
         spans: largest number of spans of a shard under the balanced layout.
+        zigzag_hops, contiguous_hops, balanced_hops: hops that a token makes around a ring of the shards, on average.
     """
 
     packing: str
@@ -82,6 +83,9 @@ class PackingStatistics:
     balanced: float
     worst_balanced: float
     spans: int
+    zigzag_hops: float
+    contiguous_hops: float
+    balanced_hops: float
 
 
 def measure_packings(
@@ -102,21 +106,26 @@ def measure_packings(
     """
     check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
-    zigzag = SequenceLayout.zigzag(length, shards)
+    zigzag, contiguous = SequenceLayout.zigzag(length, shards), SequenceLayout.contiguous(length, shards)
     packings = (greedy, best_fit, one_per_row) if store.trees is None else (best_fit, one_per_row)
     statistics: list[PackingStatistics] = []
     for i, packing in enumerate(packings):
         sequences = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
         packed_rows = [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
         zigzags, balances, spans = list[float](), list[float](), 0
+        hops = [0, 0, 0]
         for j, row in enumerate(packed_rows):
             progress(i * rows + j, len(packings) * rows)
             mask: dict[str, Any] = {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
             balanced = SequenceLayout.balanced(length, shards, **mask)
             zigzags.append(attention_balance(zigzag, **mask))
             balances.append(attention_balance(balanced, **mask))
+            for k, layout in enumerate((zigzag, contiguous, balanced)):
+                hops[k] += attention_traffic(layout, **mask)
             spans = max(spans, *(len(balanced.spans(shard)) for shard in range(shards)))
         documents = mean(len(row.ends) - 1 for row in packed_rows)
         balance = (mean(zigzags), max(zigzags), mean(balances), max(balances))
-        statistics.append(PackingStatistics(packing.__name__, sequences.waste()[0], documents, *balance, spans))
+        mean_hops = [total / (length * len(packed_rows)) for total in hops]
+        waste = sequences.waste()[0]
+        statistics.append(PackingStatistics(packing.__name__, waste, documents, *balance, spans, *mean_hops))
     return statistics

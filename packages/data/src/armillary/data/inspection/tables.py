@@ -66,8 +66,12 @@ def print_packings(packings: Sequence[PackingStatistics], length: int, shards: i
         "zigzag: worst row": [f"{p.worst_zigzag:.3f}" for p in packings],
         "balanced: balance": [f"{p.balanced:.3f}" for p in packings],
         "balanced: worst row": [f"{p.worst_balanced:.3f}" for p in packings],
+        "zigzag: hops of a token": [f"{p.zigzag_hops:.3f}" for p in packings],
+        "contiguous: hops of a token": [f"{p.contiguous_hops:.3f}" for p in packings],
+        "balanced: hops of a token": [f"{p.balanced_hops:.3f}" for p in packings],
         "balanced: most spans of a shard": [f"{p.spans}" for p in packings],
     }
-    print(f"rows of {length:,} tokens, {shards} shards; balance is the slowest shard over the mean\n")
+    print(f"rows of {length:,} tokens, {shards} shards; balance is the slowest shard over the mean,")
+    print("hops are around a ring of the shards: bytes sent are in proportion\n")
     heads = [Column("packing", text=True), *(Column(p.packing) for p in packings)]
     print_table(heads, [[name, *values] for name, values in rows.items()])
