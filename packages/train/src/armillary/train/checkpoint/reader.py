@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from armillary.data.console.exit import one_line
 from armillary.train.checkpoint.planner import LoadPlanner
-from armillary.train.runtime.health.ranks import errors_as_ours
+from armillary.train.runtime.health.ranks import convert_dcp_errors
 
 SUFFIX = ".safetensors"
 
@@ -131,6 +131,6 @@ def read_tensors(
             tensors[name] = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
         except RuntimeError as error:
             raise ValueError(f"no memory for {name} {tuple(entry.size)} ({str(error).splitlines()[0]})") from error
-    with errors_as_ours():
+    with convert_dcp_errors():
         load({prefix: tensors}, folder, names, no_dist=True)
     return tensors

@@ -23,7 +23,7 @@ from armillary.models.initialize import meta_model
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.checkpoint.reader import load, saved_shapes
 from armillary.train.run import Run
-from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
+from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors
 from armillary.train.runtime.random_state import random_state, seed_all, set_random_state
 
 State = dict[str, Any]
@@ -59,7 +59,7 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
     groups = state["optimizer"].pop("param_groups")
     random = saved_random_state(run, place, manifest, ranks.rank) if manifest.ranks == ranks.size else {}
     state |= {"random": {f"rank-{ranks.rank}": random}} if random else {}
-    with errors_as_ours():
+    with convert_dcp_errors():
         load(state, place, manifest.files, process_group=ranks.group)
     optimizer = {**state["optimizer"], "param_groups": groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -94,6 +94,7 @@ class TensorWriter(StorageWriter):
         super().__init__()
         self.folder, self.ranks = folder, ranks
         self.files: dict[str, FileRecord] = {}
+        """Records of the files of all ranks, by name; on rank 0, once they are written."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -114,25 +115,30 @@ class TensorWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files: list[WriteResult] = []
+        rank = self.ranks.rank if self.ranks else 0
         try:
-            rank = self.ranks.rank if self.ranks else 0
             for number, items in enumerate(split_items(plan.items)):
                 name = f"rank-{rank}{f'-{number}' if number else ''}{SUFFIX}"
-                self.files[name] = write_tensors(self.folder / name, items, planner)
+                record = write_tensors(self.folder / name, items, planner)
+                files.append(WriteResult(MetadataIndex(name), record.size, record))
         finally:
             if self.ranks is not None:
                 self.ranks.gather()
         results: Future[list[WriteResult]] = Future()
-        results.set_result([])
+        results.set_result(files)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Reads the headers of all files back. On one rank.
+        """Collects the records of all ranks' files and reads their headers back. On rank 0.
+
+        The files are opened by name, since a network file system may list those of other hosts later.
 
         Raises:
             OSError: they describe other tensors than were to be saved.
         """
-        reader = TensorReader(self.folder, (path.name for path in self.folder.glob(f"*{SUFFIX}")))
+        self.files = {file.index.fqn: file.storage_data for of_rank in results for file in of_rank}
+        reader = TensorReader(self.folder, self.files)
         try:
             written = reader.read_metadata().state_dict_metadata
         except Damaged as damage:

@@ -22,7 +22,7 @@ from armillary.train.config import Config, ModelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
 from armillary.train.parallel import choose_axes, mesh_axes
-from armillary.train.runtime.health.ranks import Ranks, errors_as_ours
+from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -45,7 +45,7 @@ def load_model(
     manifest = Manifest.read(place)
     model = empty_model(options, saved_config(place, manifest), device)
     state = get_model_state_dict(model)
-    with errors_as_ours():
+    with convert_dcp_errors():
         load({"model": state}, place, manifest.files, process_group=ranks.group)
     set_model_state_dict(model, state)
     return model, step

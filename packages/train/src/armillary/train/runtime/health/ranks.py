@@ -89,7 +89,7 @@ def combined(failures: dict[int, Failure]) -> Exception:
 
 
 @contextmanager
-def errors_as_ours() -> Generator[None]:
+def convert_dcp_errors() -> Generator[None]:
     """Context manager that turns DCP's error of several ranks, which is no `Exception`, into one as from `agree`."""
     try:
         yield
