@@ -4,18 +4,15 @@ torchrun --nproc-per-node 4 examples/attention_fsdp.py
 """
 
 import os
-from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from armillary.attention import AttentionMask, Local, build_attention
-from armillary.attention.context_parallel import shard_batch, whole_loss
-from armillary.core import build_mesh, sum_gradients
+from armillary.attention import ContextParallel, Local
+from armillary.core import build_mesh
 
 LENGTH, VOCABULARY, EMBED, HEADS, STEPS = 500, 64, 64, 4, 4
 DOCUMENTS = [0, 130, 350, LENGTH]
@@ -46,21 +43,19 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(model, attend):
-    """The losses of all steps, the same on every rank; and the norms of their gradients."""
+def train(model, cp):
+    """Returns the losses of all steps, the same on every rank, and the norms of their gradients."""
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         ids = torch.randint(VOCABULARY, (1, LENGTH), generator=generator)  # the same on every rank
-        batch = shard_batch(attend, ids, documents=DOCUMENTS)
-        mask = AttentionMask(causal=True, documents=batch.documents)
-        logits = model(batch.ids, batch.position_ids, partial(attend, mask=mask, layout=batch.layout))
-        # This rank's losses over the number of all ranks' labels: a share of the mean, and so are its gradients.
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / batch.labelled
+        batch = cp.shard(ids, documents=DOCUMENTS)
+        logits = model(batch.ids, batch.position_ids, batch.attend)
+        loss = cp.loss(logits, batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        losses.append(float(whole_loss(loss.detach(), attend)))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
@@ -71,23 +66,22 @@ def model_of():
     return Model().double()
 
 
-def sharded(ranks, summed=True):
-    """The model under FSDP2 over all ranks: they all hold tokens, so all gradients are summed."""
+def sharded(ranks):
+    """Returns the model under FSDP2 over all ranks, all of which hold tokens."""
     model, mesh = model_of(), init_device_mesh("cpu", (ranks,))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
-    if summed:
-        sum_gradients(model)  # FSDP2 averages: without this every gradient would be 1 / ranks of what it should be
     return model
 
 
 def errors(ranks):
-    """How far losses and gradients are from those of one rank that has whole sequences, relatively."""
-    attend = build_attention("ring", build_mesh("cpu", ring=ranks))
-    found, expected = train(sharded(ranks), attend), train(model_of(), Local())
+    """Returns the largest relative errors of losses and of gradient norms against one rank with whole sequences."""
+    mesh = build_mesh("cpu", ring=ranks)
+    results = train(sharded(ranks), ContextParallel("ring", mesh))
+    expected = train(model_of(), ContextParallel(Local(), mesh))
     return [
-        max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
-        for got, wanted in zip(found, expected, strict=True)
+        max(abs(a - b) / abs(b) for a, b in zip(values, expected_values, strict=True))
+        for values, expected_values in zip(results, expected, strict=True)
     ]
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from armillary.core import sum_gradients
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RANKS = 4
 
@@ -50,11 +52,14 @@ def test_blocks_compute_it_in_one_graph_each(worlds):
 
 def norms(summed: bool) -> list[float]:
     fsdp = example("attention_fsdp")
-    attend = fsdp.build_attention("ring", fsdp.build_mesh("cpu", ring=RANKS))
+    cp = fsdp.ContextParallel("ring", fsdp.build_mesh("cpu", ring=RANKS))
+    model = fsdp.sharded(RANKS)
+    if summed:
+        sum_gradients(model)
     fsdp.STEPS = 1
-    return fsdp.train(fsdp.sharded(RANKS, summed), attend)[1]
+    return fsdp.train(model, cp)[1]
 
 
-def test_without_sum_gradients_fsdp_averages(worlds):
-    (right,), (wrong,) = (worlds(RANKS).run(norms, summed)[0] for summed in (True, False))
-    assert wrong == pytest.approx(right / RANKS, rel=1e-9)
+def test_with_sum_gradients_fsdp_no_longer_averages(worlds):
+    (averaged,), (summed,) = (worlds(RANKS).run(norms, summed)[0] for summed in (False, True))
+    assert summed == pytest.approx(averaged * RANKS, rel=1e-9)

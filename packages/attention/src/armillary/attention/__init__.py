@@ -3,7 +3,7 @@
 from armillary.attention.call.projections import Projections, TokenProjections
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.context_parallel import sdpa_parallel, sequence
+from armillary.attention.context_parallel import ContextParallel, sdpa_parallel, sequence
 from armillary.attention.drawing import draw_mask
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.all_gather import AllGatherKV
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionShape",
     "AttentionSpec",
     "CommPlan",
+    "ContextParallel",
     "Local",
     "Method",
     "Projected",

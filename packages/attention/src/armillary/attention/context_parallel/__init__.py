@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from armillary.attention.context_parallel.batch import ShardedBatch, shard_batch, whole_loss, whole_sequence
+from armillary.attention.context_parallel.parallel import ContextParallel, ContextParallelBatch
 from armillary.attention.context_parallel.sdpa import sdpa_parallel
 from armillary.attention.context_parallel.sequence import sequence
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from armillary.attention.context_parallel.style import ContextParallelStyle
 
 __all__ = [
+    "ContextParallel",
+    "ContextParallelBatch",
     "ContextParallelStyle",
     "ShardedBatch",
     "sdpa_parallel",

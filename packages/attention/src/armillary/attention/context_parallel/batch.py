@@ -33,6 +33,8 @@ class ShardedBatch(NamedTuple):
     layout: SequenceLayout
     labelled: int
     attention_mask: Tensor | None = None
+    label_count: int = 0
+    """Labels of this batch on all ranks of its sequence."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -111,12 +113,15 @@ def shard_batch(
         hidden, counting = attention_mask == 0, torch.arange(length, device=ids.device) + first
         position_ids = torch.where(hidden, counting, position_ids)  # collators pad them with anything
         shifted = shifted.masked_fill(hidden, IGNORED)
-    total = int((shifted != IGNORED).sum()) if labelled is None else integer("labelled", labelled)
+    label_count = int((shifted != IGNORED).sum())
+    total = label_count if labelled is None else integer("labelled", labelled)
     over = Sharding(layout if layout is not None else attend.layout(length)).layout_for(attend, length)
     mine = [over.take(x, attend.shard) for x in (ids, position_ids, shifted.long())]
     seen = None if attention_mask is None else over.take(attention_mask, attend.shard)
     told = mask.documents or (0, length)
-    return ShardedBatch(*mine, documents=told, layout=over, labelled=max(total, 1), attention_mask=seen)
+    return ShardedBatch(
+        *mine, documents=told, layout=over, labelled=max(total, 1), attention_mask=seen, label_count=label_count
+    )
 
 
 def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor | None) -> None:

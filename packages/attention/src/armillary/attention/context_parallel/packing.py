@@ -87,7 +87,7 @@ def check_shards(tokens: int, positions: int, layout: SequenceLayout, attend: Me
 def gather(rows: Sequence[Sequence[int]], attend: Method) -> list[list[int]]:
     """The rows of integers of all ranks of `attend`, each row as long as the others. Every rank must call it."""
     gathered = [list(row) for row in rows]
-    for axis in _known_axes(attend):
+    for axis in method_axes(attend):
         width = len(gathered[0])
         mine = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
         counts = _all_gather(axis, torch.tensor([len(gathered)], device=mine.device))
@@ -100,21 +100,30 @@ def gather(rows: Sequence[Sequence[int]], attend: Method) -> list[list[int]]:
 
 def sum_over_ranks(x: Tensor, attend: Method) -> Tensor:
     """The sum of a small tensor over all ranks of `attend`, on each in the same order. Every rank must call it."""
-    for axis in _known_axes(attend):
-        x = torch.stack(_all_gather(axis, x.to(_device(axis)))).sum(0).to(x.device)
+    return sum_over_axes(x, method_axes(attend))
+
+
+def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Returns the sum of a tensor over the ranks of axes. Every rank must call it.
+
+    Gathers and adds in one order instead of reducing, so that all ranks get the same bits.
+    """
+    for axis in axes:
+        x = torch.stack(_all_gather(axis, x.to(_device(axis)).contiguous())).sum(0).to(x.device)
     return x
 
 
 def all_gather_over(x: Tensor, attend: Method) -> list[Tensor]:
     """The tensors of all ranks of `attend`, of one shape, in the order of `gather`. Every rank must call it."""
     parts, device = [x], x.device
-    for axis in _known_axes(attend):
+    for axis in method_axes(attend):
         joined = _all_gather(axis, torch.stack(parts).to(_device(axis)))
         parts = [part for several in joined for part in several]
     return [part.to(device) for part in parts]
 
 
-def _known_axes(attend: Method) -> list[Axis]:
+def method_axes(attend: Method) -> list[Axis]:
+    """Returns the axes of a method; raises ValueError if they are unknown."""
     along = axes(attend)
     if along is None:
         raise ValueError(

@@ -89,6 +89,18 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     wrap_models(models)
 
 
+def attend_by(model: Any, attend: Method) -> None:
+    """Makes one model of transformers attend by a method, under a registered name of that method's own.
+
+    Raises:
+        ValueError: as `register_transformers`.
+    """
+    name = f"armillary-{type(attend).__name__.lower()}-{id(attend):x}"
+    register_transformers(attend, name)
+    model.set_attn_implementation(name)
+    model.config.use_cache = False  # a shard has no keys of other ranks to cache
+
+
 class Implementation(ShardedImplementation):
     """The pair of functions that transformers calls, for one method."""
 

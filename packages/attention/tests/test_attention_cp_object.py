@@ -1,0 +1,246 @@
+"""`ContextParallel` in a training loop: losses and gradients are those of one rank, under each wrapper."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Ulysses, sdpa_parallel
+from armillary.core.testing import mesh, relative_error
+
+VOCABULARY, EMBED, HEADS = 32, 16, 4
+RANKS = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
+
+    def forward(self, x, attention):
+        q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(x).chunk(3, -1))
+        return x + self.out(attention(q, k, v).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, EMBED), nn.Embedding(128, EMBED)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(EMBED, VOCABULARY)
+        self.recompute = False
+
+    def forward(self, ids, position_ids, attention):
+        x = self.tokens(ids) + self.positions(position_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, attention, use_reentrant=False) if self.recompute else block(x, attention)
+        return self.head(x)
+
+
+def new_model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How rows, labels and ranks are arranged. `data` groups of ranks read rows of their own."""
+
+    wrapper: str
+    data: int = 1
+    length: int = 41
+    documents: bool = False
+    labels_from: int = 0
+    """Positions below it have no label, so that a rank may have none."""
+    micro_batches: int = 1
+    recompute: bool = False
+    window: int | None = None
+
+
+def rows_of(setup: Setup, group: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
+    generator = torch.Generator().manual_seed(10 * micro_batch + group)
+    ids = torch.randint(VOCABULARY, (2, setup.length), generator=generator)
+    labels = ids.clone()
+    labels[:, : setup.labels_from + 7 * group] = -100  # other counts in each group
+    labels[1, micro_batch : micro_batch + 3] = -100
+    documents = [0, 5 + group + micro_batch, 24, setup.length] if setup.documents else None
+    return ids, labels, documents
+
+
+def label_count(labels: torch.Tensor, documents: list[int] | None) -> int:
+    """Labels after shifting: without the first token of each document."""
+    counted = labels.clone()
+    counted[:, (documents or [0, 0])[:-1]] = -100
+    return int((counted != -100).sum())
+
+
+def expected_step(setup: Setup) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of one rank that has the rows of all groups."""
+    model, total, count = new_model(), torch.zeros(()).double(), 0
+    for micro_batch in range(setup.micro_batches):
+        for group in range(setup.data):
+            ids, labels, documents = rows_of(setup, group, micro_batch)
+            ends = documents or [0, setup.length]
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
+            window = None if setup.window is None else (setup.window, 0)
+            mask = AttentionMask(causal=True, window=window, documents=documents)
+            logits = model(ids, positions, lambda q, k, v, mask=mask: Local()(q, k, v, mask=mask))
+            shifted = labels.roll(-1, 1)
+            shifted[:, [end - 1 for end in ends[1:]]] = -100
+            total = total + F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
+            count += label_count(labels, documents)
+    loss = total / count
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters()]
+
+
+def wrapped(setup: Setup, model: Model) -> nn.Module:
+    if setup.wrapper == "ddp":
+        return DistributedDataParallel(model)
+    if setup.wrapper == "none":
+        return model
+    ranks = init_device_mesh("cpu", (2, 2)) if setup.wrapper == "hsdp" else init_device_mesh("cpu", (RANKS,))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=ranks)
+    return model
+
+
+def sharded_step(setup: Setup) -> tuple[float, float]:
+    """Relative errors of the loss and of the worst gradient."""
+    axes = mesh(shard=setup.data, ring=RANKS // setup.data)
+    cp = ContextParallel("ring", axes, data="shard" if setup.data > 1 else ())
+    group = axes["shard"].get_local_rank() if setup.data > 1 else 0
+    plain = new_model()
+    plain.recompute = setup.recompute
+    model = wrapped(setup, plain)
+    labelled = None
+    if setup.micro_batches > 1:
+        batches = [rows_of(setup, g, m) for g in range(setup.data) for m in range(setup.micro_batches)]
+        labelled = sum(label_count(labels, documents) for _, labels, documents in batches)
+    window = None if setup.window is None else AttentionMask(causal=True, window=(setup.window, 0))
+    value = 0.0
+    for micro_batch in range(setup.micro_batches):
+        ids, labels, documents = rows_of(setup, group, micro_batch)
+        batch = cp.shard(ids, labels, documents=documents, mask=window, labelled=labelled)
+        logits = model(batch.ids, batch.position_ids, batch.attend)
+        loss = cp.loss(logits, batch)
+        if setup.recompute:  # the next batch, of other documents, is there before backward
+            cp.shard(ids.flip(1), documents=[0, 3, setup.length])
+        loss.backward()
+        value += float(loss.detach())
+    if setup.wrapper == "none":
+        cp.reduce_gradients(model)
+    expected_loss, expected = expected_step(setup)
+    gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in plain.parameters()]
+    errors = [relative_error(a, b) for a, b in zip(gradients, expected, strict=True)]
+    return abs(value - expected_loss) / expected_loss, max(errors)
+
+
+SETUPS = [
+    Setup(wrapper, data)
+    for wrapper, data in (("fsdp2", 1), ("fsdp2", 2), ("ddp", 1), ("ddp", 2), ("hsdp", 2), ("none", 1), ("none", 2))
+]
+SETUPS += [
+    Setup("fsdp2", documents=True, recompute=True),
+    Setup("fsdp2", data=2, documents=True, labels_from=31),  # most ranks have no label
+    Setup("hsdp", data=2, documents=True, micro_batches=3, recompute=True, length=47),
+    Setup("ddp", documents=True, labels_from=38),
+    Setup("none", data=2, documents=True, micro_batches=2, window=6),
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_loss_and_gradients_are_those_of_one_rank(worlds, setup):
+    for loss_error, gradient_error in worlds(RANKS).run(sharded_step, setup):
+        assert loss_error < 1e-12
+        assert gradient_error < 1e-10
+
+
+def losses_without_labels() -> float:
+    axes = mesh(ring=RANKS)
+    cp, model = ContextParallel("ring", axes), new_model()
+    ids = torch.zeros((1, 20), dtype=torch.long)
+    batch = cp.shard(ids, torch.full_like(ids, -100))
+    loss = cp.loss(model(batch.ids, batch.position_ids, batch.attend), batch)
+    loss.backward()
+    cp.reduce_gradients(model)
+    assert all(bool((p.grad == 0).all()) for p in model.parameters() if p.grad is not None)
+    return float(loss.detach())
+
+
+def test_a_batch_without_labels_has_loss_0(worlds):
+    assert worlds(RANKS).run(losses_without_labels) == [0.0] * RANKS
+
+
+class SdpaModel(Model):
+    def forward(self, ids, position_ids):
+        def attention(q, k, v):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+        return super().forward(ids, position_ids, attention)
+
+
+def sdpa_loss() -> float:
+    axes = mesh(ring=2, ulysses=2)
+    cp = ContextParallel(Ulysses(axes["ulysses"], inner=Ring(axes["ring"])), axes)
+    torch.manual_seed(0)
+    model, setup = SdpaModel().double(), Setup("none", documents=True)
+    ids, labels, documents = rows_of(setup, 0, 0)
+    with cp.shard(ids, labels, documents=documents) as batch, sdpa_parallel(cp.method):
+        loss = cp.loss(model(batch.ids, batch.position_ids), batch)
+    return abs(float(loss.detach()) - expected_step(setup)[0])
+
+
+def test_a_batch_is_a_block_for_sdpa(worlds):
+    assert max(worlds(RANKS).run(sdpa_loss)) < 1e-12
+
+
+def refusals() -> list[str]:
+    axes = mesh(ring=RANKS)
+    cp, model = ContextParallel("ring", axes), new_model()
+    other = ContextParallel("ring", axes)
+    ids = torch.arange(20)[None]
+    batch, longer = cp.shard(ids), cp.shard(torch.arange(30)[None])
+    logits = model(batch.ids, batch.position_ids, batch.attend)
+    q = torch.zeros(1, batch.ids.shape[1], HEADS, 4, dtype=torch.float64)
+
+    def recompute_with_the_next_batch():
+        state = {"attend": batch.attend}
+        kept = new_model()
+        kept.recompute = True
+        loss = cp.loss(kept(batch.ids, batch.position_ids, lambda q, k, v: state["attend"](q, k, v)), batch)
+        state["attend"] = cp.shard(ids.flip(1)).attend
+        loss.backward()
+
+    calls = {
+        "data=['other']": lambda: ContextParallel("ring", axes, data="other"),
+        "data=['ring']": lambda: ContextParallel("ring", axes, data=("ring",)),
+        "cp.shard": lambda: other.loss(logits, batch),
+        "NoneType": lambda: cp.loss(logits, None),
+        "logits (1, 5, 32)": lambda: cp.loss(logits, longer),
+        "batch.inputs": lambda: cp.loss(logits.mean(), batch),
+        "layout=": lambda: batch.attend(q, q, q, layout=longer.layout),
+        "DDP": lambda: cp.reduce_gradients(DistributedDataParallel(new_model())),
+        "Model": lambda: cp.prepare(model),
+        "no forward has used": recompute_with_the_next_batch,
+    }
+    wrong = []
+    for name, call in calls.items():
+        try:
+            call()
+            wrong.append(f"{name}: not refused")
+        except ValueError as error:
+            if name not in str(error):
+                wrong.append(f"{name}: {error}")
+    return wrong
+
+
+def test_wrong_use_is_refused_on_every_rank(worlds):
+    assert worlds(RANKS).run(refusals) == [[]] * RANKS
